@@ -39,7 +39,7 @@ class WatchedExpert(HumanExpert):
     def wait_for_scene(self, ended: threading.Event) -> Scene | None:
         """Return the scene of the next corrections; None after the end."""
         while not ended.is_set():
-            if (scene := self.desk.scene) is not None and scene.remaining:
+            if (scene := self.handlers.scene) is not None and scene.remaining:
                 return scene
             ended.wait(0.05)
         return None

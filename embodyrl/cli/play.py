@@ -40,7 +40,7 @@ def play(args: argparse.Namespace) -> int:
             recording = Recording(Path(args.record), policy.run_plan, environment)
             stack.callback(recording.close)
         scene = Scene(policy, env, recording)
-        stack.callback(scene.keep)
+        stack.callback(scene.finish_episode)
         desk = RequestHandlers(run.name, scene)
         server = Loopback(int(args.port), {"/": page}, desk.posts)
         server.show(open_page=args.open, name=f"{run.name}: ")

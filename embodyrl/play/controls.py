@@ -16,7 +16,7 @@ def neutral_action(action: ActionSpec) -> FloatArray:
     return neutral
 
 
-def action_of(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray) -> FloatArray:
+def inputs_to_action(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray) -> FloatArray:
     """Return the action [A] for pressed inputs.
 
     Args:
@@ -24,21 +24,21 @@ def action_of(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray
         amounts: how far each input is pressed, from 0 to 1, by the index of the input in `controls_of`.
         last: the last executed action [A], whose gripper command is kept.
     """
-    controls, found = controls_of(action), neutral_action(action)
+    controls, result = controls_of(action), neutral_action(action)
     if action.kind is not ActionKind.box:
         for number, amount in amounts.items():
             if amount > 0.5:
-                found[controls[number].index] = controls[number].value
-        return found
+                result[controls[number].index] = controls[number].value
+        return result
     gripper = None if action.gripper is None else action.gripper.index % action.dim
     if gripper is not None:
-        found[gripper] = last[gripper]
-    rest = found.copy()
+        result[gripper] = last[gripper]
+    rest = result.copy()
     for number, amount in amounts.items():
         control = controls[number]
         index = control.index % action.dim
         if index != gripper:
-            found[index] += amount * (control.value - rest[index])
+            result[index] += amount * (control.value - rest[index])
         elif amount > 0.5:
-            found[index] = control.value
-    return np.clip(found, *action.bounds).astype(np.float32)
+            result[index] = control.value
+    return np.clip(result, *action.bounds).astype(np.float32)

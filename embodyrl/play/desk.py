@@ -12,9 +12,9 @@ from typing import Any
 from embodyrl.play.scene import Scene
 from embodyrl.web_pages.loopback import Answer
 
-_MOST_CLIENTS = 64
+_MAX_CLIENTS = 64
 """Maximum number of clients (browser pages) whose last request and answer are stored."""
-_LONGEST_ID = 64
+_MAX_ID_LENGTH = 64
 
 
 @dataclass(slots=True)
@@ -38,119 +38,119 @@ class RequestHandlers:
 
     def __init__(self, name: str, scene: Scene | None = None) -> None:
         self.name, self.scene = name, scene
-        self.note = ""
+        self.status_text = ""
         """Line of text above the image, for example the progress of the training."""
-        self.executed = 0
+        self.num_executed = 0
         """Number of executed requests."""
         self._driver = ""
         self._clients: OrderedDict[str, _Client] = OrderedDict()
-        self._acts: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
+        self._actions: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
             "take": lambda scene, body: None,
-            "tick": lambda scene, body: scene.tick(_amounts(body, len(scene.controls))),
-            "next": lambda scene, body: scene.begin(_integer(body, "task", -1, -1)),
+            "tick": lambda scene, body: scene.advance(_get_amounts(body, len(scene.controls))),
+            "next": lambda scene, body: scene.start_episode(_get_integer(body, "task", -1, -1)),
             "restart": lambda scene, body: scene.restart(),
-            "rewind": lambda scene, body: scene.rewind(_integer(body, "steps", 1)),
-            "say": lambda scene, body: scene.say(_text(body, "instruction")),
+            "rewind": lambda scene, body: scene.rewind(_get_integer(body, "steps", 1)),
+            "say": lambda scene, body: scene.set_instruction(_get_text(body, "instruction")),
         }
 
     @property
     def posts(self) -> dict[str, Callable[[dict[str, Any]], Answer]]:
         """Handlers of POST requests by URL path."""
-        return {"/hello": self.hello, "/view": self.view, "/act": self.act}
+        return {"/hello": self.get_page_state, "/view": self.get_view, "/act": self.execute}
 
-    def hello(self, body: dict[str, Any]) -> Answer:
+    def get_page_state(self, body: dict[str, Any]) -> Answer:
         """Return the properties of the scene, and the sequence number of the client's last request (0: none)."""
-        client, scene = _client(body), self.scene
-        known = self._clients.get(client)
-        content: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}
+        client, scene = _get_client(body), self.scene
+        client_state = self._clients.get(client)
+        content: dict[str, Any] = {"name": self.name, "seq": client_state.seq if client_state else 0}
         if scene is not None:
             content |= {
                 "tasks": scene.env.layout.tasks,
                 "controls": [asdict(control) for control in scene.controls],
-                "rewinds": scene.rewinds,
+                "rewinds": scene.can_rewind,
                 "recorded": scene.is_recorded,
                 "speaks": not scene.is_recorded and scene.env.layout.text.instructed,
             }
-        return self._answer(client, content, image=True)
+        return self._build_answer(client, content, image=True)
 
-    def view(self, body: dict[str, Any]) -> Answer:
+    def get_view(self, body: dict[str, Any]) -> Answer:
         """Return the state of the scene, and the current image unless its number equals `after` in the request."""
-        moment = self.scene.moment if self.scene else 0
-        return self._answer(_client(body), {}, image=_integer(body, "after", -1, -1) != moment)
+        frame_number = self.scene.frame_number if self.scene else 0
+        return self._build_answer(_get_client(body), {}, image=_get_integer(body, "after", -1, -1) != frame_number)
 
-    def act(self, body: dict[str, Any]) -> Answer:
+    def execute(self, body: dict[str, Any]) -> Answer:
         """Execute a request of the client that has control.
 
         Raises:
             ValueError: the request is malformed or out of order, or the client does not have control.
         """
-        name, seq, request = _client(body), _integer(body, "seq", 1), json.dumps(body, sort_keys=True)
+        name, seq, request = _get_client(body), _get_integer(body, "seq", 1), json.dumps(body, sort_keys=True)
         client = self._clients.get(name) or _Client()
         if seq == client.seq and request == client.request and client.answer is not None:
             return client.answer
         if seq != client.seq + 1:
             raise ValueError(f"'seq' must be {client.seq + 1}, the sequence number of this client's next request")
-        do = _text(body, "do")
-        if do not in self._acts:
-            raise ValueError(f"'do' must be one of {', '.join(self._acts)}")
+        action_name = _get_text(body, "do")
+        if action_name not in self._actions:
+            raise ValueError(f"'do' must be one of {', '.join(self._actions)}")
         if self.scene is None:
             raise ValueError("no episode is running; wait for the next episode")
-        if name != self._driver and self._driver and do != "take":
+        if name != self._driver and self._driver and action_name != "take":
             raise ValueError("another browser window controls the episode; press `take the controls` first")
-        self._acts[do](self.scene, body)
-        self.executed += 1
+        self._actions[action_name](self.scene, body)
+        self.num_executed += 1
         self._driver = name
-        client.seq, client.request, client.answer = seq, request, self._answer(name, {}, image=True)
+        client.seq, client.request, client.answer = seq, request, self._build_answer(name, {}, image=True)
         self._clients[name] = client
         self._clients.move_to_end(name)
-        while len(self._clients) > _MOST_CLIENTS:
+        while len(self._clients) > _MAX_CLIENTS:
             self._clients.popitem(last=False)
         return client.answer
 
-    def _answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
+    def _build_answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
         """Return the content type and the body: JSON length (4 bytes, big-endian), state as JSON, and JPEG image."""
         scene = self.scene
-        content |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
+        content |= {"note": self.status_text, "drives": client == self._driver, "free": not self._driver}
         content["live"] = scene is not None
         if scene is not None:
-            content |= {"moment": scene.moment, **scene.state()}
+            content |= {"moment": scene.frame_number, **scene.state()}
         text = json.dumps(content).encode()
-        picture = scene.picture if scene is not None and image else b""
-        return "application/octet-stream", len(text).to_bytes(4, "big") + text + picture
+        frame = scene.frame_jpeg if scene is not None and image else b""
+        return "application/octet-stream", len(text).to_bytes(4, "big") + text + frame
 
 
-def _client(body: dict[str, Any]) -> str:
-    name = _text(body, "client")
-    if not 0 < len(name) <= _LONGEST_ID:
-        raise ValueError(f"'client' must have 1 to {_LONGEST_ID} characters")
+def _get_client(body: dict[str, Any]) -> str:
+    name = _get_text(body, "client")
+    if not 0 < len(name) <= _MAX_ID_LENGTH:
+        raise ValueError(f"'client' must have 1 to {_MAX_ID_LENGTH} characters")
     return name
 
 
-def _text(body: dict[str, Any], name: str) -> str:
-    found = body.get(name)
-    if not isinstance(found, str) or any("\ud800" <= letter <= "\udfff" for letter in found):
+def _get_text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError(f"'{name}' must be a valid Unicode string")
-    return found
+    return value
 
 
-def _integer(body: dict[str, Any], name: str, least: int, default: int | None = None) -> int:
-    found = body.get(name, default)
-    if type(found) is not int or not least <= found < 2**53:
-        raise ValueError(f"'{name}' must be an integer of at least {least}")
-    return found
+def _get_integer(body: dict[str, Any], name: str, minimum: int, default: int | None = None) -> int:
+    value = body.get(name, default)
+    if type(value) is not int or not minimum <= value < 2**53:
+        raise ValueError(f"'{name}' must be an integer of at least {minimum}")
+    return value
 
 
-def _amounts(body: dict[str, Any], count: int) -> dict[int, float] | None:
+def _get_amounts(body: dict[str, Any], count: int) -> dict[int, float] | None:
     """Return the pressed fraction (0 to 1) of each input, by input index; None: the policy acts."""
-    found = body.get("inputs")
-    if found is None:
+    inputs = body.get("inputs")
+    if inputs is None:
         return None
     if not count:
         raise ValueError("a person cannot control this environment, because it declares no keyboard or gamepad inputs")
-    if not isinstance(found, dict) or len(found) > count:
+    if not isinstance(inputs, dict) or len(inputs) > count:
         raise ValueError("'inputs' must be null, or an object that maps input indices to values")
     amounts: dict[int, float] = {}
-    for name, amount in found.items():
+    for name, amount in inputs.items():
         if not (name.isascii() and name.isdecimal() and len(name) < 5 and int(name) < count):
             raise ValueError(f"'inputs' contains the index {name!r:.20}, expected integers from 0 to {count - 1}")
         if type(amount) not in (int, float) or not math.isfinite(amount) or not 0 <= amount <= 1:

@@ -48,10 +48,10 @@ class HumanExpert:
         self._cfg = cfg.dagger
         self._steps = cfg.runner.max_steps
         self._round = 0
-        self.desk = RequestHandlers(cfg.runner.experiment_name or "dagger")
-        self.server = Loopback(cfg.dagger.port, {"/": page}, self.desk.posts)
+        self.handlers = RequestHandlers(cfg.runner.experiment_name or "dagger")
+        self.server = Loopback(cfg.dagger.port, {"/": page}, self.handlers.posts)
         # Simulators with OpenGL windows belong to the thread that answers requests.
-        self._thread = threading.Thread(target=self.server.answer_forever, name="cockpit", daemon=True)
+        self._thread = threading.Thread(target=self.server.process_requests, name="cockpit", daemon=True)
         self._thread.start()
         print(f"corrections: {self.server.url}", flush=True)
 
@@ -62,45 +62,49 @@ class HumanExpert:
             EmbodyError: the simulator or the policy failed.
         """
         self._round += 1
-        self._note("the policy runs without corrections")
+        self._show_status("the policy runs without corrections")
         out = Path(str(cfg.collect.out))
-        alone = out.with_name(f"{out.name}_alone")
-        collect(overridden(cfg, {"collect.out": str(alone), "collect.filter": EpisodeFilter.all}))
-        demos = load_demonstrations(alone)
+        uncorrected = out.with_name(f"{out.name}_alone")
+        collect(overridden(cfg, {"collect.out": str(uncorrected), "collect.filter": EpisodeFilter.all}))
+        demos = load_demonstrations(uncorrected)
         failed = [e for e in range(demos.num_episodes) if not demos.success[demos.start[e] : demos.stop[e]].any()]
         solved = demos.num_episodes - len(failed)
-        self._note(f"without corrections, the policy solves {solved} of {demos.num_episodes} episodes")
+        self._show_status(f"without corrections, the policy solves {solved} of {demos.num_episodes} episodes")
         if failed:
-            self._ask(cfg, demos, failed, out)
-        self._note("training starts")
+            self._collect_corrections(cfg, demos, failed, out)
+        self._show_status("training starts")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
         """Show the progress of the training on the page."""
         loss = metrics.get("actor/loss")
-        self._note(f"training, step {step} of {self._steps}" + (f", loss {loss:.3g}" if loss is not None else ""))
+        self._show_status(
+            f"training, step {step} of {self._steps}" + (f", loss {loss:.3g}" if loss is not None else "")
+        )
 
     def close(self) -> None:
         """Stop the web server; idempotent."""
-        self.desk.note = "all rounds are done"
+        self.handlers.status_text = "all rounds are done"
         self.server.stop()
         self._thread.join(_CLOSING_S)
         self.server.server_close()
 
-    def _note(self, text: str) -> None:
-        self.desk.note = f"round {self._round} of {self._cfg.rounds}: {text}"
+    def _show_status(self, text: str) -> None:
+        self.handlers.status_text = f"round {self._round} of {self._cfg.rounds}: {text}"
         if "step" not in text:
-            print(f"  {self.desk.note}", flush=True)
+            print(f"  {self.handlers.status_text}", flush=True)
 
-    def _ask(self, cfg: Config, demos: Demonstrations, failed: Sequence[int], out: Path) -> None:
+    def _collect_corrections(self, cfg: Config, demos: Demonstrations, failed: Sequence[int], out: Path) -> None:
         policy = policy_of(cfg)
         ranked = sorted(failed, key=lambda e: (-uncertainty(policy, demos, e), e))
-        recorded = {row["embodyrl/reset_id"] for row in read_episodes(out)}
-        wanted = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])
-        open_ids = [reset_id for reset_id in wanted if reset_id not in recorded]
+        recorded_ids = {row["embodyrl/reset_id"] for row in read_episodes(out)}
+        state_ids = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])
+        open_ids = [reset_id for reset_id in state_ids if reset_id not in recorded_ids]
         recording = Recording(out, policy.run_plan, cfg, cfg.env.train.state_ids)
         try:
             if open_ids:
-                self._note(f"{self.desk.note.partition(': ')[2]}; correct {len(open_ids)} failed episodes")
+                self._show_status(
+                    f"{self.handlers.status_text.partition(': ')[2]}; correct {len(open_ids)} failed episodes"
+                )
                 self._correct(policy, recording, open_ids)
         finally:
             recording.close()
@@ -115,23 +119,23 @@ class HumanExpert:
         def begin() -> None:
             cfg = policy.run_plan.cfg
             env = SingleEnv(cfg, policy.run_plan.env_settings, EnvSplit(max_episode_steps=_NO_LIMIT))
-            self.desk.scene = Scene(policy, env, recording, reset_ids=reset_ids)
+            self.handlers.scene = Scene(policy, env, recording, reset_ids=reset_ids)
 
         def end() -> None:
-            scene, self.desk.scene = self.desk.scene, None
+            scene, self.handlers.scene = self.handlers.scene, None
             if scene is not None:
-                scene.keep()
+                scene.finish_episode()
                 scene.env.close()
 
         self._run(begin)
-        clock, executed, since, limit_s = RunClock(), -1, 0.0, self._cfg.correction_timeout_s
+        clock, num_executed, last_used, limit_s = RunClock(), -1, 0.0, self._cfg.correction_timeout_s
         try:
-            while (scene := self.desk.scene) is not None and scene.remaining:
+            while (scene := self.handlers.scene) is not None and scene.remaining:
                 self._thread.join(_POLL_S)
                 now = clock.now()
-                if self.desk.executed != executed:
-                    executed, since = self.desk.executed, now
-                if now - since > limit_s:
+                if self.handlers.num_executed != num_executed:
+                    num_executed, last_used = self.handlers.num_executed, now
+                if now - last_used > limit_s:
                     raise EmbodyError(
                         f"No person has used the correction page for {limit_s:g} s (dagger.correction_timeout_s), and "
                         f"{scene.remaining} episodes are not corrected. The corrected episodes are saved; to resume, "
@@ -142,14 +146,14 @@ class HumanExpert:
         finally:
             self._run(end)
 
-    def _run(self, act: Callable[[], None]) -> None:
+    def _run(self, action: Callable[[], None]) -> None:
         """Run a function in the thread that handles the requests of the page."""
 
-        def answered() -> tuple[str, bytes]:
-            act()
+        def handle() -> tuple[str, bytes]:
+            action()
             return "", b""
 
-        self.server.call(answered)
+        self.server.call(handle)
 
 
 def uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:
@@ -157,8 +161,8 @@ def uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> fl
     spec = policy.policy.spec
     if not spec.takes_noise:
         return 0.0
-    at = np.arange(demos.start[episode], demos.stop[episode], spec.num_action_chunks)
-    words = tuple(map(str, demos.instruction[at]))
-    seen = Observation(images=demos.images[at], state=demos.state[at], instructions=words)
-    noise = np.random.default_rng(episode).random((_SAMPLES, len(at), spec.tokens_per_chunk), np.float32)
-    return float(np.stack([policy.decide(seen, noise=each).actions for each in noise]).std(axis=0).mean())
+    steps = np.arange(demos.start[episode], demos.stop[episode], spec.num_action_chunks)
+    instructions = tuple(map(str, demos.instruction[steps]))
+    observation = Observation(images=demos.images[steps], state=demos.state[steps], instructions=instructions)
+    noise = np.random.default_rng(episode).random((_SAMPLES, len(steps), spec.tokens_per_chunk), np.float32)
+    return float(np.stack([policy.decide(observation, noise=sample).actions for sample in noise]).std(axis=0).mean())

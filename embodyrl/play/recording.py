@@ -36,7 +36,7 @@ class Step:
     reward: float
     success: bool
     actor: Actor
-    picture: bytes
+    frame_jpeg: bytes
     """Rendered frame after the action as JPEG; empty if the episode is not recorded."""
 
 
@@ -85,10 +85,10 @@ class Recording:
         """
         task, cameras = start["task"], self._env.cameras
         shape = (len(cameras.names), *cameras.size, 3)
-        none, zero = np.zeros(shape, np.uint8), np.zeros(self._env.state_dim, np.float32)
+        no_image, no_state = np.zeros(shape, np.uint8), np.zeros(self._env.state_dim, np.float32)
         episode = Demonstration(
-            images=np.stack([none if step.images is None else step.images for step in steps]),
-            state=np.stack([zero if step.state is None else step.state for step in steps]),
+            images=np.stack([no_image if step.images is None else step.images for step in steps]),
+            state=np.stack([no_state if step.state is None else step.state for step in steps]),
             action=np.stack([step.action for step in steps]),
             reward=np.array([step.reward for step in steps], np.float32),
             success=np.array([step.success for step in steps], np.bool_),
@@ -109,7 +109,7 @@ class Recording:
         stem = self.root / VIDEOS / f"episode_{number:05d}"
         video = VideoRecorder(stem, round(self._writer.card.fps), instruction, info=True)
         for step in steps:
-            frame = simplejpeg.decode_jpeg(step.picture)
+            frame = simplejpeg.decode_jpeg(step.frame_jpeg)
             video.add(frame, step.success, actor=step.actor.name, highlighted=step.actor is Actor.person)
         video.finish()
 

@@ -12,7 +12,7 @@ from embodyrl.api.acting import LoadedPolicy
 from embodyrl.api.environment import SingleEnv
 from embodyrl.controls import controls_of
 from embodyrl.data.layout import Actor
-from embodyrl.play.controls import action_of, neutral_action
+from embodyrl.play.controls import inputs_to_action, neutral_action
 from embodyrl.play.recording import Recording, Step
 from embodyrl.types import FloatArray
 
@@ -37,20 +37,20 @@ class Scene:
         """Start the first episode of `reset_ids`, or an episode of any task if `reset_ids` is empty."""
         self.policy, self.env = policy, env
         self.controls = controls_of(env.layout.action)
-        self.rewinds = env.layout.simulator.saves_state
-        self.moment = 0
+        self.can_rewind = env.layout.simulator.saves_state
+        self.frame_number = 0
         """Counter that increases with every change of the scene; the page compares it with its last image."""
-        self.kept = 0
+        self.num_recorded = 0
         """Number of recorded episodes."""
-        self.assigned = 0
+        self.num_finished = 0
         """Number of finished episodes of `reset_ids`."""
         self._recording, self._reset_ids = recording, tuple(reset_ids)
-        self._planned: list[FloatArray] = []
+        self._remaining_actions: list[FloatArray] = []
         """Actions [A] of the policy's current chunk that were not executed yet."""
         self._steps: list[Step] = []
         self._states: list[Any] = []
         self._episodes = 0
-        self.begin()
+        self.start_episode()
 
     @property
     def is_recorded(self) -> bool:
@@ -60,9 +60,9 @@ class Scene:
     @property
     def remaining(self) -> int:
         """Number of episodes of `reset_ids` that are not finished."""
-        return len(self._reset_ids) - self.assigned
+        return len(self._reset_ids) - self.num_finished
 
-    def begin(self, task: int = -1) -> None:
+    def start_episode(self, task: int = -1) -> None:
         """Record the current episode, and start another episode.
 
         If the scene has a list of `reset_ids`, the next id in the list is used; otherwise, an initial state of `task`
@@ -73,33 +73,33 @@ class Scene:
         """
         if task >= len(self.env.layout.tasks):
             raise ValueError(f"'task' must be below {len(self.env.layout.tasks)}, the number of tasks")
-        self.keep()
+        self.finish_episode()
         options = {"task": task} if task >= 0 else None
         if self._reset_ids:
-            self.assigned += self._episodes > self.assigned
+            self.num_finished += self._episodes > self.num_finished
             if not self.remaining:
-                self.moment += 1
+                self.frame_number += 1
                 return
-            options = {"reset_id": self._reset_ids[self.assigned]}
-        self._options, self.said = options, ""
+            options = {"reset_id": self._reset_ids[self.num_finished]}
+        self._options, self.instruction_override = options, ""
         self._episodes += 1
         self._reset()
 
     def _reset(self) -> None:
-        self._seen, info = self.env.reset(seed=self._episodes, options=self._options)
+        self._observation, info = self.env.reset(seed=self._episodes, options=self._options)
         self.start: dict[str, int] = info
         self._last = neutral_action(self.env.layout.action)
-        self._planned.clear()
+        self._remaining_actions.clear()
         self._steps = []
-        self._states = [self.env.save_state()] if self.rewinds else []
+        self._states = [self.env.save_state()] if self.can_rewind else []
         self.over = False
         self._render()
 
-    def keep(self) -> None:
+    def finish_episode(self) -> None:
         """End the current episode, and append its steps to the recording, if any."""
         if self._recording is not None and self._steps:
             self._recording.append(self._steps, self.start, str(self._steps[0].instruction))
-            self.kept += 1
+            self.num_recorded += 1
         self._steps = []
         self.over = True
 
@@ -109,17 +109,17 @@ class Scene:
 
     def rewind(self, steps: int) -> None:
         """Discard the last `steps` env steps, and restore the simulator state before them."""
-        if not self.rewinds or not self._steps:
+        if not self.can_rewind or not self._steps:
             raise ValueError("The episode cannot be rewound, because no earlier state of the simulator is saved")
         first = max(0, len(self._steps) - min(steps, _SAVED_STATES))
-        self._seen = self.env.load_state(self._states[first])
+        self._observation = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
         self._last = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
-        self._planned.clear()
+        self._remaining_actions.clear()
         self.over = False
         self._render()
 
-    def say(self, instruction: str) -> None:
+    def set_instruction(self, instruction: str) -> None:
         """Set the instruction for the next actions of the policy; empty: the instruction of the task.
 
         Raises:
@@ -129,12 +129,12 @@ class Scene:
             raise ValueError(
                 "the instruction of a recorded episode cannot be changed; run `embodyrl play` without --record"
             )
-        self.said = " ".join(instruction.split())[:_LONGEST_TEXT]
-        self._planned.clear()
-        self.moment += 1
+        self.instruction_override = " ".join(instruction.split())[:_LONGEST_TEXT]
+        self._remaining_actions.clear()
+        self.frame_number += 1
 
-    def tick(self, amounts: Mapping[int, float] | None) -> None:
-        """Execute one env step with the action of the inputs `amounts` (see `action_of`); None: the policy's action.
+    def advance(self, amounts: Mapping[int, float] | None) -> None:
+        """Execute one env step with the action of `amounts` (see `inputs_to_action`); None: the policy's action.
 
         The first action of a person discards the rest of the policy's chunk. When the policy takes over again, it
         infers a new chunk from the current observation.
@@ -142,39 +142,41 @@ class Scene:
         if self.over:
             return
         if amounts is None:
-            if not self._planned:
-                self._planned = [*self.policy.act(self._seen, instruction=self.said or None)]
-            action, actor = self._planned.pop(0), Actor.policy
+            if not self._remaining_actions:
+                self._remaining_actions = [
+                    *self.policy.act(self._observation, instruction=self.instruction_override or None)
+                ]
+            action, actor = self._remaining_actions.pop(0), Actor.policy
         else:
-            self._planned.clear()
-            action, actor = action_of(self.env.layout.action, amounts, self._last), Actor.person
-        seen = self._seen
-        self._seen, reward, ended, cut, info = self.env.step(action)
+            self._remaining_actions.clear()
+            action, actor = inputs_to_action(self.env.layout.action, amounts, self._last), Actor.person
+        observation = self._observation
+        self._observation, reward, terminated, truncated, info = self.env.step(action)
         self._last = np.asarray(action, np.float32).reshape(-1)
-        self.over = ended or cut
+        self.over = terminated or truncated
         self._render()
-        kept = seen if self.is_recorded else {}  # an episode without a time limit would fill the memory
+        recorded = observation if self.is_recorded else {}  # an episode without a time limit would fill the memory
         step = Step(
-            images=kept.get("images"),
-            state=kept.get("state"),
-            instruction=seen["instruction"],
+            images=recorded.get("images"),
+            state=recorded.get("state"),
+            instruction=observation["instruction"],
             action=self._last,
             reward=reward,
             success=info["success"],
             actor=actor,
-            picture=self.picture if self.is_recorded else b"",
+            frame_jpeg=self.frame_jpeg if self.is_recorded else b"",
         )
         self._steps.append(step)
-        if self.rewinds:
+        if self.can_rewind:
             self._states.append(self.env.save_state())
             if len(self._states) > _SAVED_STATES + 1:
                 self._states[-_SAVED_STATES - 2] = None
 
     def _render(self) -> None:
         frame = np.ascontiguousarray(self.env.render())
-        self.picture: bytes = simplejpeg.encode_jpeg(frame, _QUALITY, "RGB")
+        self.frame_jpeg: bytes = simplejpeg.encode_jpeg(frame, _QUALITY, "RGB")
         """Last rendered frame as JPEG."""
-        self.moment += 1
+        self.frame_number += 1
 
     def state(self) -> dict[str, Any]:
         """Return the state of the episode, which the page shows next to the image."""
@@ -182,13 +184,13 @@ class Scene:
         return {
             "task": self.start["task"],
             "reset_id": self.start["reset_id"],
-            "instruction": self.said or self._seen["instruction"],
+            "instruction": self.instruction_override or self._observation["instruction"],
             "steps": len(self._steps),
             "by_person": sum(step.actor == Actor.person for step in self._steps),
             "actor": "" if last is None else last.actor.name,
             "success": any(step.success for step in self._steps),
             "over": self.over,
-            "kept": self.kept,
-            "assigned": self.assigned,
+            "kept": self.num_recorded,
+            "assigned": self.num_finished,
             "remaining": self.remaining,
         }

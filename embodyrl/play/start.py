@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from embodyrl.api.environment import SingleEnv
     from embodyrl.plan.run_plan import RunPlan
 
-_WATCHED = ("video=all",)
+_WITH_VIDEO = ("video=all",)
 """Override that makes the environment render images."""
-_LONG = ("env.eval.max_episode_steps=100000",)
+_WITHOUT_TIME_LIMIT = ("env.eval.max_episode_steps=100000",)
 """Override that removes the time limit of an episode, because the user ends the episode."""
-_FOR_EVER = ("env.eval.ignore_terminations=true",)
+_IGNORE_TERMINATIONS = ("env.eval.ignore_terminations=true",)
 """Override that continues an episode after success; not used for recorded episodes."""
 
 
@@ -35,16 +35,16 @@ def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = Fal
     """Load the policy of a run and build its environment, if possible with images and without a time limit."""
     from embodyrl.api.acting import load_policy
 
-    endless = _LONG if records else (*_LONG, *_FOR_EVER)
-    for words in ((*_WATCHED, *endless), _WATCHED):
+    no_limits = _WITHOUT_TIME_LIMIT if records else (*_WITHOUT_TIME_LIMIT, *_IGNORE_TERMINATIONS)
+    for overrides in ((*_WITH_VIDEO, *no_limits), _WITH_VIDEO):
         with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
-            policy = load_policy(run, *words, *trust)
-            return policy, _env_of(policy.run_plan)
+            policy = load_policy(run, *overrides, *trust)
+            return policy, _build_env(policy.run_plan)
     policy = load_policy(run, *trust)
-    return policy, _env_of(policy.run_plan)
+    return policy, _build_env(policy.run_plan)
 
 
-def _env_of(run_plan: RunPlan) -> SingleEnv:
+def _build_env(run_plan: RunPlan) -> SingleEnv:
     """Return the environment of a run without an inference delay, because the page executes one action per step."""
     from embodyrl.api.environment import env_of
 

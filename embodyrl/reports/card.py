@@ -27,9 +27,9 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
     Raises:
         ConfigError: the folder is not a run.
     """
-    card, place = card_of(folder), out or folder
-    paths = [place / CARD_JSON, place / CARD_TEXT]
-    place.mkdir(parents=True, exist_ok=True)
+    card, target = card_of(folder), out or folder
+    paths = [target / CARD_JSON, target / CARD_TEXT]
+    target.mkdir(parents=True, exist_ok=True)
     write_atomically(paths[0], json_text(card))
     write_atomically(paths[1], card_text(card))
     return paths
@@ -42,7 +42,7 @@ def card_of(folder: Path) -> dict[str, Any]:
         ConfigError: the folder is not a run.
     """
     history = read_history(folder)
-    config, machine = history.config, _machine(history)
+    config, machine = history.config, _read_machine(history)
     first, last = (history.evaluations[0], history.evaluations[-1]) if history.evaluations else (None, None)
     tables = [read_table(folder / "eval" / f"step_{e.step:06d}") for e in history.evaluations]
     changed = pair_suites(first.episodes, last.episodes) if first and last and first is not last else []
@@ -53,32 +53,34 @@ def card_of(folder: Path) -> dict[str, Any]:
         "commit": machine.pop("commit", None),
         "config_sha256": hashlib.sha256(history.text("config.yaml").encode()).hexdigest(),
         "sources": dict(one.split(" ") for one in machine.pop("source", "").split(", ") if one),
-        "command": _commands(history, path_prefix(machine.pop("pythonpath", "").split(os.pathsep))),
-        "environment": _environment(config),
-        "model": {"type": _at(config, "model.model_type"), "weights": _weights(config)},
-        "algorithm": _at(config, "algorithm.adv_type") if history.rows else None,
-        "seeds": _seeds(config, last),
-        "states": _states(config, last),
+        "command": _format_commands(history, path_prefix(machine.pop("pythonpath", "").split(os.pathsep))),
+        "environment": _get_environment(config),
+        "model": {"type": _get_value(config, "model.model_type"), "weights": _get_weights(config)},
+        "algorithm": _get_value(config, "algorithm.adv_type") if history.rows else None,
+        "seeds": _get_seeds(config, last),
+        "states": _get_states(config, last),
         "protocol": tables[-1].get("protocol") if tables else None,
-        "figures": [_figures(evaluation) for evaluation in dict.fromkeys((first, last)) if evaluation is not None],
-        "change": [_change(one) for one in changed],
+        "figures": [
+            _build_results(evaluation) for evaluation in dict.fromkeys((first, last)) if evaluation is not None
+        ],
+        "change": [_describe_change(one) for one in changed],
         "solved_at_reset": sum(e.solved_at_reset for e in last.episodes) if last else 0,
         "dropped_episodes": sum(int(table.get("dropped", 0)) for table in tables),
-        "costs": _costs(history, tables),
+        "costs": _sum_costs(history, tables),
         "machine": machine,
     }
 
 
 def card_text(card: Mapping[str, Any]) -> str:
     """Return a result card as Markdown."""
-    weights, where = card["model"]["weights"] or "random", card["environment"]
+    weights, environment = card["model"]["weights"] or "random", card["environment"]
     lines = [f"# Result card: {card['run']}", "", "| | |", "|---|---|"]
-    facts = {
-        "environment": ", ".join(f"{name} {value}" for name, value in where.items() if value is not None),
+    fields = {
+        "environment": ", ".join(f"{name} {value}" for name, value in environment.items() if value is not None),
         "policy": f"{card['model']['type']}, weights {weights}",
         "algorithm": card["algorithm"],
         "command": f"`{card['command']}`",
-        "protocol": _protocol_text(card["protocol"]),
+        "protocol": _format_protocol(card["protocol"]),
         "states": "; ".join(f"{name} {value}" for name, value in card["states"].items()),
         "seeds": "; ".join(f"{name} {value}" for name, value in card["seeds"].items()),
         "costs": "; ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in card["costs"].items() if value),
@@ -89,103 +91,108 @@ def card_text(card: Mapping[str, Any]) -> str:
         "solved at reset": f"{n} episodes" if (n := card.get("solved_at_reset")) else None,
         "lost": f"{card['dropped_episodes']} episodes were dropped" if card["dropped_episodes"] else None,
     }
-    lines += [f"| {name} | {value} |" for name, value in facts.items() if value]
-    for figures in card["figures"]:
-        lines += ["", f"## Step {figures['step']}", "", "| | 95 % interval | episodes | states |", "|---|---|---|---|"]
-        lines += [f"| {row['name']} | {row['text']} | {row['episodes']} | {row['states']} |" for row in figures["rows"]]
+    lines += [f"| {name} | {value} |" for name, value in fields.items() if value]
+    for results in card["figures"]:
+        lines += ["", f"## Step {results['step']}", "", "| | 95 % interval | episodes | states |", "|---|---|---|---|"]
+        lines += [f"| {row['name']} | {row['text']} | {row['episodes']} | {row['states']} |" for row in results["rows"]]
     if card["change"]:
         lines += ["", "## First against last", ""]
         lines += [f"- {row['suite'] + ': ' if row['suite'] else ''}{row['text']}" for row in card["change"]]
     return "\n".join(lines) + "\n"
 
 
-def _at(config: Mapping[str, Any], key: str) -> Any:
+def _get_value(config: Mapping[str, Any], key: str) -> Any:
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
 
 
-def _machine(history: History) -> dict[str, str]:
+def _read_machine(history: History) -> dict[str, str]:
     """Return the values of env.txt by name; values with the same name are joined."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in history.text("env.txt").splitlines():
         name, _, value = line.partition(" ")
-        found[name] = f"{found[name]}, {value}" if name in found else value
-    return {name: value for name, value in found.items() if value not in ("not installed", "not known")}
+        values[name] = f"{values[name]}, {value}" if name in values else value
+    return {name: value for name, value in values.items() if value not in ("not installed", "not known")}
 
 
-def _commands(history: History, prefix: str) -> str:
+def _format_commands(history: History, prefix: str) -> str:
     """Return the shell command that started the run, and later commands with other arguments, each after `prefix`."""
     first, *later = [line.partition(": ")[2] for line in history.text("overrides.txt").splitlines()] or [""]
-    command, _, words = first.partition(" ")
-    said = [f"{prefix}embodyrl {first}".rstrip()]
+    command, _, arguments = first.partition(" ")
+    commands = [f"{prefix}embodyrl {first}".rstrip()]
     for line in dict.fromkeys(later):
-        more = " ".join(word for word in line.partition(" ")[2].split(" ") if word != TRUST)
-        if more not in ("", words):
-            said.append(f"{prefix}embodyrl {command} --resume {shlex.quote(history.name)} {more}")
-    return " && ".join(said)
+        extra = " ".join(argument for argument in line.partition(" ")[2].split(" ") if argument != TRUST)
+        if extra not in ("", arguments):
+            commands.append(f"{prefix}embodyrl {command} --resume {shlex.quote(history.name)} {extra}")
+    return " && ".join(commands)
 
 
-def _environment(config: Mapping[str, Any]) -> dict[str, Any]:
+def _get_environment(config: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("env_type", "task_suite_name", "id", "axis", "render_profile", "texture_colorspace")
-    named = {key.removesuffix("_name"): _at(config, f"env.{key}") for key in keys}
-    return {key: value for key, value in named.items() if value is not None}
+    values = {key.removesuffix("_name"): _get_value(config, f"env.{key}") for key in keys}
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def _weights(config: Mapping[str, Any]) -> str | None:
-    ckpt = _at(config, "ckpt") or _at(config, "model.path")
+def _get_weights(config: Mapping[str, Any]) -> str | None:
+    ckpt = _get_value(config, "ckpt") or _get_value(config, "model.path")
     return None if ckpt is None else str(ckpt)
 
 
-def _seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
+def _get_seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
     seeds = sorted({e.seed for e in last.episodes}) if last else []
-    span = {"evaluation": f"{seeds[0]} to {seeds[-1]}"} if seeds else {}
-    return {"run": config.get("seed"), **span}
+    ranges = {"evaluation": f"{seeds[0]} to {seeds[-1]}"} if seeds else {}
+    return {"run": config.get("seed"), **ranges}
 
 
-def _states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
+def _get_states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
     """Return the state ids of both splits, and the number of distinct states in the last evaluation."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, split in (("training", "train"), ("evaluation", "eval")):
-        if isinstance(_at(config, f"env.{split}"), Mapping):
-            found[name] = _at(config, f"env.{split}.state_ids") or "all"
+        if isinstance(_get_value(config, f"env.{split}"), Mapping):
+            states[name] = _get_value(config, f"env.{split}.state_ids") or "all"
     if last:
-        found["evaluated"] = len({e.reset_id for e in last.episodes})
-    return found
+        states["evaluated"] = len({e.reset_id for e in last.episodes})
+    return states
 
 
-def _row(name: str, score: Score, **more: Any) -> dict[str, Any]:
+def _build_row(name: str, score: Score, **extra: Any) -> dict[str, Any]:
     low, high = score.interval
     kind = "success" if isinstance(score, Rate) else "return"
     row = {"name": name, "kind": kind, "value": score.value, "low": low, "high": high, "episodes": score.episodes}
-    return {**row, "states": score.states, "text": str(score), **more}
+    return {**row, "states": score.states, "text": str(score), **extra}
 
 
-def _figures(evaluation: Evaluation) -> dict[str, Any]:
-    rows = [_row("all tasks", evaluation.score())]
-    rows += [_row(f"suite {suite}", score) for suite, score in evaluation.suites.items()]
+def _build_results(evaluation: Evaluation) -> dict[str, Any]:
+    rows = [_build_row("all tasks", evaluation.score())]
+    rows += [_build_row(f"suite {suite}", score) for suite, score in evaluation.suites.items()]
     tasks = dict.fromkeys(e.task for e in evaluation.own)
-    rows += [_row(task, evaluation.score(task)) for task in tasks] if len(tasks) > 1 else []
+    rows += [_build_row(task, evaluation.score(task)) for task in tasks] if len(tasks) > 1 else []
     return {"step": evaluation.step, "rows": rows}
 
 
-def _change(one: Paired) -> dict[str, Any]:
-    counts = {"pairs": one.pairs, "only_first": one.only_first, "only_last": one.only_second}
-    return {"suite": one.suite, **counts, "p": one.p_value, "text": one.sentence(("first", "last"))}
+def _describe_change(comparison: Paired) -> dict[str, Any]:
+    counts = {"pairs": comparison.pairs, "only_first": comparison.only_first, "only_last": comparison.only_second}
+    return {
+        "suite": comparison.suite,
+        **counts,
+        "p": comparison.p_value,
+        "text": comparison.sentence(("first", "last")),
+    }
 
 
-def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
+def _sum_costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
     """Return the costs of a run: env steps, hours, and the peak memory of a process.
 
     A total from finished attempts can be smaller than the total from the metrics; the larger total counts.
     """
-    kinds = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
+    types = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
     rows = read_rows(history.folder / COSTS_FILE)
-    attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
+    attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in types.items())]
     steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
-    told, whole = sum(row["wall_s"] for row in attempts), run_seconds(history.rows)
-    wall = max(told, whole) or sum(t.get("wall_s", 0.0) for t in tables)
+    attempts_s, metrics_s = sum(row["wall_s"] for row in attempts), run_seconds(history.rows)
+    wall_s = max(attempts_s, metrics_s) or sum(t.get("wall_s", 0.0) for t in tables)
     costs = {
         "training_env_steps": int(steps),
         # The table of a resumed evaluation counts the steps of its last attempt only.
@@ -193,9 +200,9 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
             max(int(table.get("env_steps", 0)), sum(e.steps for e in evaluation.episodes))
             for table, evaluation in zip(tables, history.evaluations, strict=True)
         ),
-        "wall_hours": round(wall / 3600, 3),
+        "wall_hours": round(wall_s / 3600, 3),
     }
-    if attempts and told >= whole:  # else an attempt was killed before its costs were written
+    if attempts and attempts_s >= metrics_s:  # else an attempt was killed before its costs were written
         costs["cpu_hours"] = round(sum(row["cpu_s"] for row in attempts) / 3600, 3)
         costs["gpu_hours"] = round(sum(row["wall_s"] * row["gpus"] for row in attempts) / 3600, 3)
     if peaks := [row["peak_mib"] for row in rows if isinstance(row.get("peak_mib"), int)]:
@@ -203,8 +210,8 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
     return costs
 
 
-def _protocol_text(protocol: Mapping[str, Any] | None) -> str | None:
+def _format_protocol(protocol: Mapping[str, Any] | None) -> str | None:
     if not protocol:
         return None
-    gaps = "; ".join(map(str, protocol.get("departures") or ()))
-    return f"{protocol.get('name')}, {'differs: ' + gaps if gaps else 'followed'}"
+    differences = "; ".join(map(str, protocol.get("departures") or ()))
+    return f"{protocol.get('name')}, {'differs: ' + differences if differences else 'followed'}"

@@ -15,9 +15,9 @@ from embodyrl.reports.history import History
 
 _WIDTH, _HEIGHT = 440, 226
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
-_LONG, _DECAY = 24, 0.8
+_MIN_SMOOTHED_POINTS, _DECAY = 24, 0.8
 """Minimum number of points of a smoothed curve, and the decay of the moving average."""
-_VALUE = 12
+_LABEL_HEIGHT = 12
 """Height of the label at the last point of a curve, in pixels."""
 
 
@@ -38,15 +38,15 @@ class _Frame:
     x: tuple[float, float]
     y: tuple[float, float]
 
-    def at(self, x: float, y: float) -> tuple[float, float]:
+    def to_pixels(self, x: float, y: float) -> tuple[float, float]:
         spread_x, spread_y = self.x[1] - self.x[0] or 1.0, self.y[1] - self.y[0] or 1.0
         return (
             round(_LEFT + (x - self.x[0]) / spread_x * (_WIDTH - _LEFT - _RIGHT), 1),
             round(_HEIGHT - _BOTTOM - (y - self.y[0]) / spread_y * (_HEIGHT - _TOP - _BOTTOM), 1),
         )
 
-    def path(self, points: Sequence[tuple[float, float]]) -> str:
-        return " ".join("{:g},{:g}".format(*self.at(x, y)) for x, y in points)
+    def to_path(self, points: Sequence[tuple[float, float]]) -> str:
+        return " ".join("{:g},{:g}".format(*self.to_pixels(x, y)) for x, y in points)
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -69,20 +69,20 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the exponential moving average of a curve with bias correction (Kingma and Ba 2015).
 
-    >>> smoothed([(0, 1.0), (1, 1.0)])
+    >>> smooth([(0, 1.0), (1, 1.0)])
     [(0, 1.0), (1, 1.0)]
     """
-    mean, weight, found = 0.0, 0.0, []
+    mean, weight, result = 0.0, 0.0, []
     for x, y in points:
         mean, weight = _DECAY * mean + (1 - _DECAY) * y, _DECAY * weight + 1 - _DECAY
-        found.append((x, mean / weight))
-    return found
+        result.append((x, mean / weight))
+    return result
 
 
-def wants_log(lines: Sequence[Line]) -> bool:
+def fits_log_axis(lines: Sequence[Line]) -> bool:
     """Return True if a logarithmic axis fits: all values are positive and span two orders of magnitude."""
     ys = [y for line in lines for _, y in line.points]
     return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
@@ -98,45 +98,45 @@ def line_chart(
     ys = [v for line in lines for v in (*(y for _, y in line.points), *(v for _, *span in line.band for v in span))]
     marks = ticks(*(limits or (min(ys), max(ys))))
     frame = _Frame((min(xs), max(xs)), (marks[0], marks[-1]))
-    parts = [_axes(frame, marks, log=log)]
+    parts = [_plot_axes(frame, marks, log=log)]
     parts.append(
         f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>'
     )
-    taken: list[float] = []
+    label_heights: list[float] = []
     for line in lines:
         if len(line.band) > 1:
             outline = [(x, high) for x, _, high in line.band] + [(x, low) for x, low, _ in reversed(line.band)]
-            parts.append(f'<polygon class="band c{line.color}" points="{frame.path(outline)}"/>')
+            parts.append(f'<polygon class="band c{line.color}" points="{frame.to_path(outline)}"/>')
         elif line.band:
             ((x, low, high),) = line.band
-            parts.append(f'<polyline class="line c{line.color}" points="{frame.path([(x, low), (x, high)])}"/>')
-        parts += _curve(frame, line, taken, log=log)
+            parts.append(f'<polyline class="line c{line.color}" points="{frame.to_path([(x, low), (x, high)])}"/>')
+        parts += _plot_curve(frame, line, label_heights, log=log)
         spans = {x: f" [{number(low)}, {number(high)}]" for x, low, high in line.band}
         for x, y in line.points:
-            cx, cy = frame.at(x, y)
-            shown_y = 10**y if log else y
-            text = escape(f"{line.label} · step {number(x)}: {number(shown_y)}{spans.get(x, '')}")
-            shown = "dot" if len(line.points) <= 12 else "dot quiet"
+            cx, cy = frame.to_pixels(x, y)
+            value = 10**y if log else y
+            text = escape(f"{line.label} · step {number(x)}: {number(value)}{spans.get(x, '')}")
+            dot_class = "dot" if len(line.points) <= 12 else "dot quiet"
             parts.append(
-                f'<circle class="{shown} c{line.color}" cx="{cx}" cy="{cy}" r="3"><title>{text}</title></circle>'
+                f'<circle class="{dot_class} c{line.color}" cx="{cx}" cy="{cy}" r="3"><title>{text}</title></circle>'
             )
-    return _svg(parts)
+    return _wrap_svg(parts)
 
 
-def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[str]:
-    """Plot a curve, smoothed if it is long, and label its last value; `taken`: heights of earlier labels."""
-    long = len(line.points) > _LONG
-    drawn = smoothed(line.points) if long else line.points
-    x, y = frame.at(*drawn[-1])
+def _plot_curve(frame: _Frame, line: Line, label_heights: list[float], *, log: bool) -> list[str]:
+    """Plot a curve, smoothed if it is long, and label its last value; `label_heights`: heights of earlier labels."""
+    is_long = len(line.points) > _MIN_SMOOTHED_POINTS
+    plotted = smooth(line.points) if is_long else line.points
+    x, y = frame.to_pixels(*plotted[-1])
     last = number(10 ** line.points[-1][1] if log else line.points[-1][1])
     height = max(y - 7, 10)
-    while any(abs(height - other) < _VALUE for other in taken):
+    while any(abs(height - other) < _LABEL_HEIGHT for other in label_heights):
         height += 1
-    taken.append(height)
-    measured = f'<polyline class="line raw c{line.color}" points="{frame.path(line.points)}"/>'
+    label_heights.append(height)
+    raw_curve = f'<polyline class="line raw c{line.color}" points="{frame.to_path(line.points)}"/>'
     return [
-        *([measured] if long else []),
-        f'<polyline class="line c{line.color}" points="{frame.path(drawn)}"/>',
+        *([raw_curve] if is_long else []),
+        f'<polyline class="line c{line.color}" points="{frame.to_path(plotted)}"/>',
         f'<text class="value c{line.color}" x="{x}" y="{height}" text-anchor="end">{last}</text>',
     ]
 
@@ -146,41 +146,41 @@ def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], uni
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     marks = ticks(0.0, max(totals))
     frame = _Frame((-0.5, len(steps) - 0.5), (0.0, marks[-1]))
-    drawn = [_axes(frame, marks, [(k, steps[k]) for k in sorted({0, len(steps) // 2, len(steps) - 1})])]
+    elements = [_plot_axes(frame, marks, [(k, steps[k]) for k in sorted({0, len(steps) // 2, len(steps) - 1})])]
     width = max(1.0, (_WIDTH - _LEFT - _RIGHT) / len(steps) * 0.82)
     for k, step in enumerate(steps):
         base = 0.0
         for color, (name, values) in enumerate(parts.items()):
             if values[k] > 0:
-                x, top = frame.at(k, base + values[k])
-                height = round(frame.at(k, base)[1] - top, 1)
+                x, top = frame.to_pixels(k, base + values[k])
+                height = round(frame.to_pixels(k, base)[1] - top, 1)
                 text = escape(f"step {step} · {name}: {number(values[k])} {unit}")
-                drawn.append(
+                elements.append(
                     f'<rect class="bar c{color}" x="{x - width / 2:g}" y="{top}" width="{width:g}" height="{height}">'
                     f"<title>{text}</title></rect>"
                 )
             base += values[k]
-    return _svg(drawn)
+    return _wrap_svg(elements)
 
 
-def _axes(
+def _plot_axes(
     frame: _Frame, marks: Sequence[float], names: Sequence[tuple[float, float]] | None = None, *, log: bool = False
 ) -> str:
     parts = []
     for mark in marks:
-        x, y = frame.at(frame.x[0], mark)
+        x, y = frame.to_pixels(frame.x[0], mark)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        said = number(10**mark if log else mark)
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{said}</text>')
+        label = number(10**mark if log else mark)
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{label}</text>')
     if names is None:
         names = [(m, m) for m in ticks(*frame.x, 5) if frame.x[0] <= m <= frame.x[1] and m == int(m)]
-    for place, name in names:
-        x, _ = frame.at(place, marks[0])
+    for position, name in names:
+        x, _ = frame.to_pixels(position, marks[0])
         parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{number(name)}</text>')
     return "".join(parts)
 
 
-def _svg(parts: Sequence[str]) -> str:
+def _wrap_svg(parts: Sequence[str]) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
 
 
@@ -212,7 +212,7 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
     return Line(label=label, points=points, band=band, color=color)
 
 
-def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+def find_differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Return each key whose value differs between configs, with the value of every config."""
     leaves = [flat(config) for config in configs]
     rows = [(name, [part.get(name) for part in leaves]) for name in sorted({n for part in leaves for n in part})]

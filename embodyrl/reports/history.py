@@ -37,7 +37,7 @@ JUDGED = ("env.eval.max_episode_steps", "env.success_key")
 """Keys that determine the success of an episode, given its initial state and the actions."""
 LONGEST_TEXT = 1 << 24
 """Maximum number of bytes that are read from the end of a text file of a run."""
-_SUCCESS = {"train/success_once", "eval/success_once"}
+_SUCCESS_METRICS = {"train/success_once", "eval/success_once"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,9 @@ class History:
         The run's files are untrusted: only MP4 files in a folder with the run's name are accepted.
         """
         base, name = self.config.get("video_cfg", {}).get("base_dir") or VIDEO_FOLDER, Path(stored).name
-        elsewhere = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
-        places = (self.folder / VIDEO_FOLDER / name, *elsewhere)
-        return next((path for path in places if path.suffix == ".mp4" and _is_video(path)), None)
+        other_paths = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
+        candidates = (self.folder / VIDEO_FOLDER / name, *other_paths)
+        return next((path for path in candidates if path.suffix == ".mp4" and _is_video(path)), None)
 
 
 def _is_within(path: Path, folder: Path) -> bool:
@@ -139,19 +139,21 @@ def read_history(folder: Path) -> History:
     evaluations, unfinished = [], None
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):
         step = int(path.parent.name.removeprefix("step_"))
-        found = Evaluation(step=step, episodes=tuple(read_episodes(path)))
+        evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)))
         if (path.parent / TABLE_FILE).is_file():  # written last
-            evaluations.append(found)
+            evaluations.append(evaluation)
         else:
-            unfinished = found
+            unfinished = evaluation
     rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
-    every = [*evaluations, *([unfinished] if unfinished else [])]
-    if any(e.success_once is not None for one in every for e in one.episodes) or any(_SUCCESS & {*r} for r in rows):
+    all_evaluations = [*evaluations, *([unfinished] if unfinished else [])]
+    if any(e.success_once is not None for evaluation_ in all_evaluations for e in evaluation_.episodes) or any(
+        _SUCCESS_METRICS & {*r} for r in rows
+    ):
         # Some environments report success only when it occurs: a missing value means no success.
-        evaluations = [_judged(one) for one in evaluations]
-        unfinished = unfinished and _judged(unfinished)
+        evaluations = [_fill_missing_success(evaluation_) for evaluation_ in evaluations]
+        unfinished = unfinished and _fill_missing_success(unfinished)
         for row in rows:
-            row |= {name: 0.0 for name in _SUCCESS - {*row} if f"{name.partition('/')[0]}/return" in row}
+            row |= {name: 0.0 for name in _SUCCESS_METRICS - {*row} if f"{name.partition('/')[0]}/return" in row}
     return History(
         folder=folder,
         config=read_plain_yaml(file),
@@ -161,7 +163,7 @@ def read_history(folder: Path) -> History:
     )
 
 
-def _judged(evaluation: Evaluation) -> Evaluation:
+def _fill_missing_success(evaluation: Evaluation) -> Evaluation:
     failed = {"success_once": False, "success_at_end": False}
     episodes = (replace(e, **failed) if e.success_once is None else e for e in evaluation.episodes)
     return replace(evaluation, episodes=tuple(episodes))
@@ -182,8 +184,8 @@ def is_running(run: Path) -> bool:
     """
     lock = run / "lock"
     text = read_tail(lock, 4096).decode("utf-8", "replace") if lock.is_file() else ""
-    found = re.match(r"process (\d+) on (.*)", text)
-    return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
+    match = re.match(r"process (\d+) on (.*)", text)
+    return match is not None and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists())
 
 
 def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]] | None:
@@ -198,9 +200,10 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
     history = read_history(run)
     if not history.evaluations:
         raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
-    if differs := other_worlds(history.config, to_builtin(cfg), {*state_keys(), *JUDGED}):
+    if difference := other_worlds(history.config, to_builtin(cfg), {*state_keys(), *JUDGED}):
         raise ConfigError(
-            f"eval.baseline={run}: its initial states, horizon or success key are different ({differs}), so episodes "
+            f"eval.baseline={run}: its initial states, horizon or success key are different ({difference}), so "
+            "episodes "
             "cannot be paired. "
             "Evaluate both policies with the same settings, or remove eval.baseline."
         )
@@ -217,5 +220,7 @@ def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Coll
         for config in (first, second)
     )
     # Earlier versions lack keys.
-    differ = [key for key in one.keys() & other.keys() if one[key] != other[key]]
-    return ", ".join(f"{key}={format_value(one[key])} and {format_value(other[key])}" for key in sorted(differ)) or None
+    differing = [key for key in one.keys() & other.keys() if one[key] != other[key]]
+    return (
+        ", ".join(f"{key}={format_value(one[key])} and {format_value(other[key])}" for key in sorted(differing)) or None
+    )

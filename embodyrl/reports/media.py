@@ -39,7 +39,7 @@ class VideoIndex:
     sources: dict[str, str] = field(default_factory=dict)
     _keys: dict[Path, str] = field(default_factory=dict)
 
-    def put(self, video: Path) -> str:
+    def add(self, video: Path) -> str:
         """Add a video to the page, unless the page already contains the video; return the key of the video."""
         if video not in self._keys:
             key = self._keys[video] = f"v{len(self._keys)}"
@@ -52,24 +52,30 @@ class VideoIndex:
         return self._keys[video]
 
 
-def cards_of(history: History, shelf: VideoIndex) -> list[Card]:
+def build_cards(history: History, video_index: VideoIndex) -> list[Card]:
     """Return the existing videos of the evaluations of a run, newest evaluation first."""
     cards = []
     for evaluation in reversed(history.evaluations):
         for episode in evaluation.episodes:
             video = history.find_video(episode.video) if episode.video else None
             if video is not None:
-                cards.append(Card(media=shelf.put(video), run=history.name, step=evaluation.step, episode=episode))
+                cards.append(
+                    Card(media=video_index.add(video), run=history.name, step=evaluation.step, episode=episode)
+                )
     return cards
 
 
-def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
+def pair_cards(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
     """Return the first and last video of each episode with several videos; changed outcomes come first."""
     by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
     for card in cards:
         key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)
         by_episode.setdefault(key, []).append(card)
-    pairs = [(min(c, key=lambda x: x.step), max(c, key=lambda x: x.step)) for c in by_episode.values() if len(c) > 1]
+    pairs = [
+        (min(group, key=lambda x: x.step), max(group, key=lambda x: x.step))
+        for group in by_episode.values()
+        if len(group) > 1
+    ]
     return sorted(pairs, key=lambda p: (p[0].outcome == p[1].outcome, p[0].run, p[0].episode.episode))
 
 
@@ -84,16 +90,16 @@ def animate_changes(history: History, out: Path) -> None:
     """
     from embodyrl.reports.side_by_side import animate
 
-    shelf = VideoIndex(page=out, budget=0)
-    films = {card.media: card for card in cards_of(history, shelf)}
-    chosen: dict[str, tuple[Path, Path]] = {}
-    for first, last in pairs_of(films.values()):
-        if len(chosen) < 3 and (first.outcome, last.outcome) != ("success", "failure"):
-            paths = [out.parent / shelf.sources[card.media] for card in (first, last)]
-            chosen.setdefault(first.episode.task, (paths[0], paths[1]))
-    if not chosen:
+    video_index = VideoIndex(page=out, budget=0)
+    cards_by_media = {card.media: card for card in build_cards(history, video_index)}
+    selected: dict[str, tuple[Path, Path]] = {}
+    for first, last in pair_cards(cards_by_media.values()):
+        if len(selected) < 3 and (first.outcome, last.outcome) != ("success", "failure"):
+            paths = [out.parent / video_index.sources[card.media] for card in (first, last)]
+            selected.setdefault(first.episode.task, (paths[0], paths[1]))
+    if not selected:
         raise ConfigError(
             f"{history.name}: no episode was recorded both before and after training. Fix: train with video=changed:6."
         )
     last_step = history.evaluations[-1].step
-    animate([*chosen.values()], out, labels=("before", f"after {last_step} steps"))
+    animate([*selected.values()], out, labels=("before", f"after {last_step} steps"))

@@ -21,16 +21,16 @@ from embodyrl.plan.saved import changed_settings
 from embodyrl.reports.charts import (
     Line,
     curve,
-    differing,
+    find_differing_settings,
+    fits_log_axis,
     line_chart,
     number,
     stacked_bars,
-    wants_log,
 )
 from embodyrl.reports.history import JUDGED, History, other_worlds, read_history, samples_of
-from embodyrl.reports.media import EMBED_BYTES, VideoIndex, cards_of, pairs_of
+from embodyrl.reports.media import EMBED_BYTES, VideoIndex, build_cards, pair_cards
 from embodyrl.reports.paired import pair_suites
-from embodyrl.reports.seeds import SeedGroup, improvement, seed_groups
+from embodyrl.reports.seeds import SeedGroup, compare_groups, seed_groups
 from embodyrl.version import __version__
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -54,7 +54,9 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seconds per step", ("time/step",)),
 )
 """Title and metrics of each chart."""
-_TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
+_PROBLEM_WORDS = re.compile(
+    r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE
+)
 _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
 _MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
 
@@ -75,8 +77,8 @@ def write_report(
         ConfigError: a folder is not a run.
     """
     histories = [read_history(folder) for folder in folders]
-    shelf = VideoIndex(page=out, budget=embed_bytes)
-    cards = [card for history in histories for card in cards_of(history, shelf)]
+    video_index = VideoIndex(page=out, budget=embed_bytes)
+    cards = [card for history in histories for card in build_cards(history, video_index)]
     tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
     lines = _summary(histories, states)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -85,16 +87,19 @@ def write_report(
         title=" vs ".join(h.name for h in histories),
         version=__version__,
         summary=lines,
-        runs=[_view(history, defaults or {}) for history in histories],
-        charts=_charts(histories),
+        runs=[_build_view(history, defaults or {}) for history in histories],
+        charts=_plot_charts(histories),
         parts=[*PHASES, "other"],
-        table=_task_table(histories, tasks),
+        table=_build_task_table(histories, tasks),
         tasks=tasks,
         cards=cards,
-        pairs=pairs_of(cards),
+        pairs=pair_cards(cards),
         replies=[sample for history in histories for sample in samples_of(history, _MAX_REPLIES)],
-        sources=json.dumps(shelf.sources).replace("<", "\\u003c"),
-        differences=[(k, [format_value(v) for v in values]) for k, values in differing([h.config for h in histories])],
+        sources=json.dumps(video_index.sources).replace("<", "\\u003c"),
+        differences=[
+            (k, [format_value(v) for v in values])
+            for k, values in find_differing_settings([h.config for h in histories])
+        ],
     )
     write_atomically(out, text)
     return lines
@@ -105,28 +110,30 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
     for history in histories:
         last = history.evaluations[-1] if history.evaluations else None
         text = f"step {last.step}: {last.score()}" if last else "no evaluation"
-        if (begun := history.unfinished) is not None:
-            text += f"; that of step {begun.step} is unfinished and not counted ({len(begun.episodes)} episodes)"
+        if (unfinished := history.unfinished) is not None:
+            text += (
+                f"; that of step {unfinished.step} is unfinished and not counted ({len(unfinished.episodes)} episodes)"
+            )
         lines.append(f"{history.name}: {text}")
         lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
     groups = seed_groups(histories)
     lines += [line for group in groups for line in group.summary()]
-    if len(groups) > 1 and (said := improvement(groups[0], groups[-1])):
-        lines.append(said)
+    if len(groups) > 1 and (improvement_text := compare_groups(groups[0], groups[-1])):
+        lines.append(improvement_text)
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        if differs := other_worlds(first.config, second.config, {*states, *JUDGED}):
+        if difference := other_worlds(first.config, second.config, {*states, *JUDGED}):
             return [
                 *lines,
-                f"no paired test of {first.name} and {second.name}, which were evaluated differently: {differs}",
+                f"no paired test of {first.name} and {second.name}, which were evaluated differently: {difference}",
             ]
-        found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
+        comparisons = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
-        lines += [one.line(names) for one in found]
+        lines += [comparison.line(names) for comparison in comparisons]
     return lines
 
 
-def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _build_view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data of one run for the template."""
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
@@ -138,11 +145,11 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
     return {
         "history": history,
-        "what": _what(history),
-        "tiles": _tiles(history, steps),
-        "timeline": _timeline(steps),
+        "what": _describe_run(history),
+        "tiles": _build_tiles(history, steps),
+        "timeline": _plot_timeline(steps),
         "phases": time_tree(total_times(steps)),
-        "faults": [line for line in events if _TROUBLE.search(line)],
+        "faults": [line for line in events if _PROBLEM_WORDS.search(line)],
         "tails": tails,
         "failed": [e for e in last if e.success_once is False][:_MAX_FAILED],
         "settings": changed_settings(history.config, defaults),
@@ -150,24 +157,28 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _what(history: History) -> str:
+def _describe_run(history: History) -> str:
     """Return a line with the known facts of a run: environment, model, algorithm, seed, date and commit."""
     values, machine = flat(history.config), history.text("env.txt").splitlines()
-    env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
+    env = next((values[key] for key in ("env.task_suite_name", "env.id", "env.env_type") if values.get(key)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
     commit = next((line[: len("commit ") + 10] for line in machine if line.startswith("commit ")), None)
-    typed = history.folder / "overrides.txt"
-    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(typed.stat().st_mtime)) if typed.is_file() else None
+    overrides_file = history.folder / "overrides.txt"
+    date = (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(overrides_file.stat().st_mtime))
+        if overrides_file.is_file()
+        else None
+    )
     parts = (env, values.get("model.model_type"), algorithm, f"seed {values.get('seed', 0)}", date, commit)
     return " · ".join(str(part) for part in parts if part)
 
 
-def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
+def _build_tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
     """Return the label, the value and the note of each summary tile of the page."""
     tiles = []
     if history.evaluations:
-        ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
-        scores = [evaluation.score() for evaluation in ends]
+        endpoints = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
+        scores = [evaluation.score() for evaluation in endpoints]
         form = "{:.0%}" if isinstance(scores[-1], Rate) else "{:.4g}"
         values = " → ".join(form.format(score.value) for score in scores)
         name = "success" if isinstance(scores[-1], Rate) else "return"
@@ -188,7 +199,7 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
     return tiles
 
 
-def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
+def _plot_timeline(steps: Sequence[dict[str, float | None]]) -> str:
     """Plot the seconds per phase of each step as stacked bars; in long runs, a bar is the mean of several steps."""
     if not steps:
         return ""
@@ -202,37 +213,42 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
     return stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
 
 
-def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
+def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
     """Return title, legend (colour index and text) and plot of each non-empty chart."""
-    several, found, groups = len(histories) > 1, [], seed_groups(histories)
-    for title, names in (*_CHARTS, *_suite_charts(histories)):
-        known = [name for name in names if any(history.has(name) for history in histories)]
-        if several:
-            known = known[:1]  # one metric per chart: there the colours identify the runs
-        if not known:
+    is_comparison, charts, groups = len(histories) > 1, [], seed_groups(histories)
+    for title, names in (*_CHARTS, *_list_suite_charts(histories)):
+        available = [name for name in names if any(history.has(name) for history in histories)]
+        if is_comparison:
+            available = available[:1]  # one metric per chart: there the colours identify the runs
+        if not available:
             continue
-        limits = (0.0, 1.0) if known[0].endswith("/success_once") else None
+        limits = (0.0, 1.0) if available[0].endswith("/success_once") else None
         if len(groups) < len(histories):
             labels = [group.name for group in groups]
-            lines = [_joined(group, known[0], color, limits) for color, group in enumerate(groups)]
+            lines = [_plot_group(group, available[0], color, limits) for color, group in enumerate(groups)]
         else:
-            labels = [h.name for h in histories] if several else [_legend(name) for name in known]
+            labels = [h.name for h in histories] if is_comparison else [_get_legend(name) for name in available]
             lines = [
-                curve(history, name, f"{history.name} · {name}" if several else name, color=run if several else metric)
+                curve(
+                    history,
+                    name,
+                    f"{history.name} · {name}" if is_comparison else name,
+                    color=run if is_comparison else metric,
+                )
                 for run, history in enumerate(histories)
-                for metric, name in enumerate(known)
+                for metric, name in enumerate(available)
             ]
-        drawn = [line for line in lines if line.points]
-        if not drawn:  # the seeds of a group share no step
+        nonempty = [line for line in lines if line.points]
+        if not nonempty:  # the seeds of a group share no step
             continue
-        log = limits is None and wants_log(drawn)
-        drawing = line_chart(drawn, limits=limits, log=log, x_label="training step")
-        title = f"{title} ({known[0]})" if len(known) == 1 else title
-        found.append((f"{title}, log scale" if log else title, list(enumerate(labels)), drawing))
-    return found
+        log = limits is None and fits_log_axis(nonempty)
+        drawing = line_chart(nonempty, limits=limits, log=log, x_label="training step")
+        title = f"{title} ({available[0]})" if len(available) == 1 else title
+        charts.append((f"{title}, log scale" if log else title, list(enumerate(labels)), drawing))
+    return charts
 
 
-def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
+def _plot_group(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
     """Return the mean curve over the seeds of a group with its 95 % interval, or the curve of a single run."""
     if len(group.runs) == 1:
         return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
@@ -245,14 +261,14 @@ def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, floa
     )
 
 
-def _legend(metric: str) -> str:
+def _get_legend(metric: str) -> str:
     """Return the legend text of a metric in a chart with several metrics."""
     kind, _, name = metric.partition("/")
     end = name.rpartition("_")[2]
     return name if _SUITE_METRIC.fullmatch(metric) else f"{kind}, {end}" if end in ("min", "max") else kind
 
 
-def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
+def _list_suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
     """Return one chart with all validation suites of a run, or one chart per suite for several runs."""
     names = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
     if not names:
@@ -262,7 +278,7 @@ def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ..
     return [("success by suite", ("eval/success_once", *names))]
 
 
-def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
+def _build_task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
     """Return a table of scores per task.
 
     The columns are the first and last evaluation of a single run, or the last evaluation of each of several runs.
@@ -270,24 +286,29 @@ def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list
     if not tasks:
         return []
     if len(histories) > 1:
-        shown = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
+        columns = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
     else:
-        ends = dict.fromkeys((histories[0].evaluations[0], histories[0].evaluations[-1]))
-        shown = [(f"step {evaluation.step}", evaluation) for evaluation in ends]
-    single, changed = len(histories) == 1, len(histories) == 1 and len(shown) > 1
+        endpoints = dict.fromkeys((histories[0].evaluations[0], histories[0].evaluations[-1]))
+        columns = [(f"step {evaluation.step}", evaluation) for evaluation in endpoints]
+    is_single, has_change = len(histories) == 1, len(histories) == 1 and len(columns) > 1
     table = [
-        ["task", *(name for name, _ in shown), *(["change"] if changed else []), *(["mean steps"] if single else [])]
+        [
+            "task",
+            *(name for name, _ in columns),
+            *(["change"] if has_change else []),
+            *(["mean steps"] if is_single else []),
+        ]
     ]
     for task in [*tasks, None] if len(tasks) > 1 else tasks:
-        scores = [evaluation.score(task) for _, evaluation in shown]
-        row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * changed]
-        if single:
-            steps = [e.steps for e in shown[-1][1].own if task in (None, e.task)]
+        scores = [evaluation.score(task) for _, evaluation in columns]
+        row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * has_change]
+        if is_single:
+            steps = [e.steps for e in columns[-1][1].own if task in (None, e.task)]
             row.append(number(sum(steps) / len(steps)) if steps else "-")
         table.append(row)
-    for suite in dict.fromkeys(name for _, evaluation in shown for name in evaluation.suites):
-        found = [evaluation.suites.get(suite) for _, evaluation in shown]
-        ends = found[0], found[-1]
-        change = [ends[0].change(ends[1]) if ends[0] and ends[1] else "-"] * changed
-        table.append([f"suite {suite}", *(str(score or "-") for score in found), *change, *["-"] * single])
+    for suite in dict.fromkeys(name for _, evaluation in columns for name in evaluation.suites):
+        suite_scores = [evaluation.suites.get(suite) for _, evaluation in columns]
+        endpoints = suite_scores[0], suite_scores[-1]
+        change = [endpoints[0].change(endpoints[1]) if endpoints[0] and endpoints[1] else "-"] * has_change
+        table.append([f"suite {suite}", *(str(score or "-") for score in suite_scores), *change, *["-"] * is_single])
     return table

@@ -24,14 +24,14 @@ def mcnemar(differences: Sequence[int]) -> float:
     >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
     (0.021484375, 0.5)
     """
-    ways = Counter({0: 1})
-    for size, times in Counter(abs(d) for d in differences if d).items():
-        grown: Counter[int] = Counter()
-        for total, count in ways.items():
+    counts_by_sum = Counter({0: 1})
+    for size, times in Counter(abs(difference) for difference in differences if difference).items():
+        updated: Counter[int] = Counter()
+        for total, count in counts_by_sum.items():
             for k in range(times + 1):
-                grown[total + size * (2 * k - times)] += count * math.comb(times, k)
-        ways = grown
-    return sum(n for total, n in ways.items() if abs(total) >= abs(sum(differences))) / ways.total()
+                updated[total + size * (2 * k - times)] += count * math.comb(times, k)
+        counts_by_sum = updated
+    return sum(n for total, n in counts_by_sum.items() if abs(total) >= abs(sum(differences))) / counts_by_sum.total()
 
 
 def rate_difference(changes: Outcomes) -> tuple[float, float]:
@@ -50,8 +50,8 @@ def rate_difference(changes: Outcomes) -> tuple[float, float]:
         groups[state].append(change)
     pairs, n = [change for group in groups.values() for change in group], effective_episodes([*groups.values()])
     won, lost = ((n * pairs.count(sign) / len(pairs) + 1) / (n + 2) for sign in (1, -1))
-    half = 1.96 * math.sqrt((won + lost - (won - lost) ** 2) / (n + 2))
-    return max(won - lost - half, -1.0), min(won - lost + half, 1.0)
+    half_width = 1.96 * math.sqrt((won + lost - (won - lost) ** 2) / (n + 2))
+    return max(won - lost - half_width, -1.0), min(won - lost + half_width, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Paired:
     """Mean difference of returns (second minus first policy), if success is unknown."""
 
     @property
-    def differ(self) -> bool:
+    def is_significant(self) -> bool:
         """True if the difference is significant at the 5 % level."""
         if self.gain is not None:
             return not self.gain.interval[0] <= 0.0 <= self.gain.interval[1]
@@ -89,26 +89,28 @@ class Paired:
         if not self.pairs:
             return "no episodes with the same task, initial state and seed: no paired test"
         line = f"paired on {self.pairs} episodes with the same initial state and seed"
-        verdict = "differ" if self.differ else "no significant difference"
+        conclusion = "differ" if self.is_significant else "no significant difference"
         if self.gain is not None:
-            return f"{line}: return of {names[1]} minus that of {names[0]}: {self.gain} ({verdict})"
+            return f"{line}: return of {names[1]} minus that of {names[0]}: {self.gain} ({conclusion})"
         test = "McNemar" if self.states == self.pairs else f"McNemar over {self.states} states"
         low, high = (100 * bound for bound in self.difference or (-1.0, 1.0))
         change = f"{100 * (self.only_second - self.only_first) / self.pairs:+.1f} points [{low:.1f}, {high:.1f}]"
         return (
             f"{line}: success only {names[0]}: {self.only_first}, only {names[1]}: {self.only_second}; {change}; "
-            f"{test} p = {self.p_value:.3g} ({verdict})"
+            f"{test} p = {self.p_value:.3g} ({conclusion})"
         )
 
 
 def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
     """Compare episodes of two evaluations, paired by task, initial state, seed and sample number (`eval.samples`)."""
     # Reset ids count through all evaluated suites; state numbers start at 0 in each suite.
-    numbered = all(e.state is not None for e in (*first, *second))
-    before, after = (_by_start(episodes, lambda e: e.state if numbered else e.reset_id) for episodes in (first, second))
+    has_states = all(e.state is not None for e in (*first, *second))
+    before, after = (
+        _index_by_start(episodes, lambda e: e.state if has_states else e.reset_id) for episodes in (first, second)
+    )
     pairs = [(before[start], e) for start, e in after.items() if start in before]
     states = len({a.reset_id for a, _ in pairs})
-    if pairs and all(e.success_once is None for two in pairs for e in two):
+    if pairs and all(e.success_once is None for both in pairs for e in both):
         gain = Mean.of((a.reset_id, b.episode_return - a.episode_return) for a, b in pairs)
         return Paired(suite=suite, pairs=len(pairs), states=states, gain=gain)
     changes = [(a.reset_id, bool(b.success_once) - bool(a.success_once)) for a, b in pairs]
@@ -126,28 +128,30 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
     )
 
 
-def _by_start(
+def _index_by_start(
     episodes: Sequence[EpisodeRow], state: Callable[[EpisodeRow], int | None]
 ) -> dict[tuple[object, ...], EpisodeRow]:
     """Return a mapping from (task, initial state, seed, sample number) to the episode.
 
     The sample number counts earlier episodes with the same task, initial state and seed.
     """
-    found: dict[tuple[object, ...], EpisodeRow] = {}
-    seen: Counter[tuple[object, ...]] = Counter()
+    episodes_by_start: dict[tuple[object, ...], EpisodeRow] = {}
+    counts: Counter[tuple[object, ...]] = Counter()
     for e in sorted(episodes, key=lambda e: e.episode):
         start = (e.task, state(e), e.seed)
-        found[*start, seen[start]] = e
-        seen[start] += 1
-    return found
+        episodes_by_start[*start, counts[start]] = e
+        counts[start] += 1
+    return episodes_by_start
 
 
 def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[Paired]:
     """Compare two evaluations of one environment, suite by suite; the main suite is first."""
-    own = own_suite(first), own_suite(second)
-    found = []
-    for suite in dict.fromkeys([own[1], *(e.suite for e in second)]):
-        before = own[0] if suite == own[1] else suite  # an evaluation of one suite does not name it
-        sides = [e for e in first if e.suite == before], [e for e in second if e.suite == suite]
-        found.append(pair(*sides, suite))
-    return found
+    main_suites = own_suite(first), own_suite(second)
+    comparisons = []
+    for suite in dict.fromkeys([main_suites[1], *(e.suite for e in second)]):
+        first_suite = (
+            main_suites[0] if suite == main_suites[1] else suite
+        )  # an evaluation of one suite does not name it
+        matched = [e for e in first if e.suite == first_suite], [e for e in second if e.suite == suite]
+        comparisons.append(pair(*matched, suite))
+    return comparisons

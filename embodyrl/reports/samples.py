@@ -20,7 +20,7 @@ class Sample:
     after: EpisodeRow
 
     @property
-    def asked(self) -> tuple[tuple[str, str], ...]:
+    def prompt_turns(self) -> tuple[tuple[str, str], ...]:
         """Role and text of the turns before the last reply."""
         return self.after.conversation[:-1]
 
@@ -32,23 +32,23 @@ def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], coun
     for row in after:
         if row.conversation:
             sample = Sample(earlier.get((row.episode, row.reset_id, row.seed)), row)
-            learned = bool(row.success_once) and not (sample.before and sample.before.success_once)
-            kinds[0 if learned else 1 if not row.success_once else 2].append(sample)
+            is_newly_solved = bool(row.success_once) and not (sample.before and sample.before.success_once)
+            kinds[0 if is_newly_solved else 1 if not row.success_once else 2].append(sample)
     return [sample for sample in chain.from_iterable(zip_longest(*kinds)) if sample is not None][:count]
 
 
 def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
     """Yield conversations as lines of text for a terminal."""
     for sample in samples:
-        for role, text in sample.asked:
-            yield f"  {role:<10} {_one_line(text)}"
+        for role, text in sample.prompt_turns:
+            yield f"  {role:<10} {_to_one_line(text)}"
         for name, row in (("before", sample.before), ("reply", sample.after)):
             if row is not None:
-                said = _one_line(row.conversation[-1][1])
-                yield f"  {name:<10} {said}   [{row.outcome}, return {row.episode_return:.3g}]"
+                reply = _to_one_line(row.conversation[-1][1])
+                yield f"  {name:<10} {reply}   [{row.outcome}, return {row.episode_return:.3g}]"
                 yield from (f"  {'':<10} {line}" for line in row.warnings)
 
 
-def _one_line(text: str) -> str:
+def _to_one_line(text: str) -> str:
     line = "".join(c if c.isprintable() else "\\n" if c == "\n" else "?" for c in text)
     return line if len(line) <= _LINE else f"{line[: _LINE - 3]}..."

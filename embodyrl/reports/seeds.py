@@ -29,7 +29,7 @@ Matrix = npt.NDArray[np.float64]
 _DRAWS = 2000
 _SEED = 20211015
 """Random seed of the bootstrap and the permutation test, for reproducible intervals."""
-FEWEST_RUNS = 10
+MIN_BOOTSTRAP_RUNS = 10
 """Minimum number of runs for a bootstrap interval."""
 _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
 """Config keys that may differ between runs of one experiment."""
@@ -72,11 +72,14 @@ def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     runs, count = np.concatenate([a, b]), len(a) + len(b)
     if math.comb(count, len(a)) <= _DRAWS:
-        dealt = [[*one] for one in itertools.combinations(range(count), len(a))]
+        assignments = [[*assignment] for assignment in itertools.combinations(range(count), len(a))]
     else:
         rng = np.random.default_rng(_SEED)
-        dealt = [[*range(len(a))], *(rng.permutation(count)[: len(a)].tolist() for _ in range(_DRAWS))]
-    gaps = [abs(probability_of_improvement(runs[one], np.delete(runs, one, axis=0)) - 0.5) for one in dealt]
+        assignments = [[*range(len(a))], *(rng.permutation(count)[: len(a)].tolist() for _ in range(_DRAWS))]
+    gaps = [
+        abs(probability_of_improvement(runs[assignment], np.delete(runs, assignment, axis=0)) - 0.5)
+        for assignment in assignments
+    ]
     return float(np.mean(np.array(gaps) >= abs(probability_of_improvement(a, b) - 0.5) - 1e-9))
 
 
@@ -101,12 +104,12 @@ def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., An
     return float(low), float(high)
 
 
-def mean_interval(values: Sequence[float], each: Sequence[tuple[float, float]] = ()) -> tuple[float, float, float]:
+def mean_interval(values: Sequence[float], intervals: Sequence[tuple[float, float]] = ()) -> tuple[float, float, float]:
     """Return the mean over runs and its 95 % interval (Student's t). The interval of a single run is infinite.
 
     Equal values have no variance, and an interval without width would contain the true value too rarely (3 runs of 100
-    episodes, success rate 99.5 %: 75 %). If all values are equal, the interval is the union of `each`, the intervals of
-    the runs.
+    episodes, success rate 99.5 %: 75 %). If all values are equal, the interval is the union of `intervals`, the
+    intervals of the runs.
 
     >>> mean_interval([1.0, 1.0, 1.0], [(0.963, 1.0)] * 3)
     (1.0, 0.963, 1.0)
@@ -115,11 +118,11 @@ def mean_interval(values: Sequence[float], each: Sequence[tuple[float, float]] =
     mean = math.fsum(values) / count
     if count < 2:
         return mean, -math.inf, math.inf
-    if each and min(values) == max(values):
-        return mean, min(low for low, _ in each), max(high for _, high in each)
+    if intervals and min(values) == max(values):
+        return mean, min(low for low, _ in intervals), max(high for _, high in intervals)
     variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)
-    half = student_t(count - 1) * math.sqrt(variance / count)
-    return mean, mean - half, mean + half
+    half_width = student_t(count - 1) * math.sqrt(variance / count)
+    return mean, mean - half_width, mean + half_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,35 +140,38 @@ class SeedGroup:
     @property
     def tasks(self) -> list[str]:
         """Tasks in the last evaluation of every run."""
-        played = [dict.fromkeys(e.task for e in run.evaluations[-1].own) for run in self.runs]
-        return [task for task in played[0] if all(task in others for others in played)]
+        tasks_per_run = [dict.fromkeys(e.task for e in run.evaluations[-1].own) for run in self.runs]
+        return [task for task in tasks_per_run[0] if all(task in others for others in tasks_per_run)]
 
     @property
-    def rates(self) -> bool:
+    def reports_success(self) -> bool:
         """True if at least one run reports success; some environments report success only if an episode succeeds."""
         return any(isinstance(run.evaluations[-1].score(), Rate) for run in self.runs)
 
-    def matrix(self, tasks: Sequence[str], *, rates: bool) -> Matrix:
+    def matrix(self, tasks: Sequence[str], *, reports_success: bool) -> Matrix:
         """Return the scores [runs, tasks] of the last evaluations, as success rates or returns."""
         ends = [run.evaluations[-1] for run in self.runs]
-        return np.array([[end.score(task, known=rates).value for task in tasks] for end in ends])
+        return np.array([[end.score(task, known=reports_success).value for task in tasks] for end in ends])
 
     def summary(self) -> list[str]:
         """Return the results over all seeds as lines of text; empty for a single run or without common tasks."""
         if len(self.runs) < 2 or not all(run.evaluations for run in self.runs) or not (tasks := self.tasks):
             return []
-        rate = self.rates
-        matrix = self.matrix(tasks, rates=rate)
+        rate = self.reports_success
+        matrix = self.matrix(tasks, reports_success=rate)
         seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
         scores = [run.evaluations[-1].score(known=rate) for run in self.runs]
         overall = [score.value for score in scores]
         mean, low, high = mean_interval(overall, [score.interval for score in scores])
-        said = "; ".join(_spell(value, rate) for value in overall)
-        lines = [f"{self.name}: mean over seeds {seeds}: {_spell(mean, rate)} {_bounds((low, high), rate)} ({said})"]
-        if len(self.runs) >= FEWEST_RUNS:
-            middle, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
-            middle = f"{_spell(middle, rate)} {_bounds(bounds, rate)}"
-            lines.append(f"  interquartile mean over {matrix.size} runs x tasks: {middle}")
+        values_text = "; ".join(_format_value(value, rate) for value in overall)
+        lines = [
+            f"{self.name}: mean over seeds {seeds}: {_format_value(mean, rate)} "
+            f"{_format_interval((low, high), rate)} ({values_text})"
+        ]
+        if len(self.runs) >= MIN_BOOTSTRAP_RUNS:
+            mean_text, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
+            mean_text = f"{_format_value(mean_text, rate)} {_format_interval(bounds, rate)}"
+            lines.append(f"  interquartile mean over {matrix.size} runs x tasks: {mean_text}")
         return lines
 
     def curve(self, metric: str, limits: tuple[float, float] | None = None) -> list[tuple[int, float, float, float]]:
@@ -186,15 +192,15 @@ def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
     """
     groups: dict[str, list[History]] = {}
     for history in histories:
-        groups.setdefault(_experiment(history.config), []).append(history)
-    found: list[SeedGroup] = []
+        groups.setdefault(_get_experiment_key(history.config), []).append(history)
+    result: list[SeedGroup] = []
     for runs in groups.values():
-        distinct = len({run.config.get("seed") for run in runs}) == len(runs)
-        found += [SeedGroup(tuple(runs))] if distinct else [SeedGroup((run,)) for run in runs]
-    return found
+        has_distinct_seeds = len({run.config.get("seed") for run in runs}) == len(runs)
+        result += [SeedGroup(tuple(runs))] if has_distinct_seeds else [SeedGroup((run,)) for run in runs]
+    return result
 
 
-def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
+def compare_groups(first: SeedGroup, second: SeedGroup) -> str | None:
     """Return the probability that the second group improves on the first, as text; None without common tasks."""
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
@@ -202,29 +208,29 @@ def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
     tasks = [task for task in first.tasks if task in second.tasks]
     if not tasks:
         return None
-    rates = first.rates or second.rates
-    a, b = first.matrix(tasks, rates=rates), second.matrix(tasks, rates=rates)
+    reports_success = first.reports_success or second.reports_success
+    a, b = first.matrix(tasks, reports_success=reports_success), second.matrix(tasks, reports_success=reports_success)
     value, bounds = f"{probability_of_improvement(a, b):.2f}", ""
-    if min(len(a), len(b)) >= FEWEST_RUNS:
+    if min(len(a), len(b)) >= MIN_BOOTSTRAP_RUNS:
         bounds = " [{:.2f}, {:.2f}]".format(*stratified_bootstrap([a, b], probability_of_improvement))
     # Use a permutation test: with many tasks and few runs, the interval is too narrow.
     p_value = permutation_test(a, b)
-    verdict = "more than chance" if p_value < SIGNIFICANT else "no more than chance"
+    conclusion = "more than chance" if p_value < SIGNIFICANT else "no more than chance"
     return (
         f"probability that {second.name} improves on {first.name}: {value}{bounds} over "
-        f"{a.shape[1]} tasks (permutation test p = {p_value:.2g}: {verdict})"
+        f"{a.shape[1]} tasks (permutation test p = {p_value:.2g}: {conclusion})"
     )
 
 
-def _experiment(config: Mapping[str, object]) -> str:
+def _get_experiment_key(config: Mapping[str, object]) -> str:
     values = {name: value for name, value in flat(config).items() if name not in _OWN_NAMES}
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def _spell(value: float, rate: bool) -> str:
+def _format_value(value: float, rate: bool) -> str:
     return f"{100 * value:.1f} %" if rate else f"{value:.4g}"
 
 
-def _bounds(interval: tuple[float, float], rate: bool) -> str:
+def _format_interval(interval: tuple[float, float], rate: bool) -> str:
     low, high = (min(max(v, 0.0), 1.0) for v in interval) if rate else interval
     return f"[{100 * low:.1f}, {100 * high:.1f}]" if rate else f"[{low:.4g}, {high:.4g}]"

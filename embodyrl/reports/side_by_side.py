@@ -16,7 +16,7 @@ _imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
 _BAND = 34
 _GAP = 8
 _GIF_FPS, _GIF_WIDTH, _GIF_COLOURS = 8, 640, 128
-_INK, _PAPER = (235, 235, 235), (24, 24, 28)
+_TEXT_COLOR, _BACKGROUND = (235, 235, 235), (24, 24, 28)
 
 
 def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str, str], fps: int) -> None:
@@ -26,14 +26,14 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
         OSError: a recording cannot be read, or `out` cannot be written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    film = {"fps": fps, "codec": "libx264", "macro_block_size": 2, "pixelformat": "yuv420p"}
+    video_options = {"fps": fps, "codec": "libx264", "macro_block_size": 2, "pixelformat": "yuv420p"}
     with (
         replacing(out) as scratch,
         _imageio.get_reader(before) as left,
         _imageio.get_reader(after) as right,
-        _imageio.get_writer(scratch, **film) as writer,
+        _imageio.get_writer(scratch, **video_options) as writer,
     ):
-        for pair in _in_step(iter(left), iter(right)):
+        for pair in _zip_frames(iter(left), iter(right)):
             writer.append_data(_compose(pair, labels))
 
 
@@ -46,22 +46,22 @@ def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str,
     frames: list[Image.Image] = []
     for before, after in pairs:
         with _imageio.get_reader(before) as left, _imageio.get_reader(after) as right:
-            every = max(1, round(left.get_meta_data()["fps"] / _GIF_FPS))
-            for number, pair in enumerate(_in_step(iter(left), iter(right))):
-                if number % every == 0:
-                    picture = Image.fromarray(_compose(pair, labels))
-                    size = (_GIF_WIDTH, round(_GIF_WIDTH * picture.height / picture.width))
-                    frames.append(picture.resize(size, Image.Resampling.LANCZOS))
+            stride = max(1, round(left.get_meta_data()["fps"] / _GIF_FPS))
+            for number, pair in enumerate(_zip_frames(iter(left), iter(right))):
+                if number % stride == 0:
+                    image = Image.fromarray(_compose(pair, labels))
+                    size = (_GIF_WIDTH, round(_GIF_WIDTH * image.height / image.width))
+                    frames.append(image.resize(size, Image.Resampling.LANCZOS))
     # One palette for all frames, so that a frame contains only the changed pixels.
-    some = np.concatenate([np.asarray(frame) for frame in frames[:: max(1, len(frames) // 12)]])
-    palette = Image.fromarray(some).quantize(_GIF_COLOURS, method=Image.Quantize.MAXCOVERAGE)
-    small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    samples = np.concatenate([np.asarray(frame) for frame in frames[:: max(1, len(frames) // 12)]])
+    palette = Image.fromarray(samples).quantize(_GIF_COLOURS, method=Image.Quantize.MAXCOVERAGE)
+    quantized = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as scratch:
-        small[0].save(scratch, save_all=True, append_images=small[1:], duration=1000 // _GIF_FPS, loop=0)
+        quantized[0].save(scratch, save_all=True, append_images=quantized[1:], duration=1000 // _GIF_FPS, loop=0)
 
 
-def _in_step(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _zip_frames(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     a = b = None
     for next_a, next_b in zip_longest(left, right):
         a, b = a if next_a is None else next_a, b if next_b is None else next_b
@@ -73,11 +73,11 @@ def _in_step(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterato
 def _compose(pair: tuple[np.ndarray, np.ndarray], labels: tuple[str, str]) -> np.ndarray:
     height = max(frame.shape[0] for frame in pair)
     width = sum(frame.shape[1] for frame in pair) + _GAP
-    canvas = Image.new("RGB", (width + width % 2, height + _BAND + (height + _BAND) % 2), _PAPER)
+    canvas = Image.new("RGB", (width + width % 2, height + _BAND + (height + _BAND) % 2), _BACKGROUND)
     draw = ImageDraw.Draw(canvas)
     x = 0
     for frame, label in zip(pair, labels, strict=True):
         canvas.paste(Image.fromarray(np.asarray(frame)), (x, _BAND))
-        draw.text((x + 10, 4), label, fill=_INK, font=ImageFont.load_default(22))
+        draw.text((x + 10, 4), label, fill=_TEXT_COLOR, font=ImageFont.load_default(22))
         x += frame.shape[1] + _GAP
     return np.asarray(canvas)

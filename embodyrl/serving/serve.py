@@ -18,7 +18,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.dialects import names_of, need
 from embodyrl.types import EnvSpec, PolicySpec
 
-_HERE = ("127.0.0.1", "localhost", "::1")
+_LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
@@ -37,12 +37,12 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str]
     for package in ("websockets", "msgpack"):
         need(package)
     weights = first_weights(cfg, env)
-    for name, text in (*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)):
+    for name, text in (*serving_banner_lines(cfg, env, spec), *weight_facts(cfg, weights)):
         say(f"  {name:<10} {text}")
     import torch
 
     from embodyrl.policies.tensors import best_device, seed_everything
-    from embodyrl.serving.server import Answering, PolicyServer
+    from embodyrl.serving.server import ObservationHandler, PolicyServer
 
     torch.set_num_threads(available_cores())
     seed_everything(cfg.seed, deterministic=False)
@@ -50,7 +50,7 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str]
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
         policy.load_weights(Path(weights))
-    server = PolicyServer(Answering(policy, env, names_of(cfg.serve)), cfg.serve, say)
+    server = PolicyServer(ObservationHandler(policy, env, names_of(cfg.serve)), cfg.serve, say)
     return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
 
 
@@ -68,14 +68,15 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext(chunk=cfg.model.num_action_chunks))
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
     # The client provides the cameras: the policy reads the first cameras of its environment.
-    if seen := spec.inputs.num_images:
-        env = replace(env, cameras=replace(env.cameras, names=env.cameras.names[:seen]))
+    if num_images := spec.inputs.num_images:
+        env = replace(env, cameras=replace(env.cameras, names=env.cameras.names[:num_images]))
     problems = mismatches(env, spec)
     if spec.scripted:
         problems.append(f"model '{spec.name}' cannot be served: it reads the simulator state of an environment.")
-    if (named := cfg.serve.image_names) is not None and len(named) < spec.inputs.num_images:
+    if (image_names := cfg.serve.image_names) is not None and len(image_names) < spec.inputs.num_images:
         problems.append(
-            f"serve.image_names={named}: model '{spec.name}' reads {spec.inputs.num_images} images; list as many names."
+            f"serve.image_names={image_names}: model '{spec.name}' reads {spec.inputs.num_images} images; list as "
+            "many names."
         )
     if problems:
         raise ConfigError(problems)
@@ -86,10 +87,10 @@ def server_facts(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a server, as pairs of name and text."""
     env, spec = describe(cfg)
     weights = first_weights(cfg, env)
-    return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]
+    return [*serving_banner_lines(cfg, env, spec), *weight_facts(cfg, weights)]
 
 
-def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
+def serving_banner_lines(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
     """Return the lines of the start banner for a robot policy, as pairs of name and text."""
     names = names_of(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
@@ -101,6 +102,6 @@ def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
-    if cfg.serve.host not in _HERE:
+    if cfg.serve.host not in _LOCAL_HOSTS:
         lines.append(("warning", f"serve.host={cfg.serve.host}: all hosts that reach this port can use the policy"))
     return lines

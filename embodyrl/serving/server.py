@@ -25,7 +25,7 @@ from embodyrl.types import EnvSpec, FloatArray, Observation
 from embodyrl.version import __version__
 
 
-class Answering:
+class ObservationHandler:
     """Computes greedy actions for the observations of clients, which send upright images."""
 
     def __init__(self, policy: Policy, env: EnvSpec, names: Names) -> None:
@@ -39,16 +39,16 @@ class Answering:
             NonFiniteError: the policy returns NaN or infinity.
         """
         spec, env = self._policy.spec, self._env
-        seen = self._names.read(
+        observation = self._names.read(
             message, images=spec.inputs.num_images, states=env.state_dim if spec.inputs.state else 0
         )
-        height, width = seen.images[0].shape[:2] if seen.images else env.cameras.size
-        images = np.zeros((1, len(seen.images), height, width, 3), np.uint8)
-        for place, image in enumerate(seen.images):
-            images[0, place] = upright(image, env.cameras.rotation_deg)
-        state = np.zeros((1, env.state_dim), np.float32) if seen.state is None else seen.state[None]
-        obs = Observation(images=images, state=state, instructions=(seen.prompt,))
-        actions = np.array(self._policy.act(obs, noise=None).actions[0])
+        height, width = observation.images[0].shape[:2] if observation.images else env.cameras.size
+        images = np.zeros((1, len(observation.images), height, width, 3), np.uint8)
+        for index, image in enumerate(observation.images):
+            images[0, index] = upright(image, env.cameras.rotation_deg)
+        state = np.zeros((1, env.state_dim), np.float32) if observation.state is None else observation.state[None]
+        batch = Observation(images=images, state=state, instructions=(observation.prompt,))
+        actions = np.array(self._policy.act(batch, noise=None).actions[0])
         if not np.isfinite(actions).all():
             raise NonFiniteError(
                 "The policy produced a non-finite action; its weights or statistics are broken. Use another checkpoint."
@@ -97,16 +97,16 @@ _CLOSING_S = 5.0
 """Maximum wait for clients to disconnect when the server stops, in seconds."""
 _FIRST_S = 300.0
 """Time limit in seconds for the first message of a client, unless `serve.idle_timeout_s` is shorter."""
-_UNFIT = "does not match the inputs of the policy"
+_MISMATCH = "does not match the inputs of the policy"
 
 
 class PolicyServer:
     """Serves one policy to several clients; requests are answered in order."""
 
-    def __init__(self, answering: Answering, cfg: ServeSettings, say: Callable[[str], None]) -> None:
-        self._answering, self._cfg, self._say = answering, cfg, say
+    def __init__(self, handler: ObservationHandler, cfg: ServeSettings, log: Callable[[str], None]) -> None:
+        self._handler, self._cfg, self._log = handler, cfg, log
         self._thread = PolicyThread()
-        self._clients = self._open = 0
+        self._num_clients = self._num_open = 0
 
     async def run(self, ready: Callable[[str], None]) -> None:
         """Serve clients until SIGINT, SIGTERM or SIGHUP.
@@ -119,18 +119,18 @@ class PolicyServer:
             EmbodyError: the server cannot listen at the address.
         """
         cfg, loop = self._cfg, asyncio.get_running_loop()
-        ended: asyncio.Future[int] = loop.create_future()
+        stopped: asyncio.Future[int] = loop.create_future()
 
-        def end(signum: int) -> None:
-            if not ended.done():
-                ended.set_result(signum)
+        def stop(signum: int) -> None:
+            if not stopped.done():
+                stopped.set_result(signum)
 
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                loop.add_signal_handler(signum, end, signum)
+                loop.add_signal_handler(signum, stop, signum)
         try:
             server = await need("websockets.asyncio.server").serve(
-                self._meet,
+                self._handle_client,
                 cfg.host,
                 cfg.port,
                 # Browsers send an Origin header; requests from web pages are rejected.
@@ -140,7 +140,7 @@ class PolicyServer:
                 max_queue=1,  # messages received before they are read
                 ping_interval=None,  # a busy simulator may not answer pings
                 process_request=self._process_request,
-                logger=_silent(),
+                logger=_build_silent_logger(),
             )
         except OSError as error:
             raise EmbodyError(
@@ -148,7 +148,7 @@ class PolicyServer:
                 "(0: any free port), or an address of this machine as serve.host."
             ) from error
         ready(f"ws://{cfg.host}:{next(iter(server.sockets)).getsockname()[1]}")
-        signum = await ended
+        signum = await stopped
         server.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(server.wait_closed(), _CLOSING_S)
@@ -158,46 +158,46 @@ class PolicyServer:
         """Answer health checks (openpi: /healthz, vla-eval: /health) over HTTP; reject clients above the limit."""
         if request.path in ("/healthz", "/health"):
             return connection.respond(200, "OK\n")
-        if self._open < self._cfg.max_clients:
+        if self._num_open < self._cfg.max_clients:
             return None
-        self._say(f"a client was refused: {self._open} clients are connected (serve.max_clients)")
-        return connection.respond(503, f"{self._open} clients are connected (serve.max_clients)\n")
+        self._log(f"a client was refused: {self._num_open} clients are connected (serve.max_clients)")
+        return connection.respond(503, f"{self._num_open} clients are connected (serve.max_clients)\n")
 
-    async def _meet(self, socket: Any) -> None:
+    async def _handle_client(self, socket: Any) -> None:
         """Serve one client from its first to its last message."""
-        self._open += 1
+        self._num_open += 1
         try:
-            await self._talk(socket)
+            await self._serve_client(socket)
         finally:
-            self._open -= 1
+            self._num_open -= 1
 
-    async def _talk(self, socket: Any) -> None:
-        closed = need("websockets.exceptions").ConnectionClosed
-        self._clients += 1
-        number, answered = self._clients, 0
-        self._say(f"client {number} connected")
+    async def _serve_client(self, socket: Any) -> None:
+        connection_closed = need("websockets.exceptions").ConnectionClosed
+        self._num_clients += 1
+        number, num_answers = self._num_clients, 0
+        self._log(f"client {number} connected")
         client = _Client(socket, self._cfg.idle_timeout_s)
-        talk = {"openpi": self._openpi, "vla_eval": self._vla_eval}[self._cfg.protocol]
+        protocol = {"openpi": self._openpi, "vla_eval": self._vla_eval}[self._cfg.protocol]
         ending = "left"
         try:
-            async for problem in talk(client):
-                answered += not problem
+            async for problem in protocol(client):
+                num_answers += not problem
                 if problem:
-                    self._say(f"client {number}: answered with an error: {problem}")
-        except closed as error:
+                    self._log(f"client {number}: answered with an error: {problem}")
+        except connection_closed as error:
             ending = "disconnected" if error.rcvd else f"was lost ({error})"
         except TimeoutError:
             ending = f"sent nothing for {client.limit_s:g} s (serve.idle_timeout_s)"
-        self._say(f"client {number} {ending} after {answered} answers")
+        self._log(f"client {number} {ending} after {num_answers} answers")
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
         """Serve the openpi protocol: send the metadata, then a chunk or an error text for each observation."""
-        await client.send(pack(self._answering.describe(), bytes_keyed))
+        await client.send(pack(self._handler.describe(), bytes_keyed))
         while True:
             data = await client.receive()
             started = time.perf_counter()
             try:
-                actions = await self._ask(await _unpacked(data))
+                actions = await self._infer(await _unpack(data))
             except EmbodyError as error:
                 await client.send(str(error))
                 yield error
@@ -212,44 +212,44 @@ class PolicyServer:
         while True:
             kind, payload, sequence, problem = "error", {}, 0, None
             try:
-                said = _envelope(await _unpacked(await client.receive()))
-                kind, payload, sequence = said["type"], said["payload"], said["seq"]
+                envelope = _check_envelope(await _unpack(await client.receive()))
+                kind, payload, sequence = envelope["type"], envelope["payload"], envelope["seq"]
                 if kind == "observation":
-                    chunk = chunk or list(await self._ask(payload))
+                    chunk = chunk or list(await self._infer(payload))
                 elif kind in ("episode_start", "episode_end"):
                     chunk = []
                 elif kind == "hello":
-                    await client.send(_message("hello", self._hello(), sequence))
+                    await client.send(_pack_message("hello", self._build_hello(), sequence))
                 elif kind != "error":
                     raise MessageError(f"'{kind}' is not a message type of the vla-eval protocol.")
             except EmbodyError as error:
                 problem = error
-                await client.send(_message("error", {"error": str(error)}, sequence))
+                await client.send(_pack_message("error", {"error": str(error)}, sequence))
             if kind == "observation" and problem is None:
-                await client.send(_message("action", {"actions": chunk.pop(0)}, sequence))
+                await client.send(_pack_message("action", {"actions": chunk.pop(0)}, sequence))
             if kind == "observation" or problem:
                 yield problem
 
-    def _hello(self) -> dict[str, Any]:
-        described = self._answering.describe()
+    def _build_hello(self) -> dict[str, Any]:
+        metadata = self._handler.describe()
         # vla-eval passes these to the benchmark. By default its LIBERO converts quaternions to the shorter rotation;
         # the states of the demonstrations, on which policies are trained, are not converted.
-        wanted = {
-            "send_wrist_image": len(described["images"]) > 1,
-            "send_state": bool(described["state_dim"]),
+        observation_params = {
+            "send_wrist_image": len(metadata["images"]) > 1,
+            "send_state": bool(metadata["state_dim"]),
             "quat_no_antipodal": True,
         }
-        own = {"harness_version": f"embodyrl {__version__}", "protocol_version": 1, "model_server": "embodyrl"}
-        return own | {"capabilities": {}, "observation_params": wanted, "embodyrl": described}
+        harness = {"harness_version": f"embodyrl {__version__}", "protocol_version": 1, "model_server": "embodyrl"}
+        return harness | {"capabilities": {}, "observation_params": observation_params, "embodyrl": metadata}
 
-    async def _ask(self, message: object) -> FloatArray:
+    async def _infer(self, message: object) -> FloatArray:
         """Return the action chunk [K, A] for one observation.
 
         Raises:
             EmbodyError: the observation does not fit, or the policy takes too long.
         """
         limit = self._cfg.answer_timeout_s
-        answer = asyncio.wrap_future(self._thread.submit(partial(self._answering, message)))
+        answer = asyncio.wrap_future(self._thread.submit(partial(self._handler, message)))
         try:
             return await asyncio.wait_for(answer, limit)
         except EmbodyError:
@@ -257,7 +257,7 @@ class PolicyServer:
         except TimeoutError as error:
             raise EmbodyError(f"The policy did not respond within {limit:g} s (serve.answer_timeout_s).") from error
         except Exception as error:  # any error of a network on an unsuitable image
-            raise MessageError(f"The observation {_UNFIT}: {type(error).__name__}: {error}") from error
+            raise MessageError(f"The observation {_MISMATCH}: {type(error).__name__}: {error}") from error
 
 
 class _Client:
@@ -279,25 +279,27 @@ class _Client:
         await asyncio.wait_for(self._socket.send(data), self.limit_s)
 
 
-async def _unpacked(data: bytes | str) -> Any:
+async def _unpack(data: bytes | str) -> Any:
     """Decode a message in another thread, because decoding images takes time."""
     return await asyncio.to_thread(unpack, data)
 
 
-def _envelope(said: Any) -> dict[str, Any]:
-    wanted = {"type": str, "payload": dict, "seq": int}
-    if not isinstance(said, dict) or any(not isinstance(said.get(key), kind) for key, kind in wanted.items()):
+def _check_envelope(message: Any) -> dict[str, Any]:
+    field_types = {"type": str, "payload": dict, "seq": int}
+    if not isinstance(message, dict) or any(
+        not isinstance(message.get(key), kind) for key, kind in field_types.items()
+    ):
         raise MessageError(
             "A message must be a mapping with type, payload and seq. For openpi clients, set serve.protocol=openpi."
         )
-    return said
+    return message
 
 
-def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
+def _pack_message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
     return pack({"type": kind, "payload": payload, "seq": sequence, "timestamp": time.time()}, text_keyed)
 
 
-def _silent() -> logging.Logger:
+def _build_silent_logger() -> logging.Logger:
     """Return a logger without output, because websockets logs a traceback for every invalid client."""
     logger = logging.Logger("embodyrl.serve")
     logger.addHandler(logging.NullHandler())

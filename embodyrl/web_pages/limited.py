@@ -15,12 +15,12 @@ class LimitedServer(ThreadingHTTPServer):
             OSError: the address is not available.
             OverflowError: the port is above 65535.
         """
-        self._places = threading.BoundedSemaphore(connections)
+        self._free_connections = threading.BoundedSemaphore(connections)
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection; close the connection if the limit is reached."""
-        if self._places.acquire(blocking=False):
+        if self._free_connections.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -30,4 +30,4 @@ class LimitedServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._free_connections.release()

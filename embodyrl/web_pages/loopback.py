@@ -20,13 +20,13 @@ from embodyrl.web_pages.limited import LimitedServer
 
 Answer = tuple[str, bytes]
 """Content type and body of a response."""
-_LONGEST = 1 << 20
+_MAX_REQUEST_BYTES = 1 << 20
 """Maximum size of a request in bytes."""
-_MOST_CLIENTS = 64
+_MAX_CLIENTS = 64
 """Maximum number of open connections; the server closes connections above the maximum."""
 _REQUEST_S = 10.0
 """Maximum time for a client to send a request, in seconds."""
-_STRANGER = b"not from this page: open the address that the command printed, with its token"
+_UNAUTHORIZED = b"not from this page: open the address that the command printed, with its token"
 _SIGNALS_S = 0.5
 """Maximum duration of a blocking call, in seconds. A signal that arrives just before the call is handled after the
 call."""
@@ -35,7 +35,7 @@ call."""
 class Loopback(LimitedServer):
     """Local HTTP server that reads requests in threads and answers all requests in one thread.
 
-    The thread that calls `answer_forever` answers in order: OpenGL windows and environments are not thread-safe.
+    The thread that calls `process_requests` answers in order: OpenGL windows and environments are not thread-safe.
 
     Other users of this machine and other pages in the same browser could send requests here too. Each request needs the
     `token`, in the query of the address or in the header X-Token. Requests with another host name (DNS rebinding) or
@@ -54,7 +54,7 @@ class Loopback(LimitedServer):
         self._stopped = False
         self._calls: SimpleQueue[tuple[Future[Answer], Callable[[], Answer]]] = SimpleQueue()
         try:
-            super().__init__(("127.0.0.1", port), _Handler, _MOST_CLIENTS)
+            super().__init__(("127.0.0.1", port), _Handler, _MAX_CLIENTS)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {port}: {error}. Fix: use another --port, or 0 for any free port.") from error
 
@@ -69,21 +69,21 @@ class Loopback(LimitedServer):
         try:
             if open_page:
                 webbrowser.open(self.url)
-            self.answer_forever()
+            self.process_requests()
         finally:
             self.server_close()
 
-    def answer_forever(self) -> None:
+    def process_requests(self) -> None:
         """Accept connections and answer requests until `stop`, or an exception such as Ctrl-C."""
         threading.Thread(target=self.serve_forever, name="loopback", daemon=True).start()
         try:
             while not self._stopped:
                 try:
-                    future, act = self._calls.get(timeout=_SIGNALS_S)
+                    future, handler = self._calls.get(timeout=_SIGNALS_S)
                 except Empty:
                     continue
                 try:
-                    future.set_result(act())
+                    future.set_result(handler())
                 except Exception as error:
                     future.set_exception(error)
         finally:
@@ -91,17 +91,17 @@ class Loopback(LimitedServer):
             self.shutdown()
 
     def stop(self) -> None:
-        """End `answer_forever` within half a second."""
+        """End `process_requests` within half a second."""
         self._stopped = True
 
-    def call(self, act: Callable[[], Answer]) -> Answer:
-        """Run a function in the thread of `answer_forever`; return its result or raise its exception.
+    def call(self, handler: Callable[[], Answer]) -> Answer:
+        """Run a function in the thread of `process_requests`; return its result or raise its exception.
 
         Raises:
             EmbodyError: the server has stopped before the function ran.
         """
         future: Future[Answer] = Future()
-        self._calls.put((future, act))
+        self._calls.put((future, handler))
         while not wait([future], _SIGNALS_S).done:
             if self._stopped:
                 raise EmbodyError("The server of the page has stopped. Run the same command again.")
@@ -121,68 +121,70 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         # Unlike the socket timeout, this timer does not restart with each byte.
-        self._late = threading.Timer(_REQUEST_S, self._hang_up)
-        self._late.daemon = True
-        self._late.start()
+        self._timer = threading.Timer(_REQUEST_S, self._disconnect)
+        self._timer.daemon = True
+        self._timer.start()
 
     def finish(self) -> None:
-        self._late.cancel()
+        self._timer.cancel()
         super().finish()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         try:
             self.connection.shutdown(socket.SHUT_RD)
         except OSError:
             pass  # the connection has just ended
 
     def do_GET(self) -> None:
-        if not self._is_ours():
-            self._reply(403, "text/plain", _STRANGER)
+        if not self._is_authorized():
+            self._send_reply(403, "text/plain", _UNAUTHORIZED)
         elif answer := self.server.gets.get(self.path.partition("?")[0]):
             self._answer(answer)
         else:
-            self._reply(404, "text/plain", b"no such page")
+            self._send_reply(404, "text/plain", b"no such page")
 
     def do_POST(self) -> None:
-        said = self.headers.get("Content-Length") or "0"
-        size = int(said) if said.isdecimal() and len(said) < 10 else -1  # Python refuses to parse thousands of digits
-        act = self.server.posts.get(self.path.partition("?")[0])
-        if not self._is_ours():
-            self._reply(403, "text/plain", _STRANGER)
-        elif act is None or size < 0:
-            self._reply(404, "text/plain", b"no such action")
-        elif size > _LONGEST:
-            self._reply(413, "text/plain", f"the request has more than {_LONGEST} bytes".encode())
+        length_text = self.headers.get("Content-Length") or "0"
+        size = (
+            int(length_text) if length_text.isdecimal() and len(length_text) < 10 else -1
+        )  # Python refuses to parse thousands of digits
+        handler = self.server.posts.get(self.path.partition("?")[0])
+        if not self._is_authorized():
+            self._send_reply(403, "text/plain", _UNAUTHORIZED)
+        elif handler is None or size < 0:
+            self._send_reply(404, "text/plain", b"no such action")
+        elif size > _MAX_REQUEST_BYTES:
+            self._send_reply(413, "text/plain", f"the request has more than {_MAX_REQUEST_BYTES} bytes".encode())
         else:
             body = self.rfile.read(size)
-            self._answer(lambda: act(_object_of(body or b"{}")))
+            self._answer(lambda: handler(_parse_object(body or b"{}")))
 
-    def _answer(self, act: Callable[[], Answer]) -> None:
-        self._late.cancel()
+    def _answer(self, handler: Callable[[], Answer]) -> None:
+        self._timer.cancel()
         try:
-            found = self.server.call(act)
+            response = self.server.call(handler)
         except (EmbodyError, OSError, ValueError) as error:
-            self._reply(400, "text/plain", _plain(error))
+            self._send_reply(400, "text/plain", _encode_error(error))
         except Exception as error:
-            self._reply(500, "text/plain", _plain(error))
+            self._send_reply(500, "text/plain", _encode_error(error))
             raise
         else:
-            self._reply(200, *found)
+            self._send_reply(200, *response)
 
-    def _is_ours(self) -> bool:
+    def _is_authorized(self) -> bool:
         hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
         if self.headers.get("Host") not in hosts:
             return False
         if self.headers.get("Origin") not in (None, *(f"http://{host}" for host in hosts)):
             return False
         try:
-            asked = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
+            query_token = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
         except ValueError:  # too many fields, or an address that cannot be split
             return False
-        token = self.headers.get("X-Token") or asked
+        token = self.headers.get("X-Token") or query_token
         return secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode())
 
-    def _reply(self, code: int, kind: str, body: bytes) -> None:
+    def _send_reply(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -196,16 +198,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Suppress the request log of `http.server`, because the command uses the terminal."""
 
 
-def _object_of(body: bytes) -> dict[str, Any]:
+def _parse_object(body: bytes) -> dict[str, Any]:
     """Parse a request body as a JSON object; raise ValueError for any other content."""
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except RecursionError as error:
         raise ValueError("The request body is nested too deeply.") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ValueError("The request body must be a JSON object.")
-    return found
+    return parsed
 
 
-def _plain(error: Exception) -> bytes:
+def _encode_error(error: Exception) -> bytes:
     return str(error).encode(errors="backslashreplace")

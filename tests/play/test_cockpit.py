@@ -23,7 +23,7 @@ from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.writer import read_episodes
-from embodyrl.play.controls import action_of
+from embodyrl.play.controls import inputs_to_action
 from embodyrl.play.desk import RequestHandlers
 from embodyrl.play.recording import VIDEOS, Recording
 from embodyrl.play.scene import Scene
@@ -61,10 +61,10 @@ class Client:
 
     def act(self, do: str, **more: Any) -> dict[str, Any]:
         self.seq += 1
-        return parts(self.desk.act({"client": self.name, "seq": self.seq, "do": do, **more}))[0]
+        return parts(self.desk.execute({"client": self.name, "seq": self.seq, "do": do, **more}))[0]
 
     def hello(self) -> dict[str, Any]:
-        return parts(self.desk.hello({"client": self.name}))[0]
+        return parts(self.desk.get_page_state({"client": self.name}))[0]
 
 
 def parts(answer: tuple[str, bytes]) -> tuple[dict[str, Any], bytes]:
@@ -92,7 +92,7 @@ def test_recording_contains_executed_actions_and_their_actor(scene: Scene, polic
     np.testing.assert_array_equal(demos.action[:2], chunk[:2])
     last = chunk[1]
     for row, each in zip(demos.action[2:5], amounts, strict=True):
-        np.testing.assert_array_equal(row, last := action_of(env.layout.action, each, last))
+        np.testing.assert_array_equal(row, last := inputs_to_action(env.layout.action, each, last))
     np.testing.assert_array_equal(demos.action[5], policy.act(before)[0], err_msg="a new plan after the hand-back")
     np.testing.assert_array_equal(demos.images[0], seen["images"])
     np.testing.assert_array_equal(demos.images[5], before["images"])
@@ -111,7 +111,7 @@ def test_finished_episodes_are_saved_with_a_video_that_shows_the_actor(scene: Sc
         assert [row["embodyrl/reset_id"] for row in rows] == [5, 4007, 8009][: number + 1]
         assert len(list((root / VIDEOS).glob(f"episode_{number:05d}_*.mp4"))) == 1
     assert (state["over"], state["remaining"], state["assigned"], state["kept"]) == (True, 0, 3, 3)
-    scene.keep()
+    scene.finish_episode()
     page.act("next")
     assert len(read_episodes(root)) == 3, "nothing is recorded twice"
 
@@ -121,12 +121,12 @@ def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> 
     path = [{str(X): 1}, {str(AWAY): 1}, {}, {str(X): 0.5}]
     for each in path:
         page.act("tick", inputs=each)
-    first = scene.picture
+    first = scene.frame_jpeg
     for _ in range(2):
         assert page.act("rewind", steps=3)["steps"] == 1
         for each in path[1:]:
             state = page.act("tick", inputs=each)
-        assert scene.picture == first
+        assert scene.frame_jpeg == first
         assert state["steps"] == 4
     assert page.act("rewind", steps=100)["steps"] == 0
     assert page.act("restart")["reset_id"] == 5
@@ -143,8 +143,8 @@ def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_pa
     recording = Recording(tmp_path / "demos", policy.run_plan)
     scene = Scene(policy, env, recording, reset_ids=(5,))
     for _ in range(10):
-        scene.tick(None)
-    scene.keep()
+        scene.advance(None)
+    scene.finish_episode()
     env.close()
     recording.close()
     plain = embodyrl.load_policy(CHECKPOINT, *LONG, device="cpu").make_env()
@@ -162,14 +162,14 @@ def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_pa
 def test_repeated_requests_have_no_further_effect(scene: Scene) -> None:
     desk = RequestHandlers("run", scene)
     request = {"client": "a", "seq": 1, "do": "tick", "inputs": {str(X): 1}}
-    first = desk.act(request)
-    assert [desk.act(dict(request)) for _ in range(3)] == [first] * 3
+    first = desk.execute(request)
+    assert [desk.execute(dict(request)) for _ in range(3)] == [first] * 3
     assert parts(first)[0]["steps"] == 1
     for seq in (1, 3, 0, -1, True, 2**60):
         with pytest.raises(ValueError, match="'seq' must be"):
-            desk.act({"client": "a", "seq": seq, "do": "tick", "inputs": None})
-    assert parts(desk.hello({"client": "a"}))[0]["seq"] == 1, "a reloaded page continues"
-    assert parts(desk.act({**request, "seq": 2}))[0]["steps"] == 2
+            desk.execute({"client": "a", "seq": seq, "do": "tick", "inputs": None})
+    assert parts(desk.get_page_state({"client": "a"}))[0]["seq"] == 1, "a reloaded page continues"
+    assert parts(desk.execute({**request, "seq": 2}))[0]["steps"] == 2
 
 
 def test_only_one_client_controls_the_episode(scene: Scene) -> None:
@@ -179,9 +179,9 @@ def test_only_one_client_controls_the_episode(scene: Scene) -> None:
     one.act("tick", inputs=None)
     with pytest.raises(ValueError, match="another browser window controls the episode"):
         two.act("tick", inputs=None)
-    told, image = parts(desk.view({"client": "two"}))
-    assert (told["steps"], told["drives"], image == scene.picture) == (1, False, True)
-    assert parts(desk.view({"client": "two", "after": told["moment"]}))[1] == b"", "the image is not sent again"
+    told, image = parts(desk.get_view({"client": "two"}))
+    assert (told["steps"], told["drives"], image == scene.frame_jpeg) == (1, False, True)
+    assert parts(desk.get_view({"client": "two", "after": told["moment"]}))[1] == b"", "the image is not sent again"
     two.seq = 0
     assert two.act("take")["drives"]
     assert two.act("tick", inputs=None)["steps"] == 2
@@ -207,7 +207,7 @@ def test_refused_requests_leave_the_scene_unchanged(scene: Scene) -> None:
     before = scene.state()
     for bad in BAD:
         with pytest.raises(ValueError, match=r"'|no earlier state|recorded episode"):
-            desk.act({"client": "a", "seq": 1, **bad})
+            desk.execute({"client": "a", "seq": 1, **bad})
     assert scene.state() == before
     rng = random.Random(0)
     good = json.dumps({"client": "a", "seq": 1, "do": "tick", "inputs": {"0": 0.5}})
@@ -242,14 +242,14 @@ def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPo
     """An episode without a time limit fits in memory."""
     monkeypatch.setattr("embodyrl.play.scene._SAVED_STATES", 3)
     scene = Scene(policy, policy.make_env())
-    pictures = [scene.picture]
+    pictures = [scene.frame_jpeg]
     for amount in range(6):
-        scene.tick({X: amount / 5})
-        pictures.append(scene.picture)
-    assert {(step.images is None, step.state is None, step.picture) for step in scene._steps} == {(True, True, b"")}
+        scene.advance({X: amount / 5})
+        pictures.append(scene.frame_jpeg)
+    assert {(step.images is None, step.state is None, step.frame_jpeg) for step in scene._steps} == {(True, True, b"")}
     assert [state is None for state in scene._states] == [True] * 3 + [False] * 4
     scene.rewind(100)
-    assert (scene.picture, scene.state()["steps"]) == (pictures[3], 3)
+    assert (scene.frame_jpeg, scene.state()["steps"]) == (pictures[3], 3)
     scene.env.close()
 
 

@@ -1,7 +1,7 @@
 """Actions of a person's inputs."""
 
 from embodyrl.controls import arm_controls, controls_of
-from embodyrl.play.controls import action_of, neutral_action
+from embodyrl.play.controls import inputs_to_action, neutral_action
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 
@@ -14,9 +14,9 @@ def test_default_keys_cover_all_dimensions_of_a_box_action() -> None:
         ("KeyW", 1, 1.0),
     ]
     last = neutral_action(action)
-    assert action_of(action, {}, last).tolist() == [0.0, 0.0]
-    assert action_of(action, {1: 0.5, 3: 1.0}, last).tolist() == [2.0, 1.0]
-    assert action_of(action, {0: 1.0, 1: 1.0}, last).tolist() == [2.0, 0.0], "both keys of a pair are added"
+    assert inputs_to_action(action, {}, last).tolist() == [0.0, 0.0]
+    assert inputs_to_action(action, {1: 0.5, 3: 1.0}, last).tolist() == [2.0, 1.0]
+    assert inputs_to_action(action, {0: 1.0, 1: 1.0}, last).tolist() == [2.0, 0.0], "both keys of a pair are added"
 
 
 def test_gripper_keeps_its_last_command() -> None:
@@ -27,17 +27,17 @@ def test_gripper_keeps_its_last_command() -> None:
     )
     open_action = neutral_action(action)
     assert open_action.tolist() == [0.0, -1.0]
-    closed = action_of(action, {0: 1.0}, open_action)
+    closed = inputs_to_action(action, {0: 1.0}, open_action)
     assert closed.tolist() == [0.0, 1.0]
-    assert action_of(action, {}, closed).tolist() == [0.0, 1.0]
+    assert inputs_to_action(action, {}, closed).tolist() == [0.0, 1.0]
 
 
 def test_digit_keys_select_discrete_actions_and_no_key_selects_the_neutral_action() -> None:
     action = ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,), neutral=(2.0,))
     last = neutral_action(action)
     assert [c.key for c in controls_of(action)] == ["Digit0", "Digit1", "Digit2"]
-    assert action_of(action, {}, last).tolist() == [2.0]
-    assert action_of(action, {1: 1.0}, last).tolist() == [1.0]
+    assert inputs_to_action(action, {}, last).tolist() == [2.0]
+    assert inputs_to_action(action, {1: 1.0}, last).tolist() == [1.0]
 
 
 def test_gamepad_moves_an_arm_and_turns_it_about_the_vertical() -> None:

@@ -32,7 +32,7 @@ window.pad = {connected: true, buttons, axes: [0, 0, 0, 0]}; navigator.getGamepa
 @contextmanager
 def serving(desk: RequestHandlers) -> Iterator[str]:
     server = Loopback(0, {"/": page}, desk.posts)
-    thread = threading.Thread(target=server.answer_forever)
+    thread = threading.Thread(target=server.process_requests)
     thread.start()
     try:
         yield server.url
@@ -85,7 +85,7 @@ def test_person_and_policy_share_episodes_in_the_browser(tmp_path: Path) -> None
         one.until("!running")
         one.run("window.settled = false; busy.then(() => { window.settled = true; })")
         one.until("settled")
-        assert one.run("return shown.frames") == scene.moment, "every image was shown"
+        assert one.run("return shown.frames") == scene.frame_number, "every image was shown"
         assert one.run("return seq") == scene.state()["steps"]
         two.click("#take")
         two.until("state.drives")

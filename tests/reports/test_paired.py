@@ -86,11 +86,11 @@ def test_return_gain_is_significant_if_its_interval_excludes_zero() -> None:
     better = pair(before, [row(k, 1.0 + 0.1 * k, known=False) for k in range(4)])
     assert better.gain is not None
     assert better.gain.value == pytest.approx(1.15)
-    assert better.differ
+    assert better.is_significant
     mixed = pair(before, [row(k, (-2.0, 1.0, -1.0, 3.0)[k], known=False) for k in range(4)])
     assert mixed.gain is not None
     assert mixed.gain.value == pytest.approx(0.25)
-    assert not mixed.differ
+    assert not mixed.is_significant
     assert "no significant difference" in mixed.sentence(("a", "b"))
 
 

@@ -33,7 +33,7 @@ from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.phases import time_tree
 from embodyrl.reports import media
-from embodyrl.reports.charts import Line, curve, differing, line_chart, stacked_bars, ticks
+from embodyrl.reports.charts import Line, curve, find_differing_settings, line_chart, stacked_bars, ticks
 from embodyrl.reports.history import Evaluation, History, read_history
 from embodyrl.reports.page import _task_table, _tiles, _timeline, write_report
 from embodyrl.reports.paired import pair
@@ -199,7 +199,7 @@ def test_phase_times_sum_to_the_whole_step() -> None:
 
 
 def test_differing_settings_are_listed() -> None:
-    assert differing([{"a": {"b": 1, "c": []}, "d": {}}, {"a": {"b": 2, "c": []}, "d": {"e": 1}}]) == [
+    assert find_differing_settings([{"a": {"b": 1, "c": []}, "d": {}}, {"a": {"b": 2, "c": []}, "d": {"e": 1}}]) == [
         ("a.b", [1, 2]),
         ("d", [{}, None]),
         ("d.e", [None, 1]),
@@ -225,12 +225,12 @@ def test_recordings_beyond_the_budget_are_linked(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "a", videos=2)
     size = max(p.stat().st_size for p in (tmp_path / "videos" / "a").iterdir())
     shelf = media.VideoIndex(page=run / "report.html", budget=size)
-    cards = media.cards_of(read_history(run), shelf)
+    cards = media.build_cards(read_history(run), shelf)
     sources = [shelf.sources[card.media] for card in cards]
     assert len(cards) == 4
     assert [s.startswith("data:video/mp4") for s in sources] == [True, False, False, False]
     assert (run / sources[1]).resolve().is_file()
-    assert [(a.step, b.step, a.episode.episode) for a, b in media.pairs_of(cards)] == [(0, 3, 0), (0, 3, 1)]
+    assert [(a.step, b.step, a.episode.episode) for a, b in media.pair_cards(cards)] == [(0, 3, 0), (0, 3, 1)]
 
 
 def test_report_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

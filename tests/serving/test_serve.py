@@ -30,7 +30,7 @@ from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import RANDOM, UntrainedPolicy
 from embodyrl.serving.serve import describe
-from embodyrl.serving.server import Answering, PolicyServer
+from embodyrl.serving.server import ObservationHandler, PolicyServer
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention, InputSpec, Observation
 
 client = pytest.importorskip("websockets.sync.client", reason="the extra `serve` is not installed")
@@ -277,7 +277,7 @@ def test_every_wait_has_a_deadline(vla_eval, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
-    class Slow(Answering):
+    class Slow(ObservationHandler):
         def __call__(self, message: object) -> Any:
             free.wait(20)
 
@@ -329,7 +329,7 @@ def test_served_policy_converts_image_rotation_and_gripper():
     policy = Looking(spec, ENV.action)
     wrist = observation()["observation/image"][:, ::-1]
     message = observation() | {"observation/state": [1.0, 2.0], "observation/wrist_image": wrist}
-    actions = Answering(policy, env, OPENPI)(message)
+    actions = ObservationHandler(policy, env, OPENPI)(message)
     assert np.array_equal(policy.seen.images[0, 0], message["observation/image"][::-1, ::-1])
     assert np.array_equal(policy.seen.images[0, 1], wrist[::-1, ::-1])
     assert np.array_equal(policy.seen.state, [[1.0, 2.0]])

@@ -45,7 +45,7 @@ def answering(gets: dict, posts: dict) -> Iterator[Loopback]:
 
     def answer() -> None:
         with suppress(KeyboardInterrupt):
-            server.answer_forever()
+            server.process_requests()
 
     thread = threading.Thread(target=answer)
     thread.start()

@@ -95,9 +95,7 @@ class Reader:
         return next((token for token in said if token in ends), ends[0])
 
     def _encode(self, instruction: str, bits: bytes, shape: tuple[int, ...]) -> Prompt:
-        messages = [
-            replace(m, content=remove_controls(m.content, self._controls)) for m in split_messages(instruction)
-        ]
+        messages = [replace(m, content=remove_controls(m.content, self._controls)) for m in split_messages(instruction)]
         if self._sees:
             return self._see(messages, np.frombuffer(bits, np.uint8).reshape(shape))
         if self._chat:
