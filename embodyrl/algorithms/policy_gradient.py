@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from embodyrl.algorithms.corrections import importance_weights, off_policy_mask, second_moment_mask
+from embodyrl.algorithms.importance_weights import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.estimators import GaeSettings
 from embodyrl.algorithms.metrics import batch_metrics, value_metrics
 from embodyrl.algorithms.policy_losses import (

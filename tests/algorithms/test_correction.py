@@ -8,7 +8,7 @@ import torch
 from algorithm_cases import BEHAVIOUR_LOGPROB, LOGPROB, OLD_LOGPROB, VALID, reference_episodes
 from test_policy_losses import bounds, compute, config, fixed_units, weights
 
-from embodyrl.algorithms.corrections import importance_weights, off_policy_mask, second_moment_mask
+from embodyrl.algorithms.importance_weights import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.metrics import metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LOSSES, LossInputs
