@@ -26,17 +26,17 @@ G = TypeVar("G", bound=GroupSettings)
 
 
 def by_group(
-    compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more: npt.ArrayLike
+    compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *others: npt.ArrayLike
 ) -> DoubleArray:
     """Apply `compute` to the rewards of each group; return one result per episode, [E].
 
-    Arrays [E] in `more` are passed to `compute` like the rewards. Groups of one, or with equal rewards, get 0.
+    Arrays [E] in `others` are passed to `compute` like the rewards. Groups of one, or with equal rewards, get 0.
     """
-    group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *more)]
+    group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *others)]
     assert all(column.shape == group.shape for column in columns)
     out = np.zeros(group.shape)
-    for name in np.unique(group):
-        member = group == name
+    for group_id in np.unique(group):
+        member = group == group_id
         if np.ptp(columns[0][member]) > 0:  # rounding of the mean must not turn equal rewards into a tiny advantage
             out[member] = compute(*(column[member] for column in columns))
     return out
@@ -58,11 +58,11 @@ def grpo(
         [E] advantages.
     """
 
-    def standardised(rewards: DoubleArray) -> DoubleArray:
+    def standardize(rewards: DoubleArray) -> DoubleArray:
         scale = rewards.std(ddof=int(unbiased)) + eps if normalize else 1.0
         return (rewards - rewards.mean()) / scale
 
-    return by_group(standardised, group, reward)
+    return by_group(standardize, group, reward)
 
 
 def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
@@ -84,7 +84,7 @@ class StdSettings(GroupSettings, NormalizeSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcomes:
+class EpisodeScores:
     """Episodes and scores from which an outcome estimator computes one advantage per episode."""
 
     episodes: Sequence[Episode]
@@ -101,31 +101,36 @@ class Outcomes:
         return [episode.spec.group_id for episode in self.episodes]
 
 
-def outcome_estimator(compute: Callable[[Outcomes, G], DoubleArray], settings: type[G]) -> AdvantageEstimator[G]:
+def build_outcome_estimator(
+    compute: Callable[[EpisodeScores, G], DoubleArray], settings: type[G]
+) -> AdvantageEstimator[G]:
     """Build an estimator in which all actions of an episode have the same advantage.
 
     `compute` returns the advantage of each episode, [E].
     """
 
-    def credits(episodes: Sequence[Episode], scores: Scores, cfg: G) -> list[Credit]:
-        advantage = compute(Outcomes(episodes=episodes, scores=scores), cfg)
-        return [spread(episode, one) for episode, one in zip(episodes, advantage, strict=True)]
+    def compute_credits(episodes: Sequence[Episode], scores: Scores, cfg: G) -> list[Credit]:
+        advantage = compute(EpisodeScores(episodes=episodes, scores=scores), cfg)
+        return [
+            broadcast_advantage(episode, episode_advantage)
+            for episode, episode_advantage in zip(episodes, advantage, strict=True)
+        ]
 
-    return AdvantageEstimator(compute=credits, settings=settings)
+    return AdvantageEstimator(compute=compute_credits, settings=settings)
 
 
-def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
+def broadcast_advantage(episode: Episode, advantage: float | DoubleArray) -> Credit:
     """Build the credit of an episode from its advantage (scalar, [T, 1] or [T, K]), without value targets."""
-    given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
-    return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
+    masked = np.where(episode.valid, advantage, 0.0).astype(np.float32)
+    return Credit(advantage=masked, returns=np.zeros((len(masked), 0), np.float32))
 
 
-def grpo_advantages(outcomes: Outcomes, cfg: StdSettings) -> DoubleArray:
+def grpo_advantages(outcomes: EpisodeScores, cfg: StdSettings) -> DoubleArray:
     """Return the GRPO advantage of each episode (see `grpo`)."""
     return grpo(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased)
 
 
-GRPO = outcome_estimator(grpo_advantages, StdSettings)
+GRPO = build_outcome_estimator(grpo_advantages, StdSettings)
 
 
 def gae(
@@ -162,17 +167,17 @@ def gae(
     stops = np.concatenate([[0], valid.cumsum()])[ends]
     lengths = np.diff(stops, prepend=0)
     longest = np.argsort(-lengths, kind="stable")
-    at, following, lengths = stops[longest] - 1, np.ravel(bootstrap)[longest], lengths[longest]
-    found, running = np.zeros(len(steps)), np.zeros(len(longest))
+    index, next_value, lengths = stops[longest] - 1, np.ravel(bootstrap)[longest], lengths[longest]
+    result, running = np.zeros(len(steps)), np.zeros(len(longest))
     r, v = reward[steps], value[steps]
     # All episodes together, from their last steps backwards; finished episodes are at the end.
     for count in range(lengths.max(initial=0)):
-        own = np.count_nonzero(lengths > count)
-        at, following, running = at[:own], following[:own], running[:own]
-        found[at] = running = r[at] + gamma * following - v[at] + gamma * lam * running
-        following, at = v[at], at - 1
+        num_longer = np.count_nonzero(lengths > count)
+        index, next_value, running = index[:num_longer], next_value[:num_longer], running[:num_longer]
+        result[index] = running = r[index] + gamma * next_value - v[index] + gamma * lam * running
+        next_value, index = v[index], index - 1
     advantage, returns = np.zeros_like(reward), np.zeros_like(reward)
-    advantage[steps] = found
+    advantage[steps] = result
     returns[steps] = advantage[steps] + value[steps]
     return advantage, returns
 
@@ -194,17 +199,17 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
         np.concatenate(part)
         for part in zip(*((episode.valid, episode.reward, episode.value) for episode in episodes), strict=True)
     )
-    credited, reward = credited_steps(valid, cfg), credited_rewards(valid, reward, cfg)
+    credited_mask, reward = select_credited_steps(valid, cfg), sum_rewards(valid, reward, cfg)
     assert value.shape == reward.shape, f"value {value.shape} against rewards {reward.shape}"
     ends = np.cumsum([len(episode.valid) for episode in episodes])
     bootstrap = [0.0 if episode.terminated else float(episode.bootstrap_value[0]) for episode in episodes]
     advantage, returns = (
-        found.reshape(reward.shape)
-        for found in gae(
+        result.reshape(reward.shape)
+        for result in gae(
             reward.ravel(),
             value.ravel(),
             bootstrap,
-            credited.ravel(),
+            credited_mask.ravel(),
             gamma=cfg.gamma,
             lam=cfg.gae_lambda,
             # `gae` receives K entries per chunk at action level, else 1.
@@ -214,9 +219,9 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
     if cfg.normalize_advantages:
         # Whiten after the value targets are computed: targets keep the scale of the reward.
         tasks = [episode.spec.task_id if cfg.normalize_per_task else 0 for episode in episodes]
-        of_rows = np.repeat(tasks, np.diff(ends, prepend=0))
+        task_by_row = np.repeat(tasks, np.diff(ends, prepend=0))
         for task in set(tasks):
-            whiten_masked([advantage], [credited & (of_rows == task)[:, None]])
+            whiten_masked([advantage], [credited_mask & (task_by_row == task)[:, None]])
     advantage, returns = np.where(valid, advantage, 0.0).astype(np.float32), returns.astype(np.float32)
     starts = [0, *ends.tolist()]
     return [Credit(advantage=advantage[a:b], returns=returns[a:b]) for a, b in pairwise(starts)]
@@ -232,13 +237,13 @@ def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> N
         part[mask] = own
 
 
-def credited_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:
+def sum_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:
     """Return the rewards of chunks [T, 1] or of actions [T, K], depending on `reward_type`."""
     earned = np.where(valid, reward, 0.0).astype(np.float64)
     return earned.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else earned
 
 
-def credited_steps(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
+def select_credited_steps(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
     """Return a mask, depending on `reward_type`.
 
     [T, 1], chunks with at least one executed action; or [T, K], executed actions.

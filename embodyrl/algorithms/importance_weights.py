@@ -31,12 +31,12 @@ def importance_weights(
         mode: treatment of larger weights.
         level: one w per unit, or one per sample: the product over its units (sequence) or their geometric mean.
     """
-    kept = log_weight.where(valid, log_weight.new_zeros(()))
+    masked = log_weight.where(valid, log_weight.new_zeros(()))
     if level != WeightLevel.token:
-        total = kept.flatten(1).sum(1)
+        total = masked.flatten(1).sum(1)
         count = valid.flatten(1).sum(1) if level == WeightLevel.geometric else 1
-        kept = (total / count).reshape(-1, *[1] * (kept.dim() - 1)).expand_as(kept)
-    weight = bounded_ratio(kept)
+        masked = (total / count).reshape(-1, *[1] * (masked.dim() - 1)).expand_as(masked)
+    weight = bounded_ratio(masked)
     if mode == WeightMode.truncate:
         return weight.clamp(max=cap)
     return weight.where(weight <= cap, weight.new_zeros(()))
@@ -50,15 +50,15 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
     Returns:
         bool, same shape.
     """
-    moment, order = log_weight.square()[valid].sort(descending=True, stable=True)
-    count = len(moment)
+    squared, order = log_weight.square()[valid].sort(descending=True, stable=True)
+    count = len(squared)
     # rest[i]: mean of moment[i] and all smaller moments. It falls with i, so the units to drop come first.
-    rest = moment.flip(0).cumsum(0).flip(0) / moment.new_ones(count).cumsum(0).flip(0)
+    rest = squared.flip(0).cumsum(0).flip(0) / squared.new_ones(count).cumsum(0).flip(0)
     dropped = int((rest >= threshold).sum().clamp(max=count - 1))
-    kept = valid.new_ones(count)
-    kept[order[:dropped]] = False
+    selected = valid.new_ones(count)
+    selected[order[:dropped]] = False
     mask = valid.clone()
-    mask[valid] = kept
+    mask[valid] = selected
     return mask
 
 

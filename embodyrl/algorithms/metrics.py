@@ -6,53 +6,58 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from embodyrl.algorithms.policy_losses import shares, to_units
-from embodyrl.algorithms.protocol import Measured
+from embodyrl.algorithms.policy_losses import compute_weighted_means, to_units
+from embodyrl.algorithms.protocol import MetricInputs
 from embodyrl.algorithms.settings import TokenLevel
 from embodyrl.algorithms.terms import kl
 from embodyrl.types import BoolArray, Episode, FloatArray, IntArray
 
 WEIGHT_SUM = "weight_sum"
-MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
+AVERAGED_METRICS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
 """Names of metrics that `merge_metrics` divides by the summed weights to obtain means for any `loss_agg_func`."""
 
 
 def batch_metrics(
-    episodes: Sequence[Episode], kept: Sequence[Episode], valid: BoolArray, whole: FloatArray
+    episodes: Sequence[Episode], selected: Sequence[Episode], valid: BoolArray, advantages: FloatArray
 ) -> dict[str, float]:
     """Return advantage statistics of a batch, and the fractions of groups that are filtered or have no gradient.
 
-    `kept`: the episodes to train on; `valid`, `whole`: their executed actions and advantages, one after another.
+    `selected`: the episodes to train on; `valid`, `advantages`: their concatenated action masks and advantages.
     """
     groups = {episode.spec.group_id for episode in episodes}
-    own = np.array([episode.spec.group_id for episode in kept])
-    metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*own.tolist()}) / len(groups)}
-    if kept:
-        episode_of = np.repeat(np.arange(len(kept)), [len(episode.valid) for episode in kept])
-        loud = own[np.bincount(episode_of[((whole != 0) & valid).any(axis=1)], minlength=len(kept)) > 0]
-        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(loud)) / len(groups)
-        advantage = whole[valid].astype(np.float64)
+    selected_groups = np.array([episode.spec.group_id for episode in selected])
+    metrics = {
+        "train/groups_without_signal": 1.0,
+        "train/groups_filtered": 1.0 - len({*selected_groups.tolist()}) / len(groups),
+    }
+    if selected:
+        episode_by_row = np.repeat(np.arange(len(selected)), [len(episode.valid) for episode in selected])
+        with_gradient = selected_groups[
+            np.bincount(episode_by_row[((advantages != 0) & valid).any(axis=1)], minlength=len(selected)) > 0
+        ]
+        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(with_gradient)) / len(groups)
+        advantage = advantages[valid].astype(np.float64)
         metrics["train/advantage_mean"] = float(advantage.mean())
         metrics["train/advantage_std"] = float(advantage.std())
         metrics["train/advantage_abs_max"] = float(np.abs(advantage).max())
     return metrics
 
 
-def value_metrics(ran: np.ndarray, value: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+def value_metrics(executed: np.ndarray, value: np.ndarray, returns: np.ndarray) -> dict[str, float]:
     """Return the mean value, the mean value target, and the explained variance of the values.
 
     Args:
-        ran: [B, K] executed actions.
+        executed: [B, K] executed actions.
         value: [B, V] values.
         returns: [B, V] value targets.
     """
-    ran = ran if ran.shape == returns.shape else np.asarray(ran.any(axis=1, keepdims=True))
-    value, returns = value[ran].astype(np.float64), returns[ran].astype(np.float64)
-    spread = returns.var()
+    executed = executed if executed.shape == returns.shape else np.asarray(executed.any(axis=1, keepdims=True))
+    value, returns = value[executed].astype(np.float64), returns[executed].astype(np.float64)
+    variance = returns.var()
     return {
         "train/value_mean": float(value.mean()),
         "train/value_target_mean": float(returns.mean()),
-        "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
+        "train/explained_variance": float(1.0 - (returns - value).var() / variance) if variance > 0 else 0.0,
     }
 
 
@@ -67,7 +72,7 @@ def token_metrics(cost: IntArray, valid: BoolArray) -> dict[str, float]:
     return {"tokens": float(cost.sum()), "prompt_len": float(prompts.mean()), "prompt_len_max": float(prompts.max())}
 
 
-def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
+def compute_metrics(parts: Sequence[MetricInputs]) -> list[dict[str, float]]:
     """Return the metrics of each micro-batch, as inputs of `merge_metrics`.
 
     `kl` is the low-variance estimate of KL(old || policy). `logprob_gap` is the mean |log pi - log pi_old| per token.
@@ -84,29 +89,31 @@ def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
         "logprob_gap": gap,
         **{name: rows[name] for name in ("entropy", "ratio", "ref_kl") if name in rows},
     }
-    shared = {name: shares(units, rows["weight"]) for name, units in means.items()}
-    shared[WEIGHT_SUM] = rows["weight"]
-    table = torch.stack([*(share.sum(1) for share in shared.values()), rows["ratio"].flatten(1).amax(1)])
-    added = torch.stack([number for part in parts for number in part.sums.values()])
+    weighted_means = {name: compute_weighted_means(units, rows["weight"]) for name, units in means.items()}
+    weighted_means[WEIGHT_SUM] = rows["weight"]
+    table = torch.stack([*(share.sum(1) for share in weighted_means.values()), rows["ratio"].flatten(1).amax(1)])
+    summed = torch.stack([scalar for part in parts for scalar in part.sums.values()])
     # One copy from the device: each copy synchronises.
-    numbers = torch.cat([table.flatten(), added]).cpu().numpy()
+    numbers = torch.cat([table.flatten(), summed]).cpu().numpy()
     table, sums = np.split(numbers, [table.numel()])
-    table, sums = table.reshape(len(shared) + 1, -1), sums.reshape(len(parts), -1).tolist()
+    table, sums = table.reshape(len(weighted_means) + 1, -1), sums.reshape(len(parts), -1).tolist()
     starts = np.cumsum([0, *(len(part.rows["weight"]) for part in parts[:-1])])
     # Row by row, because the doubles of one row fit in the cache.
     totals = np.stack([np.add.reduceat(row.astype(np.float64), starts) for row in table[:-1]]).T.tolist()
     highest = np.maximum.reduceat(table[-1], starts).tolist()
     return [
-        dict(zip(parts[0].sums, own, strict=True)) | dict(zip(shared, total, strict=True)) | {"ratio_max": most}
-        for own, total, most in zip(sums, totals, highest, strict=True)
+        dict(zip(parts[0].sums, step_sums, strict=True))
+        | dict(zip(weighted_means, total, strict=True))
+        | {"ratio_max": ratio_max}
+        for step_sums, total, ratio_max in zip(sums, totals, highest, strict=True)
     ]
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Merge the metrics of all micro-batches (and ranks) of one optimizer step.
 
-    Metrics whose names end in `_max` are maxima, all other metrics are sums. Metrics in `MEANS` are then divided by the
-    sum of `weight_sum`, which is removed.
+    Metrics whose names end in `_max` are maxima, all other metrics are sums. Metrics in `AVERAGED_METRICS` are then
+    divided by the sum of `weight_sum`, which is removed.
 
     >>> merge_metrics([{"loss": 1.0, "ratio_max": 2.0}, {"loss": 0.5, "ratio_max": 1.0}])
     {'loss': 1.5, 'ratio_max': 2.0}
@@ -119,4 +126,4 @@ def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
             else:
                 merged[name] = merged.get(name, 0.0) + value
     total = merged.pop(WEIGHT_SUM, 0.0)
-    return {name: value / total if name in MEANS and total else value for name, value in merged.items()}
+    return {name: value / total if name in AVERAGED_METRICS and total else value for name, value in merged.items()}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from embodyrl.algorithms.importance_weights import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.estimators import GaeSettings
+from embodyrl.algorithms.importance_weights import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.metrics import batch_metrics, value_metrics
 from embodyrl.algorithms.policy_losses import (
     SUM_MODES,
@@ -22,7 +22,16 @@ from embodyrl.algorithms.policy_losses import (
     unit_mask,
     weighted_token_mean,
 )
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, LossInputs, LossTerms, LossWeights, Measured, Scores, Units
+from embodyrl.algorithms.protocol import (
+    ADVANTAGES,
+    LOSSES,
+    LossInputs,
+    LossTerms,
+    LossUnits,
+    LossWeights,
+    MetricInputs,
+    Scores,
+)
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
@@ -32,7 +41,7 @@ from embodyrl.algorithms.settings import (
     TruncatedEpisodes,
     ValueSettings,
 )
-from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, filter_groups, shape_rewards, subtract_kl
+from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapt_beta, filter_groups, shape_rewards, subtract_kl
 from embodyrl.algorithms.terms import IMPORTANCE_WEIGHTED, MAX_KL, kl, value_loss
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScores, PreparedBatch
@@ -62,8 +71,8 @@ class Algorithm:
         Raises:
             ConfigError: unknown names or contradictory settings.
         """
-        if found := list(cfg.problems()):
-            raise ConfigError(found)
+        if problems := list(cfg.problems()):
+            raise ConfigError(problems)
         self.settings = cfg
         self.estimator = ADVANTAGES.get(cfg.adv_type)
         self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) else 0
@@ -118,18 +127,18 @@ class Algorithm:
         assert episodes, "a step without episodes"
         for name in ("reward", "value", "bootstrap_value"):
             _require_finite(episodes, name.replace("_", " "), [getattr(episode, name) for episode in episodes])
-        shaped, metrics = self._shape(episodes, scores)
+        shaped, metrics = self._shape_rewards(episodes, scores)
         # The order matters: filter groups by unshaped rewards, compute credits with masked members, then remove the
         # masked members. Estimators without groups skip masked episodes from the start.
-        keep = [i for i in self.select(episodes) if self.estimator.needs_groups or not self._is_masked(shaped[i])]
-        kept = [shaped[i] for i in keep]
+        selected = [i for i in self.select(episodes) if self.estimator.needs_groups or not self._is_masked(shaped[i])]
+        selected_episodes = [shaped[i] for i in selected]
         scores = Scores(
-            states=tuple(scores.states[i] for i in keep) if self.estimator.needs_states else (),
-            greedy=tuple(scores.greedy[i] for i in keep) if self.estimator.needs_greedy else (),
+            states=tuple(scores.states[i] for i in selected) if self.estimator.needs_states else (),
+            greedy=tuple(scores.greedy[i] for i in selected) if self.estimator.needs_greedy else (),
             part_weights=scores.part_weights,
         )
-        credits = self.estimator.compute(kept, scores, self.settings) if kept else []
-        pairs = [pair for pair in zip(kept, credits, strict=True) if not self._is_masked(pair[0])]
+        credits = self.estimator.compute(selected_episodes, scores, self.settings) if selected_episodes else []
+        pairs = [pair for pair in zip(selected_episodes, credits, strict=True) if not self._is_masked(pair[0])]
         trained = [episode for episode, _ in pairs]
         actions = episodes[0].valid.shape[1]
         targets = episodes[0].value.shape[1] if self.estimator.needs_values else 0
@@ -141,27 +150,27 @@ class Algorithm:
         advantage = stack((c.advantage for _, c in pairs), (actions,), np.float32)
         returns = stack((c.returns for _, c in pairs), (targets,), np.float32)
         if not (np.isfinite(advantage).all() and np.isfinite(returns).all()):
-            _require_finite(kept, "advantage", [credit.advantage for credit in credits])
-            _require_finite(kept, "value target", [credit.returns for credit in credits])
+            _require_finite(selected_episodes, "advantage", [credit.advantage for credit in credits])
+            _require_finite(selected_episodes, "value target", [credit.returns for credit in credits])
         if bounds := self.settings.advantage_clip:
             advantage = advantage.clip(min=bounds[0], max=bounds[1])
         advantage = np.where(valid, advantage, np.float32(0))
-        ran = valid.any(axis=1)
+        executed = valid.any(axis=1)
         ids = np.array([e.spec.episode_id for e in trained], np.int64)
         metrics |= batch_metrics(episodes, trained, valid, advantage)
         if trained and targets:
             metrics |= value_metrics(valid, np.concatenate([e.value for e in trained]), returns)
         return PreparedBatch(
-            records=stack((e.records for e in trained), (), np.int64)[ran],
-            episode=np.repeat(ids, [len(e.valid) for e in trained])[ran],
-            advantage=advantage[ran],
-            returns=returns[ran],
-            valid=valid[ran],
+            records=stack((e.records for e in trained), (), np.int64)[executed],
+            episode=np.repeat(ids, [len(e.valid) for e in trained])[executed],
+            advantage=advantage[executed],
+            returns=returns[executed],
+            valid=valid[executed],
             has_signal=bool(pairs) and (self._has_other_terms or bool(advantage.any())),
             metrics=metrics,
         )
 
-    def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
+    def _shape_rewards(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes with shaped rewards, and metrics of the KL subtracted from the rewards."""
         cfg, shaped = self.settings, shape_rewards(episodes, self.settings)
         if self._scale:
@@ -169,12 +178,12 @@ class Algorithm:
         if not self.needs_reference_in_prepare:
             return shaped, {}
         beta = self._reward_kl_beta
-        shaped, found = subtract_kl(shaped, scores, beta=beta, kind=cfg.kl_penalty_type, scored=self.scored)
+        shaped, mean_kl = subtract_kl(shaped, scores, beta=beta, kind=cfg.kl_penalty_type, scored=self.scored)
         if cfg.kl_target is not None:
-            self._reward_kl_beta = adapted_beta(
-                beta, found, target=cfg.kl_target, samples=len(episodes), horizon=cfg.kl_horizon
+            self._reward_kl_beta = adapt_beta(
+                beta, mean_kl, target=cfg.kl_target, samples=len(episodes), horizon=cfg.kl_horizon
             )
-        return shaped, {"train/reward_kl": found, "train/kl_beta": beta}
+        return shaped, {"train/reward_kl": mean_kl, "train/kl_beta": beta}
 
     def weights(self, batch: PreparedBatch, samples: Sequence[int] | IntArray) -> LossWeights:
         """Return the loss weights of the n samples of one optimizer step.
@@ -201,8 +210,8 @@ class Algorithm:
 
     def has_equal_weights(self, batch: PreparedBatch) -> bool:
         """Return True if all actions of an optimizer step have the same loss weight."""
-        even = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
-        return even and bool(batch.valid.all())
+        is_constant = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
+        return is_constant and bool(batch.valid.all())
 
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
@@ -219,7 +228,7 @@ class Algorithm:
             None; and metrics.
         """
         cfg = self.settings
-        log_weight = self._units(proximal - behaviour, valid, cfg.logprob_type)
+        log_weight = self._convert_to_units(proximal - behaviour, valid, cfg.logprob_type)
         mask = unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
         gap = log_weight.where(mask, 0.0)
         metrics = {
@@ -236,30 +245,32 @@ class Algorithm:
                 level=cfg.behave_weight_level,
             )
         if cfg.m2_threshold is not None:
-            kept = second_moment_mask(log_weight, mask, threshold=cfg.m2_threshold).to(log_weight.dtype)
-            factors = kept if factors is None else factors * kept
+            second_moment = second_moment_mask(log_weight, mask, threshold=cfg.m2_threshold).to(log_weight.dtype)
+            factors = second_moment if factors is None else factors * second_moment
         if factors is not None:
             metrics["behaviour_removed"] = float(((factors == 0) & mask).sum() / mask.sum())
         return factors, metrics
 
-    def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
-        """Return a micro-batch's share of the optimizer step's loss, and the inputs of its metrics (`metrics_of`)."""
+    def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, MetricInputs]:
+        """Return a micro-batch's part of the optimizer step's loss, and the inputs of its metrics."""
         cfg, valid = self.settings, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
-        new = self._units(scores.logprob, valid, cfg.logprob_type)
-        old = self._units(inputs.old_logprob, valid, cfg.logprob_type)
-        units = Units(
+        new = self._convert_to_units(scores.logprob, valid, cfg.logprob_type)
+        old = self._convert_to_units(inputs.old_logprob, valid, cfg.logprob_type)
+        units = LossUnits(
             logprob=new,
             old_logprob=old,
             advantage=unit_advantage(inputs.advantage, valid, cfg.logprob_type),
             valid=unit_mask(valid, cfg.logprob_type),
         )
-        terms = self._terms(units)
-        entropy = self._units(scores.entropy if cfg.entropy_bonus else scores.entropy.detach(), valid, cfg.entropy_type)
-        factors = self._factors(units, inputs)
-        weighed = terms.loss if factors is None else terms.loss * factors
-        loss = policy_loss = self._aggregate(weighed, inputs.weight)
+        terms = self._compute_terms(units)
+        entropy = self._convert_to_units(
+            scores.entropy if cfg.entropy_bonus else scores.entropy.detach(), valid, cfg.entropy_type
+        )
+        factors = self._compute_factors(units, inputs)
+        weighted_loss = terms.loss if factors is None else terms.loss * factors
+        loss = policy_loss = self._aggregate(weighted_loss, inputs.weight)
         if cfg.entropy_bonus:
             loss = loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
         if cfg.positive_nll_coef:  # a mean over the actions with a positive advantage
@@ -278,7 +289,7 @@ class Algorithm:
         sums = {"policy_loss": policy_loss.detach()}
         if self.needs_reference:
             assert inputs.ref_logprob is not None, "kl_beta > 0 needs reference log-probabilities"
-            ref_kl = kl(new, self._units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
+            ref_kl = kl(new, self._convert_to_units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
             if cfg.kl_penalty_type in IMPORTANCE_WEIGHTED:
                 ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
             if not cfg.kl_in_reward:
@@ -288,14 +299,14 @@ class Algorithm:
             value = _value_loss(cfg, scores, inputs)
             loss = loss.add(value, alpha=cfg.value_coef)
             sums["value_loss"] = value.detach()
-        return loss, Measured(rows=rows, sums=sums)
+        return loss, MetricInputs(rows=rows, sums=sums)
 
-    def _terms(self, units: Units) -> LossTerms:
+    def _compute_terms(self, units: LossUnits) -> LossTerms:
         """Compute the policy loss of each unit, and check the type and the shapes of the result."""
         terms = self._loss.compute(units, self.loss_settings)
         if not isinstance(terms, LossTerms):
-            found = f"returned {type(terms).__name__}, expected LossTerms(loss=..., ratio=..., clipped=...)"
-            raise ConfigError(f"algorithm.loss_type={self.settings.loss_type}: the loss {found}.")
+            message = f"returned {type(terms).__name__}, expected LossTerms(loss=..., ratio=..., clipped=...)"
+            raise ConfigError(f"algorithm.loss_type={self.settings.loss_type}: the loss {message}.")
         shapes = {name: tuple(getattr(terms, name).shape) for name in ("loss", "ratio", "clipped")}
         if wrong := [name for name, shape in shapes.items() if shape != tuple(units.logprob.shape)]:
             raise ConfigError(
@@ -305,27 +316,27 @@ class Algorithm:
             )
         return terms
 
-    def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
+    def _compute_factors(self, units: LossUnits, inputs: LossInputs) -> torch.Tensor | None:
         """Return the detached off-policy factors for the policy loss of each unit; None: no factors."""
         factors = inputs.correction
         if self.settings.off_policy_masking_delta is None:
             return factors
-        acted = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
-        acted = self._units(acted, inputs.valid, self.settings.logprob_type)
+        behaviour = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
+        behaviour = self._convert_to_units(behaviour, inputs.valid, self.settings.logprob_type)
         # Detached: the gradient must not flow through the mask.
-        drift = units.mean(acted - units.logprob.detach())
+        drift = units.mean(behaviour - units.logprob.detach())
         mask = off_policy_mask(drift, units.advantage, delta=self.settings.off_policy_masking_delta)
         return mask if factors is None else factors * mask
 
-    def _units(self, tokens: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    def _convert_to_units(self, tokens: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
         """Convert token values [B, L] to units, without tokens that have no log-probability."""
         return to_units(scored_columns(tokens, valid.shape[1], self.scored), valid, level)
 
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of units [B, K, P], [B, K, 1] or [B, 1, 1]."""
-        share = weighted_token_mean(units, weight)
+        weighted_mean = weighted_token_mean(units, weight)
         # `weighted_token_mean` averages over the tokens of an action; multiply by their number for a sum.
-        return share * units.shape[2] if self.settings.loss_agg_func in SUM_MODES else share
+        return weighted_mean * units.shape[2] if self.settings.loss_agg_func in SUM_MODES else weighted_mean
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
         """Return the indices of the episodes whose groups pass `filter_rewards` and `filter_returns`.
@@ -341,7 +352,7 @@ class Algorithm:
         """Return True if the loss excludes the episode because the episode reached a limit."""
         return self.settings.truncated_episodes == TruncatedEpisodes.mask and episode.truncated and not episode.cut
 
-    def inert(self, batch: PreparedBatch) -> BoolArray:
+    def zero_gradient_mask(self, batch: PreparedBatch) -> BoolArray:
         """Return the mask [B] of samples without a gradient; the actor skips their forward and backward pass."""
         # A value loss or KL term has a gradient even if the advantage is 0.
         if self._has_other_terms or self._loss.needs_all_samples:
@@ -352,10 +363,10 @@ class Algorithm:
     def _has_other_terms(self) -> bool:
         """Return True if samples with advantage 0 may have a gradient."""
         cfg = self.settings
-        values = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
+        has_value_loss = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
         return (
             self.estimator.needs_replay
-            or values
+            or has_value_loss
             or (cfg.kl_beta > 0 and not cfg.kl_in_reward)
             or cfg.entropy_bonus != 0
         )
@@ -371,20 +382,22 @@ def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[Flo
     """Raise an error for the first episode with a NaN or infinite value; entries of unexecuted actions are ignored."""
     if not values or np.isfinite(np.concatenate(values)).all():
         return
-    for episode, own in zip(episodes, values, strict=True):
-        looked = own[episode.valid] if own.shape == episode.valid.shape else own
-        if (bad := looked[~np.isfinite(looked)]).size:
-            _refuse(episode, what, float(bad[0]))
+    for episode, episode_values in zip(episodes, values, strict=True):
+        executed_values = (
+            episode_values[episode.valid] if episode_values.shape == episode.valid.shape else episode_values
+        )
+        if (non_finite := executed_values[~np.isfinite(executed_values)]).size:
+            _raise_non_finite(episode, what, float(non_finite[0]))
 
 
-def _refuse(episode: Episode, what: str, bad: float) -> Never:
+def _raise_non_finite(episode: Episode, quantity: str, value: float) -> Never:
     spec = episode.spec
     fix = (
         "The simulator returned this value: check the environment with `embodyrl check-env`."
-        if what == "reward"
+        if quantity == "reward"
         else "Likely cause: diverging rewards or value errors. Lower actor.optim.lr, its value_lr or env.reward_coef."
     )
     raise NonFiniteError(
-        f"{what} is {bad} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
+        f"{quantity} is {value} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
         f"{spec.seed}, {episode.length} env steps); the weights are unchanged. {fix}"
     )

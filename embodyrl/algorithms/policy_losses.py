@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
+from embodyrl.algorithms.protocol import LossTerms, LossUnits, PolicyLoss
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel
 from embodyrl.config.settings import Settings
 from embodyrl.types import BoolArray, FloatArray, IntArray
@@ -71,13 +71,13 @@ def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLev
 
 def weighted_token_mean(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Average over the tokens of each action or chunk, and return the weighted sum of the averages."""
-    return shares(units, weight).sum()
+    return compute_weighted_means(units, weight).sum()
 
 
-def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def compute_weighted_means(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the token mean of each action [B, K] or chunk [B, 1], multiplied by the weight of the action or chunk."""
-    per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
-    return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * per_row
+    row_weight = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
+    return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * row_weight
 
 
 def equal_weights(mask: BoolArray) -> FloatArray:
@@ -107,24 +107,24 @@ def action_weights(
     """
     assert valid.any(axis=1).all(), "a sample without an executed action"
     # float64: a batch may contain millions of units, and the weights must sum to 1.
-    unit = valid.astype(np.float64)
+    weights = valid.astype(np.float64)
     if level == TokenLevel.chunk_level:
-        unit /= unit.sum(axis=1, keepdims=True)
+        weights /= weights.sum(axis=1, keepdims=True)
     if mode == "token-mean":
-        return (unit / unit.sum()).astype(np.float32)
-    per_chunk = 1 if level == TokenLevel.chunk_level else valid.shape[1]
+        return (weights / weights.sum()).astype(np.float32)
+    actions_per_chunk = 1 if level == TokenLevel.chunk_level else valid.shape[1]
     _, index = np.unique(episode, return_inverse=True)
-    per_sequence = np.bincount(index, weights=unit.sum(axis=1))
-    sequences = len(per_sequence)
+    sequence_weights = np.bincount(index, weights=weights.sum(axis=1))
+    sequences = len(sequence_weights)
     if mode == "seq-mean-token-sum":
-        unit /= sequences
+        weights /= sequences
     elif mode == "seq-mean-token-mean":
-        unit /= sequences * per_sequence[index][:, None]
+        weights /= sequences * sequence_weights[index][:, None]
     elif mode == "seq-mean-token-sum-norm":
-        unit /= sequences * longest_episode * per_chunk
+        weights /= sequences * longest_episode * actions_per_chunk
     else:
         assert mode == "token-sum", mode
-    return unit.astype(np.float32)
+    return weights.astype(np.float32)
 
 
 MAX_LOG_RATIO = 20.0
@@ -152,9 +152,9 @@ class DualClipSettings(ClipSettings):
     """Dual-clip constant c > 1, which limits the ratio for negative advantages; null: off."""
 
 
-def ratio_of(u: Units) -> torch.Tensor:
+def compute_ratio(units: LossUnits) -> torch.Tensor:
     """Return the probability ratio of each unit."""
-    return bounded_ratio(u.logprob - u.old_logprob)
+    return bounded_ratio(units.logprob - units.old_logprob)
 
 
 def surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -> LossTerms:
@@ -162,22 +162,22 @@ def surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -
 
     `clipped` marks units without a gradient.
     """
-    slope = -advantage
-    plain = slope * ratio
-    bounded = slope * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
+    negative_advantage = -advantage
+    plain = negative_advantage * ratio
+    bounded = negative_advantage * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
     return LossTerms(loss=plain.maximum(bounded), ratio=ratio, clipped=bounded > plain)
 
 
-def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
+def ppo_clip(units: LossUnits, cfg: DualClipSettings) -> LossTerms:
     """Compute the PPO clip loss (arXiv 1707.06347); high > low is clip-higher (arXiv 2503.14476).
 
     `clip_ratio_c` bounds the loss of negative advantages by -A c (dual clip, arXiv 1912.09729).
     """
-    terms = surrogate(u.advantage, ratio_of(u), cfg)
+    terms = surrogate(units.advantage, compute_ratio(units), cfg)
     if cfg.clip_ratio_c is None:
         return terms
-    ceiling = (-u.advantage * cfg.clip_ratio_c).expand_as(terms.loss)
-    capped = (u.advantage < 0) & (ceiling < terms.loss)
+    ceiling = (-units.advantage * cfg.clip_ratio_c).expand_as(terms.loss)
+    capped = (units.advantage < 0) & (ceiling < terms.loss)
     return LossTerms(loss=ceiling.where(capped, terms.loss), ratio=terms.ratio, clipped=terms.clipped | capped)
 
 

@@ -99,7 +99,7 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MetricInputs:
     """Detached values from which the metrics of a micro-batch of B samples are computed."""
 
     rows: Mapping[str, torch.Tensor]
@@ -156,7 +156,7 @@ class AdvantageEstimator(Generic[A]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+class LossUnits:
     """Inputs of a policy loss per unit: tokens [B, K, D], actions [B, K, 1] or chunks [B, 1, 1] (`logprob_type`)."""
 
     logprob: torch.Tensor
@@ -190,7 +190,7 @@ class LossTerms:
 class PolicyLoss(Generic[S]):
     """Policy loss that `loss_type` selects: its function, settings class and requirements."""
 
-    compute: Callable[[Units, S], LossTerms]
+    compute: Callable[[LossUnits, S], LossTerms]
     """Function that returns the loss of each unit; sequence-level methods treat each sample as one sequence."""
     settings: type[S] = Settings  # pyright: ignore[reportAssignmentType]  # for losses without own keys
     """Settings class of the loss's own keys, which are set under `algorithm`; `compute` receives an instance."""

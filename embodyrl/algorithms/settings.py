@@ -26,9 +26,9 @@ AggregationMode = Literal[
 Bound = Annotated[float, Field(gt=1, le=10**9)]
 
 
-RISING = valid_if(lambda v: len(v) == 2 and v[0] < v[1])
+ASCENDING = valid_if(lambda v: len(v) == 2 and v[0] < v[1])
 _AROUND_ZERO = valid_if(lambda v: len(v) == 2 and v[0] < 0 < v[1])
-_SHARES = valid_if(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
+_FRACTIONS = valid_if(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
 
 
 class ActingAlgorithm(Settings):
@@ -134,8 +134,8 @@ class AlgorithmSettings(ActingAlgorithm):
 
     def nested(self) -> Iterator[tuple[str, Settings]]:
         """Yield nested settings; the keys of `loss` have no prefix."""
-        for name, below in super().nested():
-            yield ("" if below is self.loss else name), below
+        for name, settings in super().nested():
+            yield ("" if settings is self.loss else name), settings
 
     def updated(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with the given values of keys of the estimator and of the loss."""
@@ -176,10 +176,13 @@ class GroupSettings(AlgorithmSettings):
     needs = {"filter_rewards or filter_returns": "filter_refills"}
 
     filter_rewards: (
-        Annotated[list[float], _SHARES, Constraint("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
+        Annotated[list[float], _FRACTIONS, Constraint("two numbers [low,high] with 0 <= low < high <= 1, or null")]
+        | None
     ) = None
     """[low, high]: exclude groups with a mean success outside this range from the update."""
-    filter_returns: Annotated[list[float], RISING, Constraint("two numbers [low,high] with low < high")] | None = None
+    filter_returns: Annotated[list[float], ASCENDING, Constraint("two numbers [low,high] with low < high")] | None = (
+        None
+    )
     """[low, high]: exclude groups with a mean return (before reward_scale) outside this range. Intended for rewards
     other than success."""
     filter_refills: Index = 0
@@ -241,7 +244,7 @@ class ValueSettings(CreditSettings):
     """Number of initial training steps that train only the value head."""
 
 
-_BUFFER_READS = {"sampling_params", "adv_type", "loss", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
+_BUFFER_FIELDS = {"sampling_params", "adv_type", "loss", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
 """Fields of AlgorithmSettings that have an effect with a replay buffer."""
 
 
@@ -250,7 +253,7 @@ class BufferSettings(AlgorithmSettings):
 
     needs = {
         "demonstrations": "demonstration_share",
-        "never: this algorithm has its own update": " ".join(AlgorithmSettings.model_fields.keys() - _BUFFER_READS),
+        "never: this algorithm has its own update": " ".join(AlgorithmSettings.model_fields.keys() - _BUFFER_FIELDS),
     }
 
     replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
@@ -270,5 +273,5 @@ class BufferSettings(AlgorithmSettings):
     @property
     def method(self) -> str:
         """Return a one-line description of the algorithm."""
-        shown = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
-        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{shown}"
+        demonstrated = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
+        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{demonstrated}"

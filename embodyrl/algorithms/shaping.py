@@ -24,20 +24,25 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
     First, each action's reward is multiplied by reward_scale. Then the reward of the last executed action is changed so
     that the sum of rewards is the outcome after bias, zero_reward, clip and normalisation over the batch or group.
     """
-    as_they_are = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (1, 0, None, RewardNorm.none)
+    is_unchanged = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (
+        1,
+        0,
+        None,
+        RewardNorm.none,
+    )
     # Common case: return the same arrays, without copies or rounding.
-    if as_they_are and cfg.truncated_episodes != TruncatedEpisodes.zero_reward:
+    if is_unchanged and cfg.truncated_episodes != TruncatedEpisodes.zero_reward:
         return list(episodes)
-    outcome = np.array([_outcome(episode, cfg) for episode in episodes])
+    outcome = np.array([_compute_outcome(episode, cfg) for episode in episodes])
     if cfg.reward_norm != RewardNorm.none and episodes:
         groups = [e.spec.group_id if cfg.reward_norm == RewardNorm.group else 0 for e in episodes]
         outcome = grpo(outcome, groups)
     if cfg.reward_scale == 1.0 and outcome.tolist() == [episode.episode_return for episode in episodes]:
         return list(episodes)
-    return [_with_outcome(episode, float(r), cfg) for episode, r in zip(episodes, outcome, strict=True)]
+    return [_replace_outcome(episode, float(r), cfg) for episode, r in zip(episodes, outcome, strict=True)]
 
 
-def _outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
+def _compute_outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
     if episode.truncated and not episode.cut and cfg.truncated_episodes == TruncatedEpisodes.zero_reward:
         return 0.0
     # Episodes cut at the end of a step have no outcome yet: bias and clip do not apply to the bootstrapped value.
@@ -47,7 +52,7 @@ def _outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
     return total
 
 
-def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> Episode:
+def _replace_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> Episode:
     reward = np.where(episode.valid, episode.reward * cfg.reward_scale, 0.0).astype(np.float32)
     last = np.flatnonzero(episode.valid)[-1:]
     # Applied to the last executed action, so that the sum is the outcome; episodes without an action are skipped.
@@ -73,7 +78,7 @@ def subtract_kl(
     return shaped, float(sum(one.sum(dtype=np.float64) for _, one in pairs) / max(tokens, 1))
 
 
-def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
+def adapt_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
     """Return the adapted beta: beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon) (arXiv 1909.08593)."""
     return beta * (1.0 + float(np.clip(kl / target - 1.0, -0.2, 0.2)) * samples / horizon)
 
@@ -86,49 +91,51 @@ class ReturnScale:
 
     def __init__(self, gamma: float) -> None:
         self._gamma = gamma
-        self._count, self._mean, self._spread = 0.0, 0.0, 0.0
+        self._count, self._mean, self._sum_of_squares = 0.0, 0.0, 0.0
         self._cut: dict[EpisodeSpec, float] = {}
         """Partial returns of cut episodes that continue in the next training step, by episode spec."""
 
     def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Update the statistics from the rewards of the episodes, and return the episodes with scaled rewards."""
         sums: list[float] = []
-        before, self._cut = self._cut, {}
+        previous, self._cut = self._cut, {}
         for episode in episodes:
-            began = episode.whole.spec
-            total = self._cut.get(began, before.get(began, 0.0)) if episode.earlier else 0.0
+            first_spec = episode.whole.spec
+            total = self._cut.get(first_spec, previous.get(first_spec, 0.0)) if episode.earlier else 0.0
             for reward in episode.reward[episode.valid].tolist():
                 total = self._gamma * total + reward
                 sums.append(total)
             if episode.cut:
-                self._cut[began] = total
-        self._take(np.asarray(sums))
-        scale = np.float32(1.0 / math.sqrt(self._spread / max(self._count, 1.0) + 1e-8))
+                self._cut[first_spec] = total
+        self._update(np.asarray(sums))
+        scale = np.float32(1.0 / math.sqrt(self._sum_of_squares / max(self._count, 1.0) + 1e-8))
         return [replace(e, reward=np.clip(e.reward * scale, -10.0, 10.0)) for e in episodes]
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        cut = [[asdict(began), total] for began, total in self._cut.items()]
+        cut = [[asdict(spec), total] for spec, total in self._cut.items()]
         return {
             "returns_count": self._count,
             "returns_mean": self._mean,
-            "returns_spread": self._spread,
+            "returns_spread": self._sum_of_squares,
             "returns_cut": cut,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state returned by `state`; statistics that the state lacks start empty."""
         # A resumed run restarts all episodes; a repeated step continues the cut episodes.
-        self._cut = {EpisodeSpec(**began): total for began, total in state.get("returns_cut", ())}
-        self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))
+        self._cut = {EpisodeSpec(**spec): total for spec, total in state.get("returns_cut", ())}
+        self._count, self._mean, self._sum_of_squares = (
+            state.get(f"returns_{name}", 0.0) for name in ("count", "mean", "spread")
+        )
 
-    def _take(self, values: DoubleArray) -> None:
+    def _update(self, values: DoubleArray) -> None:
         if not values.size:
             return
-        # Join the moments of two samples (Chan et al., 1979); `_spread` is the sum of squared deviations from the mean.
+        # Join the moments of two samples (Chan et al., 1979); squares are of deviations from the mean.
         total = self._count + values.size
         delta = float(values.mean()) - self._mean
-        self._spread += float(values.var()) * values.size + delta**2 * self._count * values.size / total
+        self._sum_of_squares += float(values.var()) * values.size + delta**2 * self._count * values.size / total
         self._mean += delta * values.size / total
         self._count = total
 
@@ -140,16 +147,16 @@ def filter_groups(
     groups: dict[int, list[Episode]] = defaultdict(list)
     for episode in episodes:
         groups[episode.spec.group_id].append(episode)
-    kept = {
+    selected = {
         group
         for group, members in groups.items()
-        if _within(success, [float(e.success_once) for e in members])
-        and _within(returns, [float(e.reward[e.valid].sum()) for e in members])
+        if _is_within(success, [float(e.success_once) for e in members])
+        and _is_within(returns, [float(e.reward[e.valid].sum()) for e in members])
     }
-    return [i for i, episode in enumerate(episodes) if episode.spec.group_id in kept]
+    return [i for i, episode in enumerate(episodes) if episode.spec.group_id in selected]
 
 
-def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
+def _is_within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
     return bounds is None or bounds[0] <= float(np.mean(values)) <= bounds[1]
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from embodyrl.algorithms.metrics import merge_metrics, metrics_of
-from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured
+from embodyrl.algorithms.metrics import compute_metrics, merge_metrics
+from embodyrl.algorithms.protocol import LossInputs, LossWeights, MetricInputs
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
@@ -22,7 +22,7 @@ from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 _REFERENCE = "reference"
 MAX_COLLECTED_TOKENS = 2**18
 """Number of sampled tokens, over all ranks, after which collected metrics are computed. The limit bounds memory."""
-_StepResult = tuple[dict[str, float], list[Measured]]
+_StepResult = tuple[dict[str, float], list[MetricInputs]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class PolicyGradientLearner(Learner):
 
     def _compute_metrics(self, step_results: list[_StepResult]) -> list[dict[str, float]]:
         """Return the metrics of each optimizer step, merged over micro-batches and ranks."""
-        parts = iter(metrics_of([inputs for _, metric_inputs in step_results for inputs in metric_inputs]))
+        parts = iter(compute_metrics([inputs for _, metric_inputs in step_results for inputs in metric_inputs]))
         return [
             merge_metrics(self._ranks.gather_metrics([next(parts) for _ in metric_inputs])) | numbers
             for numbers, metric_inputs in step_results
@@ -200,7 +200,10 @@ class PolicyGradientLearner(Learner):
         Samples without a gradient are skipped in the forward pass, but count in the weights of all samples. Inputs of
         small networks are gathered once per epoch, because gathering each micro-batch would dominate the run time.
         """
-        zero_gradient, has_equal_weights = self._algorithm.inert(batch), self._algorithm.has_equal_weights(batch)
+        zero_gradient, has_equal_weights = (
+            self._algorithm.zero_gradient_mask(batch),
+            self._algorithm.has_equal_weights(batch),
+        )
         weights: list[LossWeights] = []
         samples_by_part: list[IntArray] = []
         counts: list[list[bool]] = []
@@ -259,7 +262,7 @@ class PolicyGradientLearner(Learner):
         )
         return self._policy.score(observation, part.tokens)
 
-    def _loss(self, scores: PolicyScores, part: _MicroBatch) -> tuple[torch.Tensor, Measured]:
+    def _loss(self, scores: PolicyScores, part: _MicroBatch) -> tuple[torch.Tensor, MetricInputs]:
         inputs, device = part.inputs, scores.logprob.device
         if device.type != "cpu":
             inputs = replace(inputs, **{name: on_device(value, device) for name, value in inputs.tensors().items()})

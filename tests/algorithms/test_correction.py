@@ -9,7 +9,7 @@ from algorithm_cases import BEHAVIOUR_LOGPROB, LOGPROB, OLD_LOGPROB, VALID, refe
 from test_policy_losses import bounds, compute, config, fixed_units, weights
 
 from embodyrl.algorithms.importance_weights import importance_weights, off_policy_mask, second_moment_mask
-from embodyrl.algorithms.metrics import metrics_of
+from embodyrl.algorithms.metrics import compute_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LOSSES, LossInputs
 from embodyrl.algorithms.settings import OldLogprob, WeightLevel, WeightMode
@@ -98,7 +98,7 @@ def test_unbiased_kl_matches_reference():
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, kl_beta=beta, kl_penalty_type="k3_unbiased"))
     leaf = torch.from_numpy(LOGPROB).requires_grad_()
     loss, measured = algorithm.loss(scores(leaf), inputs(algorithm))
-    assert metrics_of([measured])[0]["ref_kl"] == pytest.approx(0.010434, abs=2e-6)
+    assert compute_metrics([measured])[0]["ref_kl"] == pytest.approx(0.010434, abs=2e-6)
     assert loss.item() - total == pytest.approx(beta * 0.010434, abs=2e-6)
     plain = Algorithm(config(0.1, 0.1, group_size=3))
     base = torch.from_numpy(LOGPROB).requires_grad_()
@@ -179,5 +179,5 @@ def test_kl_is_added_to_the_loss_unless_kl_in_reward_is_set(kind: str, expected:
         # The advantages are those without a reference: here nothing but the loss is looked at.
         given = inputs(Algorithm(config(0.1, 0.1, group_size=3)))
         loss, measured = algorithm.loss(scores(), given)
-        assert metrics_of([measured])[0]["ref_kl"] == pytest.approx(expected, abs=2e-6)
+        assert compute_metrics([measured])[0]["ref_kl"] == pytest.approx(expected, abs=2e-6)
         assert loss.item() - total == pytest.approx(0.0 if paid else 0.5 * expected, abs=2e-6)

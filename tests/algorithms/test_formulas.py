@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from algorithm_cases import GROUPS, GRPO_REFERENCE, LENGTHS, REWARDS
 
-from embodyrl.algorithms.objectives.estimators import discounted, step_groups
+from embodyrl.algorithms.objectives.estimators import assign_step_groups, compute_returns_to_go
 from embodyrl.algorithms.objectives.outcomes import gdpo, gpg, opo, pass_at_k, rloo
 
 
@@ -45,12 +45,12 @@ def test_gdpo_advantage_of_a_group_of_one_is_zero():
 
 
 def test_return_to_go_skips_invalid_steps():
-    np.testing.assert_allclose(discounted([1, 9, 2], [True, False, True], gamma=0.5), [2.0, 0, 2.0])
+    np.testing.assert_allclose(compute_returns_to_go([1, 9, 2], [True, False, True], gamma=0.5), [2.0, 0, 2.0])
 
 
 def test_steps_are_grouped_by_state_within_a_group():
     states = [np.array([5, 6]), np.array([6, 7]), np.array([5])]
-    np.testing.assert_array_equal(step_groups(states, [0, 0, 1]), [0, 1, 1, 2, 3])
+    np.testing.assert_array_equal(assign_step_groups(states, [0, 0, 1]), [0, 1, 1, 2, 3])
 
 
 @pytest.mark.parametrize("estimate", [rloo, gpg, pass_at_k, lambda r, g: opo(r, g, [1, 2, 3])])

@@ -18,9 +18,9 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
-from embodyrl.algorithms.metrics import merge_metrics, metrics_of
+from embodyrl.algorithms.metrics import compute_metrics, merge_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import LOSSES, LossInputs, LossTerms, PolicyLoss, Units
+from embodyrl.algorithms.protocol import LOSSES, LossInputs, LossTerms, LossUnits, PolicyLoss
 from embodyrl.algorithms.settings import AggregationMode, AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import Episode, PolicyScores, PreparedBatch
@@ -100,7 +100,7 @@ def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts:
         total = total + loss
         measured.append(found)
     (gradient,) = torch.autograd.grad(total, leaf)
-    return total.item(), gradient, merge_metrics(metrics_of(measured))
+    return total.item(), gradient, merge_metrics(compute_metrics(measured))
 
 
 @pytest.mark.parametrize("mode", get_args(AggregationMode))
@@ -187,7 +187,7 @@ def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, fl
     )
     scores = PolicyScores(logprob=new, entropy=torch.ones(2, 4).double(), value=torch.zeros(2, 0))
     loss, measured = algorithm.loss(scores, inputs)
-    return {"total": loss.item(), **merge_metrics(metrics_of([measured]))}
+    return {"total": loss.item(), **merge_metrics(compute_metrics([measured]))}
 
 
 ADVANTAGE = (1 - 0.5) / (math.sqrt(0.5) + 1e-6)
@@ -264,7 +264,7 @@ def test_entropy_bonus_uses_the_entropy_level(entropy_type: TokenLevel, expected
             ),
         )
         losses.append(loss.item())
-        assert metrics_of([measured])[0]["entropy"] == pytest.approx(expected)
+        assert compute_metrics([measured])[0]["entropy"] == pytest.approx(expected)
     assert losses[1] - losses[0] == pytest.approx(-0.5 * expected, abs=1e-6)
 
 
@@ -289,7 +289,7 @@ def test_metrics_skip_tokens_without_logprob():
             positive_weight=torch.from_numpy(weights.positive),
         )
         _, measured = algorithm.loss(PolicyScores(logprob=logprob, entropy=entropy, value=torch.zeros(1, 0)), inputs)
-        found.append(merge_metrics(metrics_of([measured])))
+        found.append(merge_metrics(compute_metrics([measured])))
     for name in ("kl", "clip_fraction", "logprob_gap", "entropy", "ratio", "ratio_max"):
         assert found[1][name] == pytest.approx(found[0][name]), name
     assert (found[1]["clip_fraction"], found[1]["entropy"]) == (0.5, 2.0)
@@ -441,7 +441,7 @@ def test_samples_without_gradient_are_detected_exactly(changes: dict):
     loss, _ = algorithm.loss(scores, inputs_of(algorithm, batch, 0))
     (gradient,) = torch.autograd.grad(loss, leaf)
     without = (gradient == 0).flatten(1).all(dim=1).numpy()
-    np.testing.assert_array_equal(algorithm.inert(batch), without)
+    np.testing.assert_array_equal(algorithm.zero_gradient_mask(batch), without)
     assert without.sum() == (0 if changes else 4)
 
 
@@ -498,7 +498,7 @@ def test_reference_kl_is_scaled_by_kl_beta():
     mask = inputs.valid.repeat_interleave(D, dim=1)
     gap = (scores.logprob - inputs.ref_logprob)[mask]
     expected = (torch.exp(-gap) + gap - 1).mean().item()
-    assert metrics_of([measured])[0]["ref_kl"] == pytest.approx(expected, rel=1e-6)
+    assert compute_metrics([measured])[0]["ref_kl"] == pytest.approx(expected, rel=1e-6)
     assert losses[1] - losses[0] == pytest.approx(0.3 * expected, rel=1e-5)
 
 
@@ -516,7 +516,7 @@ def test_contradictory_policy_gradient_settings_are_refused():
     ],
 )
 def test_loss_with_wrong_shape_is_refused(reduce, message):
-    def compute(units: Units, _: object) -> LossTerms:
+    def compute(units: LossUnits, _: object) -> LossTerms:
         ratio = (units.logprob - units.old_logprob).exp()
         return reduce(LossTerms(loss=-units.advantage * ratio, ratio=ratio, clipped=ratio > 2))
 

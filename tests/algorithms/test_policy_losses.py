@@ -10,7 +10,7 @@ from algorithm_cases import GRPO_REFERENCE, LOGPROB, OLD_LOGPROB, VALID
 from settings import algorithm_of
 
 from embodyrl.algorithms.policy_losses import action_weights
-from embodyrl.algorithms.protocol import LOSSES, LossTerms, Units
+from embodyrl.algorithms.protocol import LOSSES, LossTerms, LossUnits
 from embodyrl.algorithms.settings import AlgorithmSettings, TokenLevel
 
 
@@ -20,10 +20,10 @@ def weights(mode: str) -> torch.Tensor:
     return torch.from_numpy(raw).double()[:, :, None]
 
 
-def fixed_units(logprob: np.ndarray = LOGPROB) -> tuple[torch.Tensor, Units]:
+def fixed_units(logprob: np.ndarray = LOGPROB) -> tuple[torch.Tensor, LossUnits]:
     """The leaf [6, 5] and the units; padding holds zeros, as the algorithm leaves it."""
     leaf = torch.from_numpy(np.where(VALID, logprob, 0.0)).requires_grad_()
-    units = Units(
+    units = LossUnits(
         logprob=leaf[:, :, None],
         old_logprob=torch.from_numpy(np.where(VALID, OLD_LOGPROB, 0.0))[:, :, None],
         advantage=torch.tensor(GRPO_EXACT, dtype=torch.float64)[:, None, None].expand(6, 5, 1)
@@ -134,7 +134,7 @@ def test_every_loss_has_the_policy_gradient_at_ratio_one(name: str):
 def test_clip_mask_marks_exactly_the_tokens_without_gradient(name: str, keys: dict):
     logprob = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2).requires_grad_()
     advantage = torch.cat([torch.ones(41), -torch.ones(41)]).double()
-    units = Units(
+    units = LossUnits(
         logprob=logprob[:, None, None],
         old_logprob=torch.zeros(82, 1, 1).double(),
         advantage=advantage[:, None, None],
@@ -154,9 +154,9 @@ def test_ratio_of_distant_policies_stays_finite():
         assert torch.isfinite(terms.loss).all(), name
 
 
-def covariance_units() -> Units:
+def covariance_units() -> LossUnits:
     """Four units; the covariance of A and log pi is 2.25 for the first and last, 0.25 for the others."""
-    return Units(
+    return LossUnits(
         logprob=torch.tensor([[[-3.0]], [[-2.0]], [[-1.0]], [[0.0]]], requires_grad=True),
         old_logprob=torch.tensor([[[-3.0]], [[-2.0]], [[-1.0]], [[0.0]]]),
         advantage=torch.tensor([[[-1.5]], [[-0.5]], [[0.5]], [[1.5]]]),

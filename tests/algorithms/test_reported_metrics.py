@@ -11,7 +11,7 @@ from algorithm_cases import make_episode
 from settings import algorithm_of
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import LOSSES, Units
+from embodyrl.algorithms.protocol import LOSSES, LossUnits
 from embodyrl.types import Episode
 
 
@@ -50,12 +50,12 @@ def test_filtered_groups_count_as_groups_without_learning_signal():
     assert batch.metrics["train/groups_without_signal"] == 0.75
 
 
-def units(ratio: list[float], advantage: list[float]) -> Units:
+def units(ratio: list[float], advantage: list[float]) -> LossUnits:
     """Samples of one token."""
     logprob = torch.tensor(ratio).double().log()[:, None, None]
     valid = torch.ones(len(ratio), 1, 1, dtype=torch.bool)
     given = torch.tensor(advantage).double()[:, None, None]
-    return Units(logprob=logprob, old_logprob=torch.zeros_like(logprob), advantage=given, valid=valid)
+    return LossUnits(logprob=logprob, old_logprob=torch.zeros_like(logprob), advantage=given, valid=valid)
 
 
 def test_clip_cov_skips_tokens_clipped_by_ppo():

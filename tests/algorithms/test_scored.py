@@ -12,7 +12,7 @@ from algorithm_cases import make_episode
 from settings import algorithm_of
 from test_policy_gradient import D, K, gae_config, inputs_of, ragged_episodes, scores_of
 
-from embodyrl.algorithms.metrics import merge_metrics, metrics_of
+from embodyrl.algorithms.metrics import compute_metrics, merge_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Scores
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel, WeightLevel
@@ -50,7 +50,7 @@ def outcome(algorithm: Algorithm, *, pad: bool) -> tuple[Any, ...]:
     )
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert gradient.abs().sum() > 0
-    return loss, gradient, factors, metrics | merge_metrics(metrics_of([measured]))
+    return loss, gradient, factors, metrics | merge_metrics(compute_metrics([measured]))
 
 
 def assert_equal_with_empty_columns(**keys: Any) -> None:
@@ -132,6 +132,6 @@ def test_estimators_ignore_columns_without_log_prob(adv_type: str, in_reward: bo
         wider = replace(score, logprob=widen(score.logprob), entropy=widen(score.entropy))
         loss, measured = algorithm.loss(wider, inputs)
         (gradient,) = torch.autograd.grad(loss, leaf)
-        numbers = batch.metrics | merge_metrics(metrics_of([measured]))
+        numbers = batch.metrics | merge_metrics(compute_metrics([measured]))
         found.append((batch.advantage, batch.returns, weights.policy, loss.detach(), gradient, numbers))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)

@@ -12,7 +12,7 @@ from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, Truncate
 from embodyrl.algorithms.shaping import (
     Outcomes,
     ReturnScale,
-    adapted_beta,
+    adapt_beta,
     shape_rewards,
     subtract_kl,
 )
@@ -131,7 +131,7 @@ def test_kl_is_subtracted_from_the_rewards(kind: str):
 
 
 def test_adaptive_kl_controller_matches_reference():
-    assert adapted_beta(0.2, 0.3, target=0.1, samples=64, horizon=10000) == pytest.approx(0.200256)
+    assert adapt_beta(0.2, 0.3, target=0.1, samples=64, horizon=10000) == pytest.approx(0.200256)
 
 
 def test_adaptive_kl_coefficient_is_saved_in_the_state():

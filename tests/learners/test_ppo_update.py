@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodyrl.algorithms.estimators import whiten
-from embodyrl.algorithms.metrics import metrics_of
+from embodyrl.algorithms.metrics import compute_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs
 from embodyrl.learners.training import Optimization
@@ -76,7 +76,7 @@ def test_ppo_update_matches_stable_baselines3():
     loss, measured = algorithm.loss(PolicyScores(logprob=logprob, entropy=entropy, value=value), inputs)
     loss.backward()
     Optimization(net, cfg.actor.optim, 1).step(0.0)
-    (metrics,) = metrics_of([measured])
+    (metrics,) = compute_metrics([measured])
     found = [loss.item(), *(metrics[name] for name in ("policy_loss", "entropy", "kl"))]
     assert found == pytest.approx(LOSSES, abs=1e-5)
     assert [weighed(layer.weight) for layer in layers] == pytest.approx(WEIGHTS, abs=1e-5)

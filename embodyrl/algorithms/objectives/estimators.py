@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from embodyrl.algorithms.estimators import (
     StdSettings,
-    credited_rewards,
-    credited_steps,
+    broadcast_advantage,
     gae,
     grpo,
-    spread,
+    select_credited_steps,
+    sum_rewards,
     whiten_masked,
 )
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
@@ -23,7 +23,7 @@ from embodyrl.config.settings import Positive
 from embodyrl.types import BoolArray, DoubleArray, Episode
 
 
-def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> DoubleArray:
+def compute_returns_to_go(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> DoubleArray:
     """Return the discounted return-to-go [T] of one episode: sum over s >= t of gamma^(s-t) r_s.
 
     Invalid steps are skipped.
@@ -32,7 +32,7 @@ def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> 
     return gae(reward, np.zeros_like(reward), 0.0, valid, gamma=gamma, lam=1.0)[0]
 
 
-def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
+def assign_step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
     """Return a step-group id for each chunk step: equal states within an episode group share an id (GiGPO).
 
     Args:
@@ -54,7 +54,7 @@ class GigpoSettings(StdSettings, DiscountSettings):
     """gigpo: weight of the step-level advantage, which is computed among steps that visit the same state."""
 
 
-def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
+def _compute_gigpo_credits(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
     """Return the sum of the episode advantage and the weighted step advantage (GiGPO).
 
     The step advantage is relative to the other visits of the same state.
@@ -64,24 +64,26 @@ def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> l
     episode_level = grpo(
         [episode.episode_return for episode in episodes], groups, normalize=normalize, unbiased=unbiased
     )
-    ran: list[BoolArray] = [np.asarray(e.valid.any(axis=1)) for e in episodes]
-    to_go = [
-        discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
-        for e, own in zip(episodes, ran, strict=True)
+    executed_steps: list[BoolArray] = [np.asarray(e.valid.any(axis=1)) for e in episodes]
+    returns_to_go = [
+        compute_returns_to_go(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
+        for e, own in zip(episodes, executed_steps, strict=True)
     ]
     # Visits of one state are compared like the episodes of a group. Chunks without an executed action are excluded from
     # the mean.
-    executed, anchors = np.concatenate(ran), step_groups(scores.states, groups)
+    executed, anchors = np.concatenate(executed_steps), assign_step_groups(scores.states, groups)
     steps = np.zeros(len(executed))
-    steps[executed] = grpo(np.concatenate(to_go)[executed], anchors[executed], normalize=normalize, unbiased=unbiased)
-    parts = np.split(steps, np.cumsum([len(own) for own in ran])[:-1])
+    steps[executed] = grpo(
+        np.concatenate(returns_to_go)[executed], anchors[executed], normalize=normalize, unbiased=unbiased
+    )
+    parts = np.split(steps, np.cumsum([len(own) for own in executed_steps])[:-1])
     return [
-        spread(e, one + cfg.step_advantage_weight * part[:, None])
-        for e, one, part in zip(episodes, episode_level, parts, strict=True)
+        broadcast_advantage(e, episode_advantage + cfg.step_advantage_weight * part[:, None])
+        for e, episode_advantage, part in zip(episodes, episode_level, parts, strict=True)
     ]
 
 
-GIGPO = AdvantageEstimator(compute=_gigpo, settings=GigpoSettings, needs_states=True)
+GIGPO = AdvantageEstimator(compute=_compute_gigpo_credits, settings=GigpoSettings, needs_states=True)
 
 
 class ReturnSettings(CreditSettings, DiscountSettings):
@@ -90,8 +92,8 @@ class ReturnSettings(CreditSettings, DiscountSettings):
 
 def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
     """Return discounted returns-to-go, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
-    parts = [_to_go(episode, cfg, cfg.gamma) for episode in episodes]
-    return _whitened_credits(episodes, parts, [credited_steps(episode.valid, cfg) for episode in episodes])
+    parts = [_compute_returns_to_go(episode, cfg, cfg.gamma) for episode in episodes]
+    return _whiten_credits(episodes, parts, [select_credited_steps(episode.valid, cfg) for episode in episodes])
 
 
 def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettings) -> list[Credit]:
@@ -100,7 +102,12 @@ def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettin
     The advantage is 0 where the greedy episode was lost to a worker crash.
     """
     return [
-        spread(e, 0.0 if greedy is None else _to_go(e, cfg, 1.0) - shape_rewards([greedy], cfg)[0].episode_return)
+        broadcast_advantage(
+            e,
+            0.0
+            if greedy is None
+            else _compute_returns_to_go(e, cfg, 1.0) - shape_rewards([greedy], cfg)[0].episode_return,
+        )
         for e, greedy in zip(episodes, scores.greedy, strict=True)
     ]
 
@@ -114,19 +121,21 @@ def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: G
     groups = [episode.spec.group_id for episode in episodes]
     centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
     masks = [episode.valid for episode in episodes]
-    return _whitened_credits(episodes, [np.where(m, one, 0.0) for m, one in zip(masks, centred, strict=True)], masks)
+    return _whiten_credits(
+        episodes, [np.where(mask, advantage, 0.0) for mask, advantage in zip(masks, centred, strict=True)], masks
+    )
 
 
-def _whitened_credits(
-    episodes: Sequence[Episode], parts: list[DoubleArray], masks: Sequence[BoolArray]
-) -> list[Credit]:
+def _whiten_credits(episodes: Sequence[Episode], parts: list[DoubleArray], masks: Sequence[BoolArray]) -> list[Credit]:
     whiten_masked(parts, masks)
-    return [spread(episode, part) for episode, part in zip(episodes, parts, strict=True)]
+    return [broadcast_advantage(episode, part) for episode, part in zip(episodes, parts, strict=True)]
 
 
-def _to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> DoubleArray:
-    reward = credited_rewards(episode.valid, episode.reward, cfg)
-    return discounted(reward.ravel(), credited_steps(episode.valid, cfg).ravel(), gamma=gamma).reshape(reward.shape)
+def _compute_returns_to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> DoubleArray:
+    reward = sum_rewards(episode.valid, episode.reward, cfg)
+    return compute_returns_to_go(
+        reward.ravel(), select_credited_steps(episode.valid, cfg).ravel(), gamma=gamma
+    ).reshape(reward.shape)
 
 
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)

@@ -10,12 +10,12 @@ from embodyrl.algorithms.policy_losses import (
     MAX_LOG_RATIO,
     ClipSettings,
     DualClipSettings,
+    compute_ratio,
     ppo_clip,
-    ratio_of,
     surrogate,
 )
-from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
-from embodyrl.algorithms.settings import RISING
+from embodyrl.algorithms.protocol import LossTerms, LossUnits, PolicyLoss
+from embodyrl.algorithms.settings import ASCENDING
 from embodyrl.config.settings import Constraint, Positive, Settings, Weight
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class CovarianceSettings(Settings):
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Settings of the loss `clip_cov`."""
 
-    cov_bounds: Annotated[list[float], RISING, Constraint("[low,high] with low < high")] = [1.0, 5.0]
+    cov_bounds: Annotated[list[float], ASCENDING, Constraint("[low,high] with low < high")] = [1.0, 5.0]
     """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range can
     be selected."""
 
@@ -68,101 +68,103 @@ class KlCovSettings(LogRatioSettings, CovarianceSettings):
     """Settings of the loss `kl_cov`."""
 
 
-def _log_ratio(u: Units) -> torch.Tensor:
-    return (u.logprob - u.old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _log_ratio(units: LossUnits) -> torch.Tensor:
+    return (units.logprob - units.old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _unclipped(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
+def _build_unclipped_terms(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
     # All False, with the device and shape of the ratio.
     return LossTerms(loss=loss, ratio=ratio, clipped=ratio != ratio)
 
 
-def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
+def gspo(units: LossUnits, cfg: ClipSettings) -> LossTerms:
     """Compute the GSPO loss (arXiv 2507.18071): PPO clipping with one ratio exp(mean d) per sequence."""
     # Only an upper bound is needed: for very small values, exp is 0.
-    ratio = u.mean(_log_ratio(u)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
-    return surrogate(u.advantage, ratio.expand_as(u.logprob), cfg)
+    ratio = units.mean(_log_ratio(units)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    return surrogate(units.advantage, ratio.expand_as(units.logprob), cfg)
 
 
-def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
+def gmpo(units: LossUnits, cfg: ClipSettings) -> LossTerms:
     """Compute the GMPO loss (arXiv 2507.20673) with the geometric mean of the clipped ratios of a sequence.
 
     The loss is -A exp(mean k) with k = s min(s d, s clip(d, -low, high)) and s = sign A.
     """
-    log_ratio, sign = _log_ratio(u), u.advantage.sign()
-    inside = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
-    kept = sign * (sign * log_ratio).minimum(sign * inside)
-    ratio = u.mean(kept).exp().expand_as(log_ratio)
-    return LossTerms(loss=-u.mean(u.advantage) * ratio, ratio=ratio, clipped=kept != log_ratio)
+    log_ratio, sign = _log_ratio(units), units.advantage.sign()
+    clipped_ratio = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
+    bounded = sign * (sign * log_ratio).minimum(sign * clipped_ratio)
+    ratio = units.mean(bounded).exp().expand_as(log_ratio)
+    return LossTerms(loss=-units.mean(units.advantage) * ratio, ratio=ratio, clipped=bounded != log_ratio)
 
 
-def sapo(u: Units, cfg: SapoSettings) -> LossTerms:
+def sapo(units: LossUnits, cfg: SapoSettings) -> LossTerms:
     """Compute the SAPO loss (arXiv 2511.20347), a soft clip: -A (4 / tau) sigmoid(tau (r - 1)).
 
     The temperature tau depends on the sign of A.
     """
-    ratio = ratio_of(u)
-    tau = ratio.new_tensor(cfg.sapo_tau_pos).where(u.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
-    return _unclipped(-u.advantage * 4.0 / tau * (tau * (ratio - 1.0)).sigmoid(), ratio)
+    ratio = compute_ratio(units)
+    tau = ratio.new_tensor(cfg.sapo_tau_pos).where(units.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
+    return _build_unclipped_terms(-units.advantage * 4.0 / tau * (tau * (ratio - 1.0)).sigmoid(), ratio)
 
 
-def _weighted_likelihood(u: Units, weight: torch.Tensor) -> torch.Tensor:
+def _compute_weighted_likelihood(units: LossUnits, weight: torch.Tensor) -> torch.Tensor:
     """Return -sg(weight) A log pi, where sg stops the gradient.
 
     Units with a clipped weight still have a gradient.
     """
-    return -weight.detach() * u.advantage * u.logprob
+    return -weight.detach() * units.advantage * units.logprob
 
 
-def cispo(u: Units, cfg: ClipSettings) -> LossTerms:
+def cispo(units: LossUnits, cfg: ClipSettings) -> LossTerms:
     """Compute the CISPO loss (arXiv 2506.13585): -sg(clip(r, 1 - low, 1 + high)) A log pi."""
-    ratio = ratio_of(u)
+    ratio = compute_ratio(units)
     weight = ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
-    return _unclipped(_weighted_likelihood(u, weight), ratio)
+    return _build_unclipped_terms(_compute_weighted_likelihood(units, weight), ratio)
 
 
-def pg(u: Units, _: Settings) -> LossTerms:
+def pg(units: LossUnits, _: Settings) -> LossTerms:
     """Compute the plain policy-gradient loss -A log pi, for on-policy data."""
-    ratio = ratio_of(u)
-    return _unclipped(_weighted_likelihood(u, ratio.new_ones(())), ratio)
+    ratio = compute_ratio(units)
+    return _build_unclipped_terms(_compute_weighted_likelihood(units, ratio.new_ones(())), ratio)
 
 
-def aipo(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
+def aipo(units: LossUnits, cfg: TruncatedRatioSettings) -> LossTerms:
     """Compute the AIPO loss (arXiv 2505.24034): -sg(min(r, ratio_max)) A log pi.
 
     With rollout log-probabilities, this is REINFORCE with truncated importance sampling (TIS).
     """
-    ratio = ratio_of(u)
-    return _unclipped(_weighted_likelihood(u, ratio.clamp(max=cfg.ratio_max)), ratio)
+    ratio = compute_ratio(units)
+    return _build_unclipped_terms(_compute_weighted_likelihood(units, ratio.clamp(max=cfg.ratio_max)), ratio)
 
 
-def aipo_ratio(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
+def aipo_ratio(units: LossUnits, cfg: TruncatedRatioSettings) -> LossTerms:
     """Compute the loss -min(r, ratio_max) A, which has no gradient where the ratio exceeds `ratio_max`."""
-    ratio = ratio_of(u)
-    return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * u.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
+    ratio = compute_ratio(units)
+    return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * units.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
 
 
-def topr(u: Units, _: Settings) -> LossTerms:
+def topr(units: LossUnits, _: Settings) -> LossTerms:
     """Compute the TOPR loss (arXiv 2503.14286): -A log pi if A > 0, else -sg(clip(r, 0, 1)) A log pi."""
-    ratio = ratio_of(u)
-    return _unclipped(_weighted_likelihood(u, ratio.new_ones(()).where(u.advantage > 0, ratio.clamp(max=1.0))), ratio)
+    ratio = compute_ratio(units)
+    return _build_unclipped_terms(
+        _compute_weighted_likelihood(units, ratio.new_ones(()).where(units.advantage > 0, ratio.clamp(max=1.0))), ratio
+    )
 
 
-def dro(u: Units, cfg: LogRatioSettings) -> LossTerms:
+def dro(units: LossUnits, cfg: LogRatioSettings) -> LossTerms:
     """Compute the DRO loss -A log pi + log_ratio_coef / 2 d^2 (arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599)."""
-    log_ratio = _log_ratio(u)
-    likelihood = _weighted_likelihood(u, log_ratio.new_ones(()))
-    return _unclipped(likelihood + 0.5 * cfg.log_ratio_coef * log_ratio.square(), log_ratio.exp())
+    log_ratio = _log_ratio(units)
+    likelihood = _compute_weighted_likelihood(units, log_ratio.new_ones(()))
+    return _build_unclipped_terms(likelihood + 0.5 * cfg.log_ratio_coef * log_ratio.square(), log_ratio.exp())
 
 
-def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
+def _covariance(units: LossUnits) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (A - mean A)(log pi - mean log pi) of each unit, detached, and the mask of valid units."""
-    mask = u.valid.expand_as(u.logprob)
-    logprob, advantage = u.logprob.detach(), u.advantage.expand_as(u.logprob)
+    mask = units.valid.expand_as(units.logprob)
+    logprob, advantage = units.logprob.detach(), units.advantage.expand_as(units.logprob)
     return (advantage - advantage[mask].mean()) * (logprob - logprob[mask].mean()), mask
 
 
-def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
+def clip_cov(units: LossUnits, cfg: ClipCovSettings) -> LossTerms:
     """Compute the Clip-Cov loss (arXiv 2505.22617): PPO clipping, with no gradient for some high-covariance units.
 
     These units are a random fraction `cov_share` of all units; their covariance is in `cov_bounds`. The selection uses
@@ -170,31 +172,31 @@ def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
     """
     import torch
 
-    terms = ppo_clip(u, cfg)
-    covariance, mask = _covariance(u)
+    terms = ppo_clip(units, cfg)
+    covariance, mask = _covariance(units)
     low, high = cfg.cov_bounds
     # Units that PPO has clipped already are not candidates.
-    able = torch.nonzero(((covariance > low) & (covariance < high) & mask & ~terms.clipped).flatten()).flatten()
+    candidates = torch.nonzero(((covariance > low) & (covariance < high) & mask & ~terms.clipped).flatten()).flatten()
     drop = torch.zeros_like(mask).flatten()
-    drop[able[torch.randperm(len(able))[: max(1, int(cfg.cov_share * int(mask.sum())))]]] = True
+    drop[candidates[torch.randperm(len(candidates))[: max(1, int(cfg.cov_share * int(mask.sum())))]]] = True
     drop = drop.reshape(mask.shape)
     return LossTerms(loss=terms.loss.where(~drop, 0.0), ratio=terms.ratio, clipped=terms.clipped | drop)
 
 
-def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
+def kl_cov(units: LossUnits, cfg: KlCovSettings) -> LossTerms:
     """Compute the KL-Cov loss (arXiv 2505.22617): -A r, plus log_ratio_coef |d| for units of high covariance.
 
     The penalty applies to the fraction `cov_share` of units with the largest covariance. Covariances are computed in
     each micro-batch.
     """
-    log_ratio = _log_ratio(u)
-    covariance, mask = _covariance(u)
+    log_ratio = _log_ratio(units)
+    covariance, mask = _covariance(units)
     count = max(1, int(cfg.cov_share * int(mask.sum())))
     # Select by index: where all advantages are equal, all units of a micro-batch have the same covariance.
     largest = covariance.masked_fill(~mask, -float("inf")).flatten().topk(count).indices
-    chosen = mask.new_zeros(mask.numel()).index_fill(0, largest, True)
-    penalty = (cfg.log_ratio_coef * log_ratio.abs()).where(chosen.reshape(mask.shape), 0.0)
-    return _unclipped(-u.advantage * log_ratio.exp() + penalty, log_ratio.exp())
+    selected = mask.new_zeros(mask.numel()).index_fill(0, largest, True)
+    penalty = (cfg.log_ratio_coef * log_ratio.abs()).where(selected.reshape(mask.shape), 0.0)
+    return _build_unclipped_terms(-units.advantage * log_ratio.exp() + penalty, log_ratio.exp())
 
 
 GSPO = PolicyLoss(compute=gspo, settings=ClipSettings)

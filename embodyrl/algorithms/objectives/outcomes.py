@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.estimators import Outcomes, by_group, grpo, outcome_estimator, whiten
+from embodyrl.algorithms.estimators import EpisodeScores, build_outcome_estimator, by_group, grpo, whiten
 from embodyrl.algorithms.settings import GroupSettings, NormalizeSettings, TruncatedEpisodes
 from embodyrl.types import DoubleArray
 
@@ -15,20 +15,20 @@ from embodyrl.types import DoubleArray
 def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
     """Return the RLOO advantages (arXiv 2402.14740): R minus the mean return of the other episodes of the group."""
 
-    def leave_one_out(rewards: DoubleArray) -> DoubleArray:
+    def subtract_leave_one_out_mean(rewards: DoubleArray) -> DoubleArray:
         n = len(rewards)
         return (rewards - rewards.mean()) * n / (n - 1)
 
-    return by_group(leave_one_out, group, reward)
+    return by_group(subtract_leave_one_out_mean, group, reward)
 
 
 def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
     """Return the OPO advantages (arXiv 2505.23585): R minus the group baseline sum(len R) / sum(len)."""
 
-    def above_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
+    def subtract_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
         return rewards - np.average(rewards, weights=lengths)
 
-    return by_group(above_baseline, group, reward, length)
+    return by_group(subtract_baseline, group, reward, length)
 
 
 def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
@@ -36,8 +36,8 @@ def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
     alpha is the number of episodes, divided by the number of episodes with a nonzero reward.
     """
-    rewarded = max(1, int(np.count_nonzero(reward)))
-    return np.size(reward) / rewarded * grpo(reward, group, normalize=False)
+    num_rewarded = max(1, int(np.count_nonzero(reward)))
+    return np.size(reward) / num_rewarded * grpo(reward, group, normalize=False)
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
@@ -48,13 +48,13 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
 
-    def lead_of_the_best(rewards: DoubleArray) -> DoubleArray:
+    def compute_lead(rewards: DoubleArray) -> DoubleArray:
         second, best = np.sort(rewards)[-2:]
         out = np.zeros_like(rewards)
         out[rewards.argmax()] = (best - second) / (rewards.std(ddof=1) + eps if normalize else 1.0)
         return out
 
-    return by_group(lead_of_the_best, group, reward)
+    return by_group(compute_lead, group, reward)
 
 
 def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
@@ -68,7 +68,7 @@ def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) ->
         weight: [C] weight w_k of each reward component.
     """
     columns = zip(np.asarray(parts, dtype=np.float64).T, weight, strict=True)
-    return whiten(sum(w * grpo(part, group) for part, w in columns))
+    return whiten(sum(component_weight * grpo(part, group) for part, component_weight in columns))
 
 
 class PassAtKSettings(GroupSettings, NormalizeSettings):
@@ -93,7 +93,7 @@ class GdpoSettings(GroupSettings):
             )
 
 
-def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
+def _compute_gdpo(outcomes: EpisodeScores, _: GdpoSettings) -> DoubleArray:
     """Return the `gdpo` advantages; without reward components, the return is the only component."""
     weights = outcomes.scores.part_weights
     if not weights:
@@ -101,20 +101,22 @@ def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
     return gdpo([episode.components.sum(axis=0) for episode in outcomes.episodes], outcomes.groups, weights)
 
 
-RLOO = outcome_estimator(lambda o, _: rloo(o.returns, o.groups), GroupSettings)
+RLOO = build_outcome_estimator(lambda outcomes, _: rloo(outcomes.returns, outcomes.groups), GroupSettings)
 
 
-OPO = outcome_estimator(
-    lambda o, _: opo(o.returns, o.groups, [episode.length for episode in o.episodes]), GroupSettings
+OPO = build_outcome_estimator(
+    lambda outcomes, _: opo(outcomes.returns, outcomes.groups, [episode.length for episode in outcomes.episodes]),
+    GroupSettings,
 )
 
 
-GPG = outcome_estimator(lambda o, _: gpg(o.returns, o.groups), GroupSettings)
+GPG = build_outcome_estimator(lambda outcomes, _: gpg(outcomes.returns, outcomes.groups), GroupSettings)
 
 
-PASS_AT_K = outcome_estimator(
-    lambda o, cfg: pass_at_k(o.returns, o.groups, normalize=cfg.normalize_advantages), PassAtKSettings
+PASS_AT_K = build_outcome_estimator(
+    lambda outcomes, cfg: pass_at_k(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages),
+    PassAtKSettings,
 )
 
 
-GDPO = outcome_estimator(_by_parts, GdpoSettings)
+GDPO = build_outcome_estimator(_compute_gdpo, GdpoSettings)

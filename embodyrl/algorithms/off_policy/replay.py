@@ -28,10 +28,10 @@ class Frames:
     episode: IntArray
     """[N] number of the episode; frames of an episode are consecutive."""
 
-    def map(self, change: Callable[[Any], Any]) -> Frames:
+    def map(self, function: Callable[[Any], Any]) -> Frames:
         """Return a copy with a function applied to each array."""
-        arrays = {item.name: change(getattr(self, item.name)) for item in fields(self) if item.name != "seen"}
-        return Frames(seen={name: change(array) for name, array in self.seen.items()}, **arrays)
+        arrays = {item.name: function(getattr(self, item.name)) for item in fields(self) if item.name != "seen"}
+        return Frames(seen={name: function(array) for name, array in self.seen.items()}, **arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +39,14 @@ class Transitions:
     """Batch of B transitions of a replay buffer."""
 
     buffer: ReplayBuffer
-    places: IntArray
+    indices: IntArray
     """[B] buffer index of the first observation of each transition."""
     after: IntArray
     """[B] buffer index of the next observation of each transition; arbitrary where the discount is 0."""
     reward: FloatArray
     discount: FloatArray
     """[B] discount of the next value: gamma^n, or 0 after termination. `reward` has the same shape."""
-    moved: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    relabelled: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[R] batch indices of the transitions with a relabelled goal."""
     goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[R, G] goals of the relabelled transitions."""
@@ -69,9 +69,9 @@ class ReplayBuffer:
         the discount gamma^n, or 0 if the episode terminated. A final observation without an action begins no
         transition.
         """
-        reward, discount, ahead = self._steps(frames)
+        reward, discount, ahead = self._compute_transitions(frames)
         new = dict(frames.seen) | {"action": frames.action, "reward": reward, "discount": discount, "ahead": ahead}
-        new["left"] = _left(frames.episode)
+        new["left"] = _count_later_frames(frames.episode)
         new = {name: array[-self._size :] for name, array in new.items()}
         total = len(new["ahead"])
         self._grow(new, total)
@@ -94,16 +94,16 @@ class ReplayBuffer:
         """
         return self._arrays[field]
 
-    def later(self, places: IntArray, steps: IntArray) -> IntArray:
-        """Return the buffer indices of the observations `steps` chunks after `places`, in the same episode."""
+    def get_later_indices(self, indices: IntArray, steps: IntArray) -> IntArray:
+        """Return the buffer indices of the observations `steps` chunks after `indices`, in the same episode."""
         # The second modulo: until the ring is full, indices after the last frame are unwritten.
-        return (places + steps) % self._size % self._count
+        return (indices + steps) % self._size % self._count
 
-    def transitions(self, places: IntArray) -> Transitions:
-        """Return the transitions that begin at the buffer indices `places` [B]."""
-        ahead, reward, discount = (self._arrays[name][places] for name in ("ahead", "reward", "discount"))
-        after = self.later(places, ahead)
-        return Transitions(buffer=self, places=places, after=after, reward=reward, discount=discount)
+    def transitions(self, indices: IntArray) -> Transitions:
+        """Return the transitions that begin at the buffer indices `indices` [B]."""
+        ahead, reward, discount = (self._arrays[name][indices] for name in ("ahead", "reward", "discount"))
+        after = self.get_later_indices(indices, ahead)
+        return Transitions(buffer=self, indices=indices, after=after, reward=reward, discount=discount)
 
     def state(self) -> dict[str, Any]:
         """Return the stored observations and transitions for a checkpoint."""
@@ -123,38 +123,40 @@ class ReplayBuffer:
         self._next = self._count % self._size
 
     def _grow(self, new: Mapping[str, np.ndarray], total: int) -> None:
-        needed, capacity = min(self._count + total, self._size), len(self._arrays.get("ahead", ()))
-        if needed <= capacity:
+        required, capacity = min(self._count + total, self._size), len(self._arrays.get("ahead", ()))
+        if required <= capacity:
             return
         # Doubled, so that a short run does not reserve the whole buffer.
-        capacity = min(self._size, max(needed, 2 * capacity, 1024))
+        capacity = min(self._size, max(required, 2 * capacity, 1024))
         for name, array in new.items():
             larger = np.zeros((capacity, *array.shape[1:]), array.dtype)
             larger[: self._count] = self._arrays[name][: self._count] if self._count else 0
             self._arrays[name] = larger
 
-    def _steps(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
+    def _compute_transitions(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
         """Return reward, discount and length [N] of the n-step transition from each frame. Length 0: no transition."""
         count = len(frames.acted)
         reward, discount = np.zeros(count, np.float64), np.ones(count, np.float64)
         ahead = np.zeros(count, np.int64)
-        at, goes_on = np.arange(count), frames.acted.copy()
+        current, is_active = np.arange(count), frames.acted.copy()
         for _ in range(self._n_step):
-            here = np.flatnonzero(goes_on)
-            now = at[here]
-            reward[here] += discount[here] * frames.reward[now]
-            discount[here] *= np.where(frames.terminated[now], 0.0, self._gamma)
-            ahead[here] += 1
-            # The last frame has no successor: `together` is false there, and the index stays within the array.
-            at[here] = after = np.minimum(now + 1, count - 1)
-            together = (now + 1 < count) & (frames.episode[after] == frames.episode[now])
-            goes_on[here] = together & frames.acted[after] & (discount[here] > 0)
-            ahead[here[~together & (discount[here] > 0)]] = -count  # there is no observation to estimate a value for
+            active = np.flatnonzero(is_active)
+            positions = current[active]
+            reward[active] += discount[active] * frames.reward[positions]
+            discount[active] *= np.where(frames.terminated[positions], 0.0, self._gamma)
+            ahead[active] += 1
+            # The last frame has no successor: `same_episode` is false there, and the index stays within the array.
+            current[active] = after = np.minimum(positions + 1, count - 1)
+            same_episode = (positions + 1 < count) & (frames.episode[after] == frames.episode[positions])
+            is_active[active] = same_episode & frames.acted[after] & (discount[active] > 0)
+            ahead[
+                active[~same_episode & (discount[active] > 0)]
+            ] = -count  # there is no observation to estimate a value for
         ahead = np.where(ahead > 0, ahead, 0)
         return reward.astype(np.float32), discount.astype(np.float32), ahead
 
 
-def _left(episode: IntArray) -> IntArray:
+def _count_later_frames(episode: IntArray) -> IntArray:
     """Return the number [N] of later frames in the same episode."""
     last = np.flatnonzero(np.append(episode[1:] != episode[:-1], True))
     return np.repeat(last, np.diff(last, prepend=-1)) - np.arange(len(episode))

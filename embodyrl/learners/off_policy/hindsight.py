@@ -37,18 +37,18 @@ class Hindsight:
         """
         buffer = transitions.buffer
         relabelled = np.flatnonzero(
-            (rng.random(len(transitions.places)) < self._relabel_fraction) & (buffer["left"][transitions.places] > 0)
+            (rng.random(len(transitions.indices)) < self._relabel_fraction) & (buffer["left"][transitions.indices] > 0)
         )
         if not len(relabelled):
             return transitions
-        starts = transitions.places[relabelled, None]
+        starts = transitions.indices[relabelled, None]
         num_later = buffer["left"][starts]
-        goal = self._get_achieved_goals(buffer, buffer.later(starts, rng.integers(1, num_later + 1)))[:, 0]
+        goal = self._get_achieved_goals(buffer, buffer.get_later_indices(starts, rng.integers(1, num_later + 1)))[:, 0]
         steps = np.arange(1, self._n_step + 1)
-        ends = buffer.later(starts, np.minimum(steps, num_later))
+        ends = buffer.get_later_indices(starts, np.minimum(steps, num_later))
         goals = np.repeat(goal, len(steps), axis=0)
         rewards, terminated = self._goal_rewards(self._get_achieved_goals(buffer, ends).reshape(goals.shape), goals)
-        before = buffer.later(starts, np.minimum(steps, num_later) - 1)
+        before = buffer.get_later_indices(starts, np.minimum(steps, num_later) - 1)
         if terminated is None:
             # Terminations do not depend on the goal: use those of single-chunk transitions.
             terminated = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
@@ -60,8 +60,8 @@ class Hindsight:
         credit = np.where(counts, self._gamma ** (steps - 1.0), 0.0) * rewards.reshape(ends.shape)
         reward[relabelled] = self._factor * credit.sum(axis=1)
         discount[relabelled] = np.where((terminated & counts).any(axis=1), 0.0, self._gamma**length)
-        after[relabelled] = buffer.later(transitions.places[relabelled], length)
-        return replace(transitions, reward=reward, discount=discount, after=after, moved=relabelled, goal=goal)
+        after[relabelled] = buffer.get_later_indices(transitions.indices[relabelled], length)
+        return replace(transitions, reward=reward, discount=discount, after=after, relabelled=relabelled, goal=goal)
 
     def _get_achieved_goals(self, buffer: ReplayBuffer, indices: IntArray) -> FloatArray:
         return buffer[Record.observed_state][indices][..., self._achieved]

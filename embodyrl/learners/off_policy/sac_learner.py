@@ -115,13 +115,13 @@ class SacLearner(Learner):
         Without `updates_policy`, temperature and actor are not updated.
         """
         # Both sets of images are shifted before the forward pass: the order of random numbers must not change.
-        observations = [self._get_observations(batch, batch.places) for batch in batches]
+        observations = [self._get_observations(batch, batch.indices) for batch in batches]
         next_observations = [self._get_observations(batch, batch.after) for batch in batches]
         features = torch.cat([self._compute_features(batch) for batch in observations])
         action, reward, discount = (
             on_device(np.concatenate(parts), features.device)
             for parts in (
-                [batch.buffer["action"][batch.places] for batch in batches],
+                [batch.buffer["action"][batch.indices] for batch in batches],
                 [batch.reward for batch in batches],
                 [batch.discount for batch in batches],
             )
@@ -189,8 +189,8 @@ class SacLearner(Learner):
         if self._policy.frozen:
             return transitions.buffer[FEATURES][indices]
         observations = read_observation(transitions.buffer, indices)
-        if self._hindsight is not None and len(transitions.moved):
-            observations.state[transitions.moved, self._hindsight.desired] = transitions.goal
+        if self._hindsight is not None and len(transitions.relabelled):
+            observations.state[transitions.relabelled, self._hindsight.desired] = transitions.goal
         pixels, (count, cameras) = self._settings.image_shift, observations.images.shape[:2]
         if not (pixels and observations.images.size and self._policy.spec.inputs.num_images):
             return observations

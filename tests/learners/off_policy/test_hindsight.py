@@ -98,8 +98,8 @@ def test_relabelled_window_has_rewards_of_the_new_goal(build, env, n_step):
     found = hindsight.relabel(drawn, np.random.default_rng(0))
     assert found.discount is not drawn.discount
     sources = set()
-    for row, goal in zip(found.moved, found.goal, strict=True):
-        place = found.places[row]
+    for row, goal in zip(found.relabelled, found.goal, strict=True):
+        place = found.indices[row]
         (source,) = np.flatnonzero((states[:, ACHIEVED] == goal).all(axis=1))
         assert place < source <= last[place], "what the same episode reached later"
         sources.add((int(place), int(source)))
@@ -113,12 +113,12 @@ def test_relabelled_window_has_rewards_of_the_new_goal(build, env, n_step):
         assert found.after[row] == end or discount == 0
     possible = {(int(p), q) for p in buffer.starts for q in range(p + 1, last[p] + 1)}
     assert sources == possible, "each of them, at some time"
-    kept = np.setdiff1d(np.arange(len(drawn.places)), found.moved)
+    kept = np.setdiff1d(np.arange(len(drawn.indices)), found.relabelled)
     for name in ("reward", "discount", "after"):
         np.testing.assert_array_equal(getattr(found, name)[kept], getattr(drawn, name)[kept])
-    blind = buffer["left"][drawn.places] == 0
-    assert len(found.moved) / (~blind).sum() == pytest.approx(0.8, abs=0.03)
-    assert not blind[found.moved].any()
+    blind = buffer["left"][drawn.indices] == 0
+    assert len(found.relabelled) / (~blind).sum() == pytest.approx(0.8, abs=0.03)
+    assert not blind[found.relabelled].any()
 
 
 def test_overwritten_replay_buffer_does_not_mix_episodes(build):
@@ -128,10 +128,10 @@ def test_overwritten_replay_buffer_does_not_mix_episodes(build):
     drawn = buffer.transitions(np.tile(buffer.starts, 50))
     found = hindsight.relabel(drawn, np.random.default_rng(0))
     states = buffer["observed_state"]
-    assert len(found.moved) > 300
-    for row, goal in zip(found.moved, found.goal, strict=True):
+    assert len(found.relabelled) > 300
+    for row, goal in zip(found.relabelled, found.goal, strict=True):
         (source,) = np.flatnonzero((states[:, ACHIEVED] == goal).all(axis=1))
-        assert states[source, 4] == states[found.places[row], 4] == states[found.after[row], 4]
+        assert states[source, 4] == states[found.indices[row], 4] == states[found.after[row], 4]
 
 
 def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
@@ -144,7 +144,7 @@ def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
     again.load_state(kept)
     again.add(episode(3, 1))
     found = hindsight.relabel(again.transitions(np.tile(again.starts, 20)), np.random.default_rng(0))
-    assert set(found.places[found.moved]) == set(again.starts[3:])
+    assert set(found.indices[found.relabelled]) == set(again.starts[3:])
 
 
 def test_parts_of_a_continued_episode_are_joined_at_its_end():
@@ -298,12 +298,12 @@ def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
         demos = actor._demonstrations
         assert demos["left"][demos.starts].max() == LENGTH - 1  # nobody saw what came of the last action
         found = actor._hindsight.relabel(demos.transitions(demos.starts), np.random.default_rng(0))
-        seen: Any = actor._get_observations(found, found.places)
-        np.testing.assert_array_equal(seen.state[found.moved, DESIRED], found.goal)
+        seen: Any = actor._get_observations(found, found.indices)
+        np.testing.assert_array_equal(seen.state[found.relabelled, DESIRED], found.goal)
         then: Any = actor._get_observations(found, found.after)
-        np.testing.assert_array_equal(then.state[found.moved, DESIRED], found.goal)
-        kept = np.setdiff1d(np.arange(len(found.places)), found.moved)
-        np.testing.assert_array_equal(seen.state[kept], demos["observed_state"][found.places[kept]])
+        np.testing.assert_array_equal(then.state[found.relabelled, DESIRED], found.goal)
+        kept = np.setdiff1d(np.arange(len(found.indices)), found.relabelled)
+        np.testing.assert_array_equal(seen.state[kept], demos["observed_state"][found.indices[kept]])
         # A training step: the critic error tells that only one in five keeps its reward of 1000.
         demos["reward"][:] = 1000.0
         own = arena.allocate_all(2)

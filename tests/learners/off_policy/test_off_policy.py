@@ -326,7 +326,7 @@ def test_truncation_bootstraps_from_its_own_final_observation(make):
     arena[Record.observed_state][finals] = 100.0 + np.array([episode for episode, _ in request.finals])[:, None]
     actor._store(request)
     drawn = actor._replay.transitions(actor._replay.starts)
-    seen, then = (actor._replay["observed_state"][places][:, 0] for places in (drawn.places, drawn.after))
+    seen, then = (actor._replay["observed_state"][places][:, 0] for places in (drawn.indices, drawn.after))
     assert seen.tolist() == [0, 1, 2, 3, 4]
     goes_on = drawn.discount > 0
     assert goes_on.tolist() == [True, True, True, False, True]
