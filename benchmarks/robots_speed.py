@@ -17,7 +17,7 @@ import numpy as np
 from embodyrl.envs.functional.factory import FACTORY as FUNCTIONAL
 from embodyrl.envs.functional.settings import FunctionalSettings
 from embodyrl.envs.gym.create import create
-from embodyrl.envs.mujoco_rendering import draw_without_display
+from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.robots.factory import FACTORY as ROBOTS
 from embodyrl.envs.robots.settings import RobotSettings
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("names", nargs="+")
     parser.add_argument("--python", default=None)
     args = parser.parse_args()
-    draw_without_display()
+    select_headless_backend()
     print("| environment | steps per CPU second | bare loop | ratio |\n|---|---|---|---|")
     for name in args.names:
         if ":" in name:

@@ -56,7 +56,7 @@ class LearnedReward:
         activation = np.tanh if config["activation"] == "tanh" else _relu
         last = 2 * len(config["hidden"])
         for layer in range(0, last + 1, 2):
-            x = self._dense(f"value_head.{layer}", x)
+            x = self._apply_dense(f"value_head.{layer}", x)
             x = x if layer == last else activation(x)
         return float(1.0 / (1.0 + np.exp(-x[0])))
 
@@ -73,9 +73,9 @@ class LearnedReward:
             windows = sliding_window_view(np.pad(x, ((0, 0), (1, 1), (1, 1))), (3, 3), (1, 2))[:, ::2, ::2]
             kernel, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
             x = _relu(np.einsum("chwij,ocij->ohw", windows, kernel, optimize=True) + bias[:, None, None])
-        return _relu(self._dense(dense, x.reshape(-1)))
+        return _relu(self._apply_dense(dense, x.reshape(-1)))
 
-    def _dense(self, name: str, x: np.ndarray) -> np.ndarray:
+    def _apply_dense(self, name: str, x: np.ndarray) -> np.ndarray:
         return self._weights[f"{name}.weight"] @ x + self._weights[f"{name}.bias"]
 
     def _load(self, observation: ObservationOut) -> None:

@@ -85,7 +85,7 @@ def read_mesh(path: Path) -> VisualMesh:
     mujoco.mju_quat2Mat(rotation, model.mesh_quat[0])
     position = (model.mesh_vert @ rotation.reshape(3, 3).T + model.mesh_pos[0]).astype(np.float32)
     texture = (model.mesh_texcoord, model.mesh_facetexcoord) if len(model.mesh_texcoord) else None
-    return weld(position, model.mesh_face.copy(), texture)
+    return merge_vertices(position, model.mesh_face.copy(), texture)
 
 
 def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
@@ -106,7 +106,7 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
     return mesh.subset(faces)
 
 
-def weld(position: _Floats, faces: np.ndarray, texture: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
+def merge_vertices(position: _Floats, faces: np.ndarray, texture: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
     """Merge vertices with equal positions and texture coordinates; vertices at the same position share a normal.
 
     `texture` contains texture coordinates [T, 2], and their indices for the corners of `faces` [F, 3].

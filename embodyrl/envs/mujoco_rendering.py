@@ -17,8 +17,8 @@ from pathlib import Path
 from embodyrl.devices import query_gpus, visible_gpus
 
 _TIMEOUT_S = 60.0
-_SOFTWARE = ("llvmpipe", "softpipe", "swrast")
-_SCENE = """
+_SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast")
+_RENDER_SCRIPT = """
 import mujoco, numpy
 model = mujoco.MjModel.from_xml_string('''<mujoco><worldbody><light pos="0 0 3"/>
 <geom type="plane" size="1 1 .1" rgba=".2 .3 .4 1"/><geom type="box" size=".2 .2 .2" pos="0 0 .2" rgba="1 0 0 1"/>
@@ -31,11 +31,11 @@ with mujoco.Renderer(model, 64, 64) as renderer:
     from OpenGL import GL
     print("one colour" if len(numpy.unique(frame)) == 1 else "drawn by " + GL.glGetString(GL.GL_RENDERER).decode())
 """
-EGL_TABLE, _EGL_ID = "EMBODYRL_EGL_DEVICES", "MUJOCO_EGL_DEVICE_ID"
+EGL_TABLE_VARIABLE, _EGL_DEVICE_VARIABLE = "EMBODYRL_EGL_DEVICES", "MUJOCO_EGL_DEVICE_ID"
 """Names of environment variables: the EGL device index of each CUDA device (0:2,1:0), and MuJoCo's EGL device index."""
 _EGL_CUDA_DEVICE = 0x323A
 """Value of the EGL constant EGL_CUDA_DEVICE_NV."""
-_LIST_EGL = f"""
+_LIST_EGL_SCRIPT = f"""
 import ctypes
 egl = ctypes.CDLL("libEGL.so.1")
 egl.eglGetProcAddress.restype = ctypes.c_void_p
@@ -49,7 +49,7 @@ for index in range(count.value):
     if attribute(handles[index], {_EGL_CUDA_DEVICE}, ctypes.byref(number)):
         print(f"{{number.value}}:{{index}}")
 """
-_VENDORS = "/etc/glvnd/egl_vendor.d:/usr/share/glvnd/egl_vendor.d"
+_EGL_VENDOR_FOLDERS = "/etc/glvnd/egl_vendor.d:/usr/share/glvnd/egl_vendor.d"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def choose_renderer() -> Renderer:
     gpus = visible_gpus()
     if not gpus:
         return Renderer("osmesa", "there is no GPU")
-    if hidden_gpus := [gpu for gpu in gpus if cuda_number(gpu) is None]:
+    if hidden_gpus := [gpu for gpu in gpus if get_cuda_index(gpu) is None]:
         fix = "CUDA_VISIBLE_DEVICES=0,1,... by number"
         return Renderer("osmesa", f"EGL identifies GPUs by number, and {hidden_gpus[0]} is a slice or not listed", fix)
     with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are distributed over all GPUs
@@ -94,17 +94,17 @@ def choose_renderer() -> Renderer:
 def check_egl(frame: Frame) -> Renderer:
     """Return EGL if a GPU rendered the test frame, else OSMesa with the reason and a fix."""
     fix = "apt-get install libegl1 libglvnd0; in a container start it with NVIDIA_DRIVER_CAPABILITIES=all"
-    folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _VENDORS).split(":")
+    folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _EGL_VENDOR_FOLDERS).split(":")
     if not any(file for folder in folders for file in Path(folder).glob("*nvidia*.json")):
         fix += f"; NVIDIA's EGL is not registered: 10_nvidia.json is missing in {folders[-1]}"
     if frame.problem:
         return Renderer("osmesa", f"EGL does not render on the GPU: {frame.problem}", fix)
-    if any(name in frame.driver for name in _SOFTWARE):
+    if any(name in frame.driver for name in _SOFTWARE_RENDERERS):
         return Renderer("osmesa", f"EGL finds no GPU and selects {frame.driver}", fix)
     return Renderer("egl", "a GPU renders")
 
 
-def cuda_number(gpu: str) -> int | None:
+def get_cuda_index(gpu: str) -> int | None:
     """Return the CUDA device index of a GPU; None for an unknown id, or a MIG slice, which cannot render."""
     if gpu.isdigit():
         return int(gpu)
@@ -113,31 +113,31 @@ def cuda_number(gpu: str) -> int | None:
 
 def egl_device(gpu: str) -> str:
     """Return the EGL device index of a GPU, which can differ from the CUDA index; empty if unknown."""
-    number = cuda_number(gpu)
-    return "" if number is None else str(egl_table().get(number, number))
+    number = get_cuda_index(gpu)
+    return "" if number is None else str(get_egl_devices().get(number, number))
 
 
-def egl_table() -> dict[int, int]:
+def get_egl_devices() -> dict[int, int]:
     """Return the EGL device index of each CUDA device; empty if EGL does not report CUDA devices.
 
     The table is read once, by a process without CUDA_VISIBLE_DEVICES, which renumbers CUDA devices but not EGL devices.
     """
-    if EGL_TABLE not in os.environ:
+    if EGL_TABLE_VARIABLE not in os.environ:
         environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        command = [sys.executable, "-c", _LIST_EGL]
+        command = [sys.executable, "-c", _LIST_EGL_SCRIPT]
         try:
             done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
         except subprocess.TimeoutExpired:
             return {}
-        os.environ[EGL_TABLE] = ",".join(done.stdout.split()) if done.returncode == 0 else ""
-    pairs = (pair.split(":") for pair in os.environ[EGL_TABLE].split(",") if pair)
+        os.environ[EGL_TABLE_VARIABLE] = ",".join(done.stdout.split()) if done.returncode == 0 else ""
+    pairs = (pair.split(":") for pair in os.environ[EGL_TABLE_VARIABLE].split(",") if pair)
     return {int(cuda): int(egl) for cuda, egl in pairs}
 
 
 def choose_device() -> None:
     """Set MuJoCo's EGL device to the first visible GPU."""
     if (gpus := visible_gpus()) and (device := egl_device(gpus[0])):
-        os.environ[_EGL_ID] = device
+        os.environ[_EGL_DEVICE_VARIABLE] = device
 
 
 @contextmanager
@@ -146,44 +146,44 @@ def without_egl_device() -> Iterator[None]:
 
     On import, robosuite would read its value as a CUDA index.
     """
-    device = os.environ.pop(_EGL_ID, None)
+    device = os.environ.pop(_EGL_DEVICE_VARIABLE, None)
     try:
         yield
     finally:
         if device is not None:
-            os.environ[_EGL_ID] = device
+            os.environ[_EGL_DEVICE_VARIABLE] = device
 
 
-def rendering(backend: str, device: str) -> dict[str, str]:
+def get_render_environment(backend: str, device: str) -> dict[str, str]:
     """Return the environment variables of a process that renders with the given backend and EGL device."""
     # PyOpenGL keeps the platform of the first imported backend, also in child processes.
     environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
-    return environ | {"MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
+    return environ | {"MUJOCO_GL": backend} | ({_EGL_DEVICE_VARIABLE: device} if device else {})
 
 
 @functools.cache
 def draw_frame(backend: str, device: str = "") -> Frame:
     """Render a frame in a separate process with a timeout, because a broken driver may crash or hang."""
-    environ = rendering(backend, device)
-    command = [sys.executable, "-c", _SCENE]
+    environ = get_render_environment(backend, device)
+    command = [sys.executable, "-c", _RENDER_SCRIPT]
     try:
         done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
     except subprocess.TimeoutExpired:
         return Frame(problem=f"no frame within {_TIMEOUT_S:.0f} s")
     if done.returncode != 0:
-        problem = signal.Signals(-done.returncode).name if done.returncode < 0 else _first_error(done.stderr)
+        problem = signal.Signals(-done.returncode).name if done.returncode < 0 else _find_first_error(done.stderr)
         return Frame(problem=problem)
     driver = done.stdout.strip().rpartition("drawn by ")[2]
     return Frame(problem="a frame of one colour") if driver == "one colour" else Frame(driver)
 
 
-def _first_error(output: str) -> str:
+def _find_first_error(output: str) -> str:
     """Return the message of the first exception in the output; later exceptions come from the cleanup."""
     lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return lines[0] if lines else "no message"
 
 
-def draw_without_display() -> None:
+def select_headless_backend() -> None:
     """Set MUJOCO_GL on a machine without a display, unless MUJOCO_GL is set or the backend cannot be loaded.
 
     Call this before a simulator is imported: MuJoCo chooses its backend at import, and some constructors render.

@@ -53,7 +53,7 @@ def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) 
 
 
 def test_tabletop_detects_tasks_solved_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    from embodyrl.envs.tabletop.world import new_world
+    from embodyrl.envs.tabletop.world import create_world
 
     cfg = load_config("eval", ["env=tabletop", "model=scripted"])
     env = ENVS.get("tabletop").make(cfg.env, EnvContext(num_slots=2))
@@ -61,6 +61,6 @@ def test_tabletop_detects_tasks_solved_at_reset(monkeypatch: pytest.MonkeyPatch)
     starts = [EpisodeStart(reset_id=i, seed=0, max_episode_steps=5) for i in (0, 1)]
     env.reset([0, 1], starts)
     assert list(env.solved_at_reset([0, 1])) == []
-    monkeypatch.setattr(type(new_world("touch the red block", 0)), "success", lambda world: True)
+    monkeypatch.setattr(type(create_world("touch the red block", 0)), "success", lambda world: True)
     env.reset([1], starts[1:])
     assert list(env.solved_at_reset([0, 1])) == [1]

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from settings import env_of
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
+from embodyrl.envs.gym.spaces import ObservationWriter, convert_action_space, make_action_converter
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
@@ -141,10 +141,10 @@ def test_dict_observations_become_cameras_and_one_state_vector():
 )
 def test_actions_are_converted_to_the_action_space(action, kind, sent, received):
     made = Counter(action=action)
-    declared = action_space("counter", made.action_space)
+    declared = convert_action_space("counter", made.action_space)
     assert declared.kind is kind
     assert len(declared.sizes or declared.low) == len(sent[0])
-    native = native_actions("counter", made.action_space)(np.float32(sent[0]))
+    native = make_action_converter("counter", made.action_space)(np.float32(sent[0]))
     assert made.action_space.contains(native)
     np.testing.assert_array_equal(native, received)
 
@@ -178,7 +178,7 @@ def test_invalid_expert_action_is_an_error():
 
 def test_out_of_range_discrete_action_is_refused():
     with pytest.raises(EnvError, match=r"action \[3\], expected ids from 0 to \[2\]"):
-        native_actions("counter", spaces.Discrete(3))(np.float32([3.0]))
+        make_action_converter("counter", spaces.Discrete(3))(np.float32([3.0]))
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])

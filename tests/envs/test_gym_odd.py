@@ -16,7 +16,7 @@ from test_gym import begin, config, look
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.gym.sims import to_single_frame
-from embodyrl.envs.gym.spaces import ObservationWriter, action_space
+from embodyrl.envs.gym.spaces import ObservationWriter, convert_action_space
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import EnvSpec, ObservationOut
@@ -233,12 +233,12 @@ def test_rendered_value_without_an_image_is_refused(frame):
 def test_largest_float_as_bound_means_unbounded():
     largest = np.finfo(np.float32).max
     space = spaces.Box(np.array([-largest, -2, 0]), np.array([largest, 2, largest]), dtype=np.float32)
-    assert action_space("odd", space).bounds == ((-np.inf, -2, 0), (np.inf, 2, np.inf))
+    assert convert_action_space("odd", space).bounds == ((-np.inf, -2, 0), (np.inf, 2, np.inf))
 
 
 def test_empty_action_space_is_refused():
     with pytest.raises(ConfigError, match="is empty, expected at least one dimension"):
-        action_space("odd", spaces.Box(-1, 1, (0,)))
+        convert_action_space("odd", spaces.Box(-1, 1, (0,)))
 
 
 def test_time_limit_of_minus_one_is_ignored():

@@ -57,7 +57,7 @@ def test_probe_ignores_the_imported_opengl_platform(monkeypatch):
 
 def test_every_gpu_must_be_able_to_render(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5")
+    monkeypatch.setenv(renderer.EGL_TABLE_VARIABLE, "0:4,1:3,2:5")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     drawn = []
 
@@ -74,23 +74,23 @@ def test_every_gpu_must_be_able_to_render(monkeypatch):
 
 
 def test_egl_devices_are_queried_once_for_child_processes(monkeypatch):
-    monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
+    monkeypatch.delenv(renderer.EGL_TABLE_VARIABLE, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setattr(
-        renderer, "_LIST_EGL", "import os; print('0:1'); print('CUDA_VISIBLE_DEVICES' in os.environ or '1:0')"
+        renderer, "_LIST_EGL_SCRIPT", "import os; print('0:1'); print('CUDA_VISIBLE_DEVICES' in os.environ or '1:0')"
     )
     assert renderer.egl_device("1") == "0"
-    assert os.environ.pop(renderer.EGL_TABLE) == "0:1,1:0"
-    monkeypatch.setattr(renderer, "_LIST_EGL", "raise OSError")
+    assert os.environ.pop(renderer.EGL_TABLE_VARIABLE) == "0:1,1:0"
+    monkeypatch.setattr(renderer, "_LIST_EGL_SCRIPT", "raise OSError")
     assert renderer.egl_device("1") == "1", "a host without EGL"
 
 
 @pytest.mark.integration
 def test_egl_devices_can_be_queried(monkeypatch):
     """Uses the EGL of this host, if installed; software devices have no CUDA number."""
-    monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
-    assert set(renderer.egl_table()) <= set(range(64))
-    done = subprocess.run([sys.executable, "-c", renderer._LIST_EGL], capture_output=True, text=True, check=False)
+    monkeypatch.delenv(renderer.EGL_TABLE_VARIABLE, raising=False)
+    assert set(renderer.get_egl_devices()) <= set(range(64))
+    done = subprocess.run([sys.executable, "-c", renderer._LIST_EGL_SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0 or "libEGL.so.1" in done.stderr
 
 
@@ -112,7 +112,7 @@ def test_robosuite_imports_with_egl_device_set(monkeypatch):
         "print(os.environ['MUJOCO_EGL_DEVICE_ID'])"
     )
     environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
-    environ |= {"CUDA_VISIBLE_DEVICES": "1", renderer.EGL_TABLE: "1:3", "MUJOCO_GL": "osmesa"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "1", renderer.EGL_TABLE_VARIABLE: "1:3", "MUJOCO_GL": "osmesa"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.stdout.split()[-1:] == ["3"], done.stderr
 
@@ -121,7 +121,7 @@ def test_hanging_or_crashing_probe_is_reported(monkeypatch):
     monkeypatch.setattr(renderer, "_TIMEOUT_S", 0.01)
     assert "no frame within" in draw_frame("hangs").problem
     monkeypatch.setattr(renderer, "_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(renderer, "_SCENE", "import os; os.kill(os.getpid(), 11)")
+    monkeypatch.setattr(renderer, "_RENDER_SCRIPT", "import os; os.kill(os.getpid(), 11)")
     assert draw_frame("crashes").problem == "SIGSEGV"
 
 
@@ -140,7 +140,7 @@ def test_hanging_or_crashing_probe_is_reported(monkeypatch):
 def test_worker_renders_on_its_visible_gpu(visible, wanted, device, monkeypatch, tmp_path):
     """EGL lists seven GPUs in its own order (mujoco issue 3245), and omits one."""
     stub_nvidia_smi(tmp_path, monkeypatch, H100, ("1", "GPU-b", *H100[2:]))
-    monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5,3:1,4:0,5:2,6:6")
+    monkeypatch.setenv(renderer.EGL_TABLE_VARIABLE, "0:4,1:3,2:5,3:1,4:0,5:2,6:6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", wanted)
     choose_device()

@@ -19,15 +19,15 @@ from embodyrl.envs.protocol import GoalFactory, instruction_for
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
-SHORT = 5
+SHORT_EPISODE_STEPS = 5
 """Length of the episode that tests the time limit, in env steps; not a multiple of SHORT_CHUNK."""
-SHORT_CHUNK = 3
+SHORT_CHUNK_LENGTH = 3
 SEARCH_STEPS = 64
 """Maximum number of env steps with random actions to find an episode that terminates."""
-LONG_STEPS = 1000
-LONG_CHUNK = 25
+ENDURANCE_STEPS = 1000
+ENDURANCE_CHUNK_LENGTH = 25
 SINGLE_STEPS = 200
-LONG_SECONDS = 10.0
+ENDURANCE_SECONDS = 10.0
 """Time limit of the check `lasts`, in seconds."""
 
 
@@ -57,7 +57,7 @@ def reset(harness: Harness) -> None:
 @check("reset")
 def observe(harness: Harness) -> None:
     """Check that all pixels and states are written and finite, and that observing twice gives equal values."""
-    harness.env.reset([0], [harness.first_start()])
+    harness.env.reset([0], [harness.make_first_start()])
     # Observe twice, over black and over white: a pixel that is not written keeps both values.
     black, white = harness.observe(0, fill=0), harness.observe(0, fill=255)
     unwritten = (black.images == 0) & (white.images == 255)
@@ -94,7 +94,7 @@ def instruction(harness: Harness) -> None:
             f"at most {harness.spec.text.prompt_bytes} bytes",
             size,
         )
-        harness.play(0, first, harness.actions(CHUNK_LENGTH))
+        harness.run_episode(0, first, harness.actions(CHUNK_LENGTH))
         later_text = harness.env.instruction(0)
         harness.expect(later_text == text, "instruction", f"the same through an episode, {text!r}", repr(later_text))
     harness.note = repr(harness.env.instruction(0)) if harness.spec.text.instructed else "none: the name is used"
@@ -105,17 +105,17 @@ def reset_ids_differ(harness: Harness) -> None:
     """Warn if all tested reset ids of a task give the same first observation."""
     for task in harness.tasks():
         ids = harness.reset_ids(task)
-        first, *others = (harness.first_observation(harness.start(reset_id)) for reset_id in ids)
+        first, *others = (harness.get_first_observation(harness.start(reset_id)) for reset_id in ids)
         differ = not others or any(describe_observation_difference(first, other) for other in others)
         problem = "equal first observations for all reset ids"
-        harness.prefer(differ, f"reset ids {ids} of task {task}", "different initial states", problem)
+        harness.warn_unless(differ, f"reset ids {ids} of task {task}", "different initial states", problem)
 
 
 @check("observe")
 def step(harness: Harness) -> None:
     """Check shapes, dtypes and finite rewards of a chunk's results, and the calls of `after_step`."""
     slots, called_slots = list(range(SLOTS)), []
-    harness.env.reset(slots, [harness.first_start()] * SLOTS)
+    harness.env.reset(slots, [harness.make_first_start()] * SLOTS)
     actions = np.stack([harness.actions(CHUNK_LENGTH)] * SLOTS)
     result = harness.env.step_chunk(slots, actions, after_step=lambda slot, _: called_slots.append(slot))
     harness.expect_array("step_chunk: reward", result.reward, (SLOTS, CHUNK_LENGTH), np.float32)
@@ -132,16 +132,16 @@ def step(harness: Harness) -> None:
 @check("step")
 def reset_repeats(harness: Harness) -> None:
     """Check that reset id and seed determine the first observation, even after other episodes."""
-    start = harness.first_start()
-    first = harness.first_observation(start)
+    start = harness.make_first_start()
+    first = harness.get_first_observation(start)
     for reset_id in harness.reset_ids(harness.tasks()[-1]):
-        harness.play(0, harness.start(reset_id), harness.actions(CHUNK_LENGTH))
+        harness.run_episode(0, harness.start(reset_id), harness.actions(CHUNK_LENGTH))
     expected = "the same first observation (fix: use only generators that the reset seeds)"
-    harness.expect_same(first, harness.first_observation(start), f"reset {start.reset_id}", expected)
+    harness.expect_same(first, harness.get_first_observation(start), f"reset {start.reset_id}", expected)
     task = harness.spec.task_of(start.reset_id)[0]
     if task not in harness.spec.seeded_tasks:
         expected_for_seeds = f"{expected}, or task {task} in EnvSpec.seeded_tasks"
-        other = harness.first_observation(replace(start, seed=start.seed + 1))
+        other = harness.get_first_observation(replace(start, seed=start.seed + 1))
         harness.expect_same(first, other, f"reset {start.reset_id} with another seed", expected_for_seeds)
 
 
@@ -151,13 +151,13 @@ def expert(harness: Harness) -> None:
     expert_tasks = [task for task in harness.tasks() if task in harness.spec.expert.tasks]
     successes = 0
     for task in expert_tasks:
-        demo = _play_expert(harness, harness.start(harness.reset_ids(task)[0], limit=harness.horizon))
+        trace = _play_expert(harness, harness.start(harness.reset_ids(task)[0], limit=harness.horizon))
         if harness.violations:
             return
-        successes += demo.any("success")
-        harness.expert_episode = harness.expert_episode or demo
-        if demo.any("terminated"):
-            harness.terminated_episode = harness.terminated_episode or demo
+        successes += trace.any("success")
+        harness.expert_episode = harness.expert_episode or trace
+        if trace.any("terminated"):
+            harness.terminated_episode = harness.terminated_episode or trace
     actual = f"none within {harness.horizon} steps"
     must_succeed = bool(expert_tasks) and harness.spec.reward.reports_success
     harness.expect(not must_succeed or successes > 0, "expert_chunk", f"a success in tasks {expert_tasks}", actual)
@@ -197,14 +197,23 @@ def _play_expert(harness: Harness, start: EpisodeStart) -> Trace:
 @check("step")
 def flags(harness: Harness) -> None:
     """Check that an episode ends terminated or truncated, not both, and that no later action is executed."""
-    traces = [harness.play(0, harness.first_start(limit=SHORT), harness.actions(2 * SHORT), chunk=SHORT_CHUNK)]
+    traces = [
+        harness.run_episode(
+            0,
+            harness.make_first_start(limit=SHORT_EPISODE_STEPS),
+            harness.actions(2 * SHORT_EPISODE_STEPS),
+            chunk=SHORT_CHUNK_LENGTH,
+        )
+    ]
     harness.terminated_episode = harness.terminated_episode or _find_terminated_episode(harness)
     if harness.terminated_episode is not None:
         # One chunk that continues beyond the end: its later actions must not be executed.
-        longer = np.concatenate(
+        extended_actions = np.concatenate(
             [harness.terminated_episode.actions[: harness.terminated_episode.length], harness.actions(CHUNK_LENGTH)]
         )
-        traces.append(harness.play(0, harness.terminated_episode.start, longer, chunk=len(longer)))
+        traces.append(
+            harness.run_episode(0, harness.terminated_episode.start, extended_actions, chunk=len(extended_actions))
+        )
     for result in (result for trace in traces for result in trace.results):
         _expect_one_end(harness, result)
     harness.note = (
@@ -214,8 +223,8 @@ def flags(harness: Harness) -> None:
 
 def _expect_one_end(harness: Harness, result: ChunkResult) -> None:
     valid, done = result.valid[0], result.terminated[0] | result.truncated[0]
-    both = bool((result.terminated & result.truncated).any())
-    harness.expect(not both, "truncated", "false where terminated", _format_flags(result.truncated[0]))
+    has_both = bool((result.terminated & result.truncated).any())
+    harness.expect(not has_both, "truncated", "false where terminated", _format_flags(result.truncated[0]))
     ends = np.flatnonzero(done)
     # The action that ends an episode was itself executed.
     num_valid = int(ends[0]) + 1 if len(ends) else len(valid)
@@ -236,7 +245,8 @@ def _find_terminated_episode(harness: Harness) -> Trace | None:
     """Return an episode that terminates under random actions, or None."""
     ids = harness.reset_ids(harness.tasks()[0])
     traces = (
-        harness.play(0, harness.start(i, limit=harness.horizon), harness.actions(SEARCH_STEPS, stream=i)) for i in ids
+        harness.run_episode(0, harness.start(i, limit=harness.horizon), harness.actions(SEARCH_STEPS, stream=i))
+        for i in ids
     )
     return next((trace for trace in traces if trace.any("terminated")), None)
 
@@ -244,20 +254,34 @@ def _find_terminated_episode(harness: Harness) -> Trace | None:
 @check("flags")
 def time_limit(harness: Harness) -> None:
     """Check that episodes are truncated at `max_episode_steps`, even in the middle of a chunk."""
-    start = harness.first_start(limit=SHORT, ignore=True)
-    trace = harness.play(0, start, harness.actions(3 * SHORT), chunk=SHORT_CHUNK)
+    start = harness.make_first_start(limit=SHORT_EPISODE_STEPS, ignore=True)
+    trace = harness.run_episode(0, start, harness.actions(3 * SHORT_EPISODE_STEPS), chunk=SHORT_CHUNK_LENGTH)
     truncated = trace.any("truncated")
     # Where the simulator may end the episode earlier, only the upper bound is checked.
     strict = start.ignore_terminations and not harness.spec.simulator.may_truncate
-    is_correct = trace.any("done") and trace.length <= SHORT and (not strict or (truncated and trace.length == SHORT))
+    is_correct = (
+        trace.any("done")
+        and trace.length <= SHORT_EPISODE_STEPS
+        and (not strict or (truncated and trace.length == SHORT_EPISODE_STEPS))
+    )
     actual = f"{trace.length} steps, {'truncated' if truncated else 'not truncated'}"
-    harness.expect(is_correct, f"episode with max_episode_steps={SHORT}", f"{SHORT} steps, truncated", actual)
+    harness.expect(
+        is_correct,
+        f"episode with max_episode_steps={SHORT_EPISODE_STEPS}",
+        f"{SHORT_EPISODE_STEPS} steps, truncated",
+        actual,
+    )
 
 
 @check("time_limit")
 def over(harness: Harness) -> None:
     """Check that a finished episode can be observed but not stepped."""
-    harness.play(0, harness.first_start(limit=SHORT, ignore=True), harness.actions(2 * SHORT), chunk=SHORT_CHUNK)
+    harness.run_episode(
+        0,
+        harness.make_first_start(limit=SHORT_EPISODE_STEPS, ignore=True),
+        harness.actions(2 * SHORT_EPISODE_STEPS),
+        chunk=SHORT_CHUNK_LENGTH,
+    )
     harness.observe(0)
     action = harness.actions(1)[None]
     harness.expect_error(
@@ -268,12 +292,14 @@ def over(harness: Harness) -> None:
 @check("time_limit")
 def ignore_terminations(harness: Harness) -> None:
     """Check that with `ignore_terminations`, an episode continues to its time limit."""
-    if harness.terminated_episode is None or not harness.can_ignore:
-        harness.note = "not exercised: no episode ended by itself" if harness.can_ignore else "rejected by validate"
+    if harness.terminated_episode is None or not harness.can_ignore_terminations:
+        harness.note = (
+            "not exercised: no episode ended by itself" if harness.can_ignore_terminations else "rejected by validate"
+        )
         return
     steps = harness.terminated_episode.length
     start = harness.start(harness.terminated_episode.start.reset_id, limit=steps + CHUNK_LENGTH, ignore=True)
-    trace = harness.play(
+    trace = harness.run_episode(
         0, start, np.concatenate([harness.terminated_episode.actions[:steps], harness.actions(2 * CHUNK_LENGTH)])
     )
     is_correct = not trace.any("terminated") and trace.length == steps + CHUNK_LENGTH
@@ -296,8 +322,8 @@ def lasts(harness: Harness) -> None:
     for slot in slots:
         start_episode(slot)
         episodes += 1
-    while num_steps < LONG_STEPS and time.perf_counter() - started < LONG_SECONDS and not harness.violations:
-        length = 1 if num_steps < SINGLE_STEPS else LONG_CHUNK
+    while num_steps < ENDURANCE_STEPS and time.perf_counter() - started < ENDURANCE_SECONDS and not harness.violations:
+        length = 1 if num_steps < SINGLE_STEPS else ENDURANCE_CHUNK_LENGTH
         actions = harness.actions(SLOTS * length, stream=num_steps).reshape(SLOTS, length, -1)
         result = harness.env.step_chunk(slots, actions)
         num_steps += int(result.valid.sum())
@@ -312,12 +338,12 @@ def lasts(harness: Harness) -> None:
 @check("reset_repeats", "step")
 def repeatable(harness: Harness) -> None:
     """Check that reset id, seed and actions determine an episode bit for bit, even after other episodes."""
-    start, actions = harness.first_start(), harness.actions(MAX_STEPS)
-    first = harness.play(0, start, actions)
+    start, actions = harness.make_first_start(), harness.actions(MAX_STEPS)
+    first = harness.run_episode(0, start, actions)
     for task in harness.tasks():
-        harness.play(0, harness.start(harness.reset_ids(task)[-1]), harness.actions(MAX_STEPS, stream=1))
-    again = harness.play(0, start, actions)
-    harness.expect_repeat(first, again, f"episode of reset id {start.reset_id}", "the same again")
+        harness.run_episode(0, harness.start(harness.reset_ids(task)[-1]), harness.actions(MAX_STEPS, stream=1))
+    repeated = harness.run_episode(0, start, actions)
+    harness.expect_repeat(first, repeated, f"episode of reset id {start.reset_id}", "the same again")
 
 
 @check("repeatable")
@@ -325,15 +351,15 @@ def slots(harness: Harness) -> None:
     """Check that an episode does not depend on its slot or on other slots."""
     # Long enough that the other slot still runs when this episode ends.
     start, other = (
-        harness.first_start(),
+        harness.make_first_start(),
         harness.start(harness.reset_ids(harness.tasks()[0])[-1], limit=4 * MAX_STEPS, ignore=True),
     )
     actions = harness.actions(MAX_STEPS)
-    first = harness.play(0, start, actions)
+    first = harness.run_episode(0, start, actions)
     harness.env.reset([1], [other])
-    before = harness.observe(1)
-    again = harness.play(0, start, actions)
-    harness.expect_same(before, harness.observe(1), "slot 1 while slot 0 runs", "unchanged")
+    observation_before = harness.observe(1)
+    repeated = harness.run_episode(0, start, actions)
+    harness.expect_same(observation_before, harness.observe(1), "slot 1 while slot 0 runs", "unchanged")
     harness.env.reset([0], [other])
 
     def run_other_slot() -> None:
@@ -341,8 +367,10 @@ def slots(harness: Harness) -> None:
         if harness.env.step_chunk([0], harness.actions(2, stream=2)[None]).done.any():
             harness.env.reset([0], [other])
 
-    in_slot_1 = harness.play(1, start, actions, between=None if harness.spec.simulator.lockstep else run_other_slot)
-    for where, trace in (("in slot 0", again), ("in slot 1 next to a running slot", in_slot_1)):
+    in_slot_1 = harness.run_episode(
+        1, start, actions, before_chunk=None if harness.spec.simulator.lockstep else run_other_slot
+    )
+    for where, trace in (("in slot 0", repeated), ("in slot 1 next to a running slot", in_slot_1)):
         harness.expect_repeat(first, trace, f"episode {where}", "the same as in slot 0 alone")
 
 
@@ -352,8 +380,8 @@ def expert_replays(harness: Harness) -> None:
     if harness.expert_episode is None:
         harness.note = "none declared"
         return
-    again = harness.play(0, harness.expert_episode.start, harness.expert_episode.actions)
-    harness.expect_repeat(harness.expert_episode, again, "expert_chunk: actions", "the actions that were executed")
+    repeated = harness.run_episode(0, harness.expert_episode.start, harness.expert_episode.actions)
+    harness.expect_repeat(harness.expert_episode, repeated, "expert_chunk: actions", "the actions that were executed")
 
 
 @check("step")
@@ -363,17 +391,18 @@ def goals(harness: Harness) -> None:
     if spec.goal is None or getattr(harness.cfg, "use_rel_reward", False):
         harness.note = "none declared"
         return
-    trace = harness.play(0, harness.first_start(), harness.actions(MAX_STEPS), chunk=1)
-    seen = np.stack([seen.state for seen in trace.observations[1:]])
+    trace = harness.run_episode(0, harness.make_first_start(), harness.actions(MAX_STEPS), chunk=1)
+    states = np.stack([states.state for states in trace.observations[1:]])
     goal_reward = cast(GoalFactory[EnvSettings], harness.factory).judge(harness.cfg)
     try:
         recomputed = (
-            goal_reward(seen[:, slice(*spec.goal.achieved)], seen[:, slice(*spec.goal.desired)])[0] * spec.reward.factor
+            goal_reward(states[:, slice(*spec.goal.achieved)], states[:, slice(*spec.goal.desired)])[0]
+            * spec.reward.factor
         )
     finally:
         goal_reward.close()
     rewards = np.concatenate([result.reward[0] for result in trace.results])
     for step in np.flatnonzero(~np.isclose(recomputed, rewards, rtol=1e-3, atol=1e-5))[:1].tolist():
         expected = f"{rewards[step]:g}, the reward of step {step + 1} (or no algorithm.hindsight_goals)"
-        harness.prefer(False, "reward of the same goal", expected, f"{recomputed[step]:g}")
+        harness.warn_unless(False, "reward of the same goal", expected, f"{recomputed[step]:g}")
     harness.note = f"{len(rewards)} rewards compared"

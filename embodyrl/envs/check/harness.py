@@ -95,7 +95,7 @@ class Harness:
             self.violations.append(Violation(field, expected, str(actual)))
         return condition
 
-    def prefer(self, condition: bool, field: str, expected: str, actual: object) -> None:
+    def warn_unless(self, condition: bool, field: str, expected: str, actual: object) -> None:
         """Add a warning if `condition` is False."""
         if not condition:
             self.warnings.append(Violation(field, expected, str(actual)))
@@ -116,7 +116,7 @@ class Harness:
             self.expect(difference is None, field, expected, difference)
             return
         actual = f"{difference}: nearly equal, so runs with the same seed give nearly equal numbers"
-        self.prefer(False, field, f"{expected}, bit for bit", actual)
+        self.warn_unless(False, field, f"{expected}, bit for bit", actual)
 
     def expect_equal(self, difference: str | None, field: str, expected: str) -> None:
         """Add a violation if `difference` is not None."""
@@ -161,21 +161,21 @@ class Harness:
         return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MAX_STATES)})]
 
     @property
-    def can_ignore(self) -> bool:
+    def can_ignore_terminations(self) -> bool:
         """True if `validate` accepts `ignore_terminations`, which lets episodes continue after termination."""
         train = to_builtin(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(to_builtin(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
         """Return the start settings of an episode; `ignore`: continue after termination, if supported."""
-        ignore = ignore and self.can_ignore
+        ignore = ignore and self.can_ignore_terminations
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
-    def first_start(self, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
+    def make_first_start(self, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
         """Return the episode start for the first initial state of the first task."""
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
-    def bounds(self) -> tuple[FloatArray, FloatArray]:
+    def get_action_bounds(self) -> tuple[FloatArray, FloatArray]:
         """Return finite lower and upper action bounds, each [A]; -1 and 1 for unbounded dimensions."""
         # An unbounded box has no largest action; try typical initial actions, or actions near its only bound.
         low, high = (np.asarray(bound, np.float32) for bound in self.spec.action.bounds)
@@ -184,7 +184,7 @@ class Harness:
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
         """Sample actions [count, A] within the bounds; `stream` seeds the sampling."""
-        rng, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
+        rng, (low, high) = np.random.default_rng([self.seed, stream]), self.get_action_bounds()
         if self.spec.action.sizes:
             return rng.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
         return rng.uniform(low, high, (count, len(high))).astype(np.float32)
@@ -200,29 +200,29 @@ class Harness:
             self.expect(False, f"observe: state[{non_finite[0]}]", "a finite number", state[non_finite[0]])
         return ObservationCopy(images=images, state=state, instruction=self.env.instruction(slot))
 
-    def first_observation(self, start: EpisodeStart) -> ObservationCopy:
+    def get_first_observation(self, start: EpisodeStart) -> ObservationCopy:
         """Return the first observation of an episode in slot 0."""
-        return self.play(0, start, self.actions(0)).observations[0]
+        return self.run_episode(0, start, self.actions(0)).observations[0]
 
-    def play(
+    def run_episode(
         self,
         slot: int,
         start: EpisodeStart,
         actions: FloatArray,
         *,
         chunk: int = CHUNK_LENGTH,
-        between: Callable[[], object] | None = None,
+        before_chunk: Callable[[], object] | None = None,
     ) -> Trace:
         """Reset the slot, then run `actions` [n, A] in chunks until the episode ends.
 
-        `between` is called before each chunk.
+        `before_chunk` is called before each chunk.
         """
         trace = Trace(start=start, actions=actions)
         self.env.reset([slot], [start])
         trace.observations.append(self.observe(slot))
         for start_index in range(0, len(actions), chunk):
-            if between is not None:
-                between()
+            if before_chunk is not None:
+                before_chunk()
             result = self.env.step_chunk([slot], actions[None, start_index : start_index + chunk])
             trace.results.append(result)
             trace.observations.append(self.observe(slot))
@@ -245,7 +245,7 @@ def describe_observation_difference(first: ObservationCopy, second: ObservationC
 
 def describe_trace_difference(first: Trace, second: Trace) -> str | None:
     """Describe the first difference between two episodes; None if they are equal bit for bit."""
-    for index, (first_observation, second_observation) in enumerate(
+    for index, (get_first_observation, second_observation) in enumerate(
         zip(first.observations, second.observations, strict=False)
     ):
         if index:
@@ -257,7 +257,7 @@ def describe_trace_difference(first: Trace, second: Trace) -> str | None:
                 )
                 if not np.array_equal(left, right):
                     return f"{name} of chunk {index - 1} is {left.tolist()} and {right.tolist()}"
-        difference = describe_observation_difference(first_observation, second_observation)
+        difference = describe_observation_difference(get_first_observation, second_observation)
         if difference:
             return f"{difference} after {index} chunks"
     if len(first.observations) != len(second.observations):

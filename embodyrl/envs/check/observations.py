@@ -12,7 +12,7 @@ from gymnasium.wrappers import FrameStackObservation
 from embodyrl.envs.check.info_warnings import MASK_NOT_APPLIED, MASK_PATTERN
 from embodyrl.envs.gym.api import begin_episode
 from embodyrl.envs.gym.create import find_running_statistics
-from embodyrl.envs.gym.spaces import copy_observation, format_path, get_frame_shape, get_member, is_text, leaves
+from embodyrl.envs.gym.spaces import copy_observation, format_path, get_frame_shape, get_member, is_text, iterate_leaves
 
 _MAX_EXACT_INTEGER = 2**24
 """Largest absolute value up to which float32 represents every integer exactly."""
@@ -25,7 +25,7 @@ _MIN_IMAGE_SIZE = 32
 def warnings(space: Space[Any], observations: Sequence[Any], env: Any) -> Iterator[str]:
     """Yield warnings about `observations`, the observations of one episode in order, starting at the reset."""
     stacked = _has_frame_stack(env)
-    for path, leaf in leaves(space, ()):
+    for path, leaf in iterate_leaves(space, ()):
         name = format_path(path)
         if is_text(leaf):
             if len({str(get_member(observation, path)) for observation in observations}) > 1:
@@ -78,7 +78,7 @@ def _reset_repeats(space: Space[Any], first: Any, env: Any) -> bool:
     observations = first, _reset(env)
     return all(
         _are_close(*(np.asarray(get_member(observation, path)) for observation in observations))
-        for path, _ in leaves(space, ())
+        for path, _ in iterate_leaves(space, ())
     )
 
 

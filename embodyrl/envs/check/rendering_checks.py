@@ -25,15 +25,15 @@ def image_range(harness: Harness) -> None:
 @check("step")
 def render(harness: Harness) -> None:
     """Check that `render` returns an upright frame and has no side effect."""
-    harness.play(0, harness.first_start(), harness.actions(CHUNK_LENGTH))
-    before = harness.observe(0)
+    harness.run_episode(0, harness.make_first_start(), harness.actions(CHUNK_LENGTH))
+    observation_before = harness.observe(0)
     try:
         frame = harness.env.render(0)
     except EnvError as error:
         if harness.spec.cameras.names:
             raise
         harness.note = str(error)
-        harness.prefer(isinstance(error, NoImageError), "render", "uint8 (H, W, 3)", error)
+        harness.warn_unless(isinstance(error, NoImageError), "render", "uint8 (H, W, 3)", error)
         return
     is_array = isinstance(frame, np.ndarray)
     is_frame = is_array and frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8
@@ -41,9 +41,11 @@ def render(harness: Harness) -> None:
     if not harness.expect(is_frame, "render", "uint8 (H, W, 3)", actual):
         return
     harness.expect_equal(
-        describe_observation_difference(before, harness.observe(0)), "render", "no change of the observation"
+        describe_observation_difference(observation_before, harness.observe(0)),
+        "render",
+        "no change of the observation",
     )
-    for camera, image in zip(harness.spec.cameras.names, before.images, strict=True):
+    for camera, image in zip(harness.spec.cameras.names, observation_before.images, strict=True):
         upside_down = image if harness.spec.cameras.rotation_deg == 180 else image[::-1]
         is_flipped = np.array_equal(frame, upside_down) and not np.array_equal(frame, upside_down[::-1])
         expected = f"upright (spec.cameras.rotation_deg={harness.spec.cameras.rotation_deg})"
@@ -54,7 +56,7 @@ def render(harness: Harness) -> None:
 @check("time_limit")
 def speed(harness: Harness) -> None:
     """Measure the speed of the environment; this check always passes."""
-    start = harness.first_start(limit=MEASURED_STEPS, ignore=True)
+    start = harness.make_first_start(limit=MEASURED_STEPS, ignore=True)
     harness.env.reset([0], [start])
     started = time.perf_counter()
     steps = int(harness.env.step_chunk([0], harness.actions(MEASURED_STEPS)[None]).valid.sum())
@@ -76,4 +78,4 @@ def close(harness: Harness) -> None:
     harness.env.close()
     harness.env.close()
     remaining = left_after(CLOSE_SECONDS, harness.threads, harness.children)
-    harness.prefer(not remaining, "close", "no threads (other than daemons) and child processes left", remaining)
+    harness.warn_unless(not remaining, "close", "no threads (other than daemons) and child processes left", remaining)

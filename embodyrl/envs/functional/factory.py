@@ -50,9 +50,9 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
                 "env=functional needs the package jax, which is not installed. Fix: pip install jax."
             )
         if multiprocessing.parent_process() is not None or "jax" in sys.modules:
-            return describe_here(cfg)
+            return describe_in_process(cfg)
         try:
-            return call_isolated(f"{__name__}:describe_here", cfg, kind=EnvSpec, timeout_s=_BUILD_S)
+            return call_isolated(f"{__name__}:describe_in_process", cfg, kind=EnvSpec, timeout_s=_BUILD_S)
         except NoAnswerError as error:
             raise EnvError(
                 f"env.id={cfg.id}: building the environment in a separate process failed: {error}."
@@ -66,7 +66,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
         return FunctionalSims(_build_spec(cfg, functions), functions, context.num_slots)
 
 
-def describe_here(cfg: FunctionalSettings) -> EnvSpec:
+def describe_in_process(cfg: FunctionalSettings) -> EnvSpec:
     """Build the environment's functions in this process and return its spec."""
     return _build_spec(cfg, _load(cfg))
 

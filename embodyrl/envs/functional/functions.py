@@ -100,7 +100,7 @@ class _GymnaxEnvironment:
         obs, state, reward, done, info = self._env.step_env(key, carry, action, self._params)
         self.info_keys = tuple(map(str, info))
         ended = done & self._env.is_terminal(state, self._params_without_limit)
-        return _build_result(state, obs, reward, ended, done & ~ended, _success(info, self._key))
+        return _build_result(state, obs, reward, ended, done & ~ended, _read_success(info, self._key))
 
 
 class _BraxEnvironment:
@@ -123,7 +123,7 @@ class _BraxEnvironment:
     def _read_state(self, state: Any) -> StepResult:
         info = {**(getattr(state, "info", None) or {}), **(getattr(state, "metrics", None) or {})}
         self.info_keys = tuple(map(str, info))
-        return _build_result(state, state.obs, state.reward, state.done, False, _success(info, self._key))
+        return _build_result(state, state.obs, state.reward, state.done, False, _read_success(info, self._key))
 
 
 def _build_result(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> StepResult:
@@ -136,7 +136,7 @@ def _build_result(carry: Any, obs: Any, reward: Any, terminated: Any, truncated:
     return StepResult(carry, jnp.asarray(obs, jnp.float32).reshape(-1), numbers, *flags)
 
 
-def _success(info: Mapping[str, Any], key: str | None) -> Any:
+def _read_success(info: Mapping[str, Any], key: str | None) -> Any:
     return False if key is None or key not in info else jnp.asarray(info[key]) > 0
 
 

@@ -16,7 +16,7 @@ from gymnasium.vector import VectorEnv
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.envs.gym.api import format_error, require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.mujoco_rendering import draw_without_display
+from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import closest, load, takes
 
@@ -53,11 +53,11 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
         MissingDependencyError: a required package is not installed.
         ConfigError: the constructor or a wrapper rejects its arguments, or does not return an environment.
     """
-    draw_without_display()
-    return create_named(cfg, kwargs, num_envs)[0]
+    select_headless_backend()
+    return create_with_suites(cfg, kwargs, num_envs)[0]
 
 
-def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
+def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
     """Build an environment (see `create`); also return the names of all environments if there are several."""
     env_id = str(cfg.id)
     environment, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))

@@ -60,9 +60,9 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims
 
-        probed = probe(cfg, pictures=context.pictures, described=context.described)
+        probed = probe(cfg, renders=context.pictures, known_spec=context.described)
         spec, build = build_spec(cfg, probed), partial(create, cfg, probed.kwargs)
-        if probed.vector:
+        if probed.is_vector:
             from embodyrl.envs.gym.vector_sims import VectorSims
 
             return VectorSims(cfg, spec, probed, build, context.num_slots)
@@ -71,7 +71,7 @@ class GymFactory(SimFactory[GymSettings]):
     def judge(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabelled goals with a single environment."""
         from embodyrl.envs.gym.create import create
-        from embodyrl.envs.gym.goals import GymGoals
+        from embodyrl.envs.gym.has_goals import GymGoals
 
         return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
 

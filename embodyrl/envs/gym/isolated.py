@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spec import describe_here
+from embodyrl.envs.gym.spec import describe_in_process
 from embodyrl.errors import EnvError
 from embodyrl.isolation import NoAnswerError, call_isolated, left_after
 from embodyrl.types import EnvSpec
@@ -16,16 +16,16 @@ _CLOSE_S = 1.0
 """Time limit for threads and child processes to end after `close`."""
 
 
-def describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
+def describe(cfg: GymSettings, renders: bool) -> EnvSpec:
     """Return the spec of an environment; a separate process computes it, unless this process has loaded the code.
 
     Raises:
         EnvError: the environment's first steps violate Gymnasium's interface, crash or hang.
     """
     if _is_loaded(cfg):
-        return describe_here(cfg, pictures)
+        return describe_in_process(cfg, renders)
     try:
-        return call_isolated(f"{__name__}:describe_and_check_close", cfg, pictures, kind=EnvSpec, timeout_s=_BUILD_S)
+        return call_isolated(f"{__name__}:describe_and_check_close", cfg, renders, kind=EnvSpec, timeout_s=_BUILD_S)
     except NoAnswerError as error:
         raise EnvError(
             f"env.id={cfg.id}: the test process, which builds, resets and steps the environment once, "
@@ -41,9 +41,9 @@ def _is_loaded(cfg: GymSettings) -> bool:
     return not module and "gymnasium" in sys.modules and name in sys.modules["gymnasium"].registry
 
 
-def describe_and_check_close(cfg: GymSettings, pictures: bool) -> EnvSpec:
+def describe_and_check_close(cfg: GymSettings, renders: bool) -> EnvSpec:
     """Return the spec of an environment, with a warning if threads or processes outlive its `close`."""
-    spec = describe_here(cfg, pictures)
+    spec = describe_in_process(cfg, renders)
     remaining = left_after(_CLOSE_S)
     warning = f"{remaining} did not end with the environment's close(); fix: stop threads and processes in close()"
     return replace(spec, warnings=(*spec.warnings, warning)) if remaining else spec

@@ -17,7 +17,7 @@ from embodyrl.envs.gym.api import begin_episode, format_error, require_step, to_
 from embodyrl.envs.gym.create import (
     STATISTICS_NOT_SAVED,
     builds_vector,
-    create_named,
+    create_with_suites,
     find_running_statistics,
     find_wrapper,
     takes_render_mode,
@@ -28,7 +28,7 @@ from embodyrl.envs.gym.properties import PROBED_S, Probe, get_max_probe_steps, m
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, copy_observation
 from embodyrl.envs.gym.vector_probe import probe_vector_steps
-from embodyrl.envs.mujoco_rendering import draw_without_display
+from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import EnvSpec
 
@@ -36,46 +36,47 @@ _MAX_OBSERVATIONS = 4
 """Maximum number of observations that the warnings compare."""
 
 
-def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
+def probe(cfg: GymSettings, *, renders: bool = True, known_spec: EnvSpec | None = None) -> Probe:
     """Build the environment, measure its properties, and close it.
 
     Args:
         cfg: settings of the environment.
-        pictures: True if `render` will be called; False: set no render mode, because some environments render each
+        renders: True if `render` will be called; False: set no render mode, because some environments render each
             step.
-        described: spec from an earlier probe, whose first steps are not repeated; None: reset and step the environment.
+        known_spec: spec from an earlier probe, whose first steps are not repeated; None: reset and step the
+            environment.
 
     Raises:
         EmbodyError: see `create`; or the environment's first steps violate Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
-    draw_without_display()
+    select_headless_backend()
     # Two environments are the minimum to check whether they can be reset separately.
-    env, suites = create_named(cfg, kwargs, 2 if builds_vector(cfg) else 1)
+    env, suites = create_with_suites(cfg, kwargs, 2 if builds_vector(cfg) else 1)
     close_warnings: list[str] = []
     with _close_at_end(cfg, env, close_warnings):
-        vector = isinstance(env, VectorEnv)
+        is_vector = isinstance(env, VectorEnv)
         modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
-        sets_render_mode = pictures and not vector and env.render_mode is None and "render_mode" not in kwargs
+        sets_render_mode = renders and not is_vector and env.render_mode is None and "render_mode" not in kwargs
         if sets_render_mode and "rgb_array" in modes and takes_render_mode(cfg):
             kwargs["render_mode"] = "rgb_array"
         try:
-            if described is not None:
-                probed = _get_described_fields(described)
+            if known_spec is not None:
+                probed = _get_known_fields(known_spec)
             else:
-                probed = probe_vector_steps(cfg, env) if vector else _probe_steps(cfg, env)
+                probed = probe_vector_steps(cfg, env) if is_vector else _probe_steps(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
             raise EnvError(f"env.id={cfg.id}: the first reset or step failed: {format_error(error)}.") from error
         result = Probe(
-            observation_space=env.single_observation_space if vector else env.observation_space,
-            action_space=env.single_action_space if vector else env.action_space,
-            max_episode_steps=_time_limit(cfg, env),
+            observation_space=env.single_observation_space if is_vector else env.observation_space,
+            action_space=env.single_action_space if is_vector else env.action_space,
+            max_episode_steps=_get_time_limit(cfg, env),
             kwargs=kwargs,
-            expert=not vector and env.has_wrapper_attr("expert_action"),
-            vector=vector,
-            draws="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not vector else ())),
+            has_expert=not is_vector and env.has_wrapper_attr("expert_action"),
+            is_vector=is_vector,
+            renders="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not is_vector else ())),
             warnings=(*probed.pop("warnings"), *_suite_warnings(cfg, suites), *_statistics_warnings(cfg, env)),
             **probed,
         )
@@ -96,19 +97,19 @@ def _close_at_end(cfg: GymSettings, env: Any, close_warnings: list[str]) -> Iter
             )
 
 
-def _get_described_fields(spec: EnvSpec) -> dict[str, Any]:
+def _get_known_fields(spec: EnvSpec) -> dict[str, Any]:
     """Reconstruct the result of `_probe_steps` from an earlier spec of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "success": spec.reward.success,
         "dense": spec.reward.dense,
         "warnings": (),
-        "goals": spec.goal is not None,
+        "has_goals": spec.goal is not None,
         "instruction": spec.tasks[0] if spec.text.instructed else None,
     }
 
 
-def _time_limit(cfg: GymSettings, env: Any) -> int:
+def _get_time_limit(cfg: GymSettings, env: Any) -> int:
     """Return the time limit in env steps of the environment or of a TimeLimit wrapper; 0: no limit."""
     limits = [env.spec.max_episode_steps] if env.spec is not None else []
     for name, arguments in cfg.wrapped:
@@ -155,7 +156,7 @@ def _probe_steps(cfg: GymSettings, env: Any) -> dict[str, Any]:
     return {
         **measure_success(infos, keys, rewards),
         "warnings": tuple(warnings),
-        "goals": goals,
+        "has_goals": goals,
         "instruction": instruction,
     }
 

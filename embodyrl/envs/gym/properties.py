@@ -33,18 +33,18 @@ class Probe:
     """Source of success (see `RewardSpec.success`)."""
     dense: bool
     """True if a step of the probed episode without success has a positive reward, and `info` has a success key."""
-    expert: bool
+    has_expert: bool
     """True if the environment or a wrapper has a method `expert_action`."""
-    vector: bool
+    is_vector: bool
     """True for a `gymnasium.vector.VectorEnv`, which contains all slots; `observation_space` and `action_space` are
     those of one slot."""
-    draws: bool
+    renders: bool
     """True if the environment supports the render mode `rgb_array`."""
     warnings: tuple[str, ...] = ()
     """Warnings about probable mistakes in the environment, found in the first steps."""
     instruction: str | None = None
     """Instruction of the first episode; None: no instruction."""
-    goals: bool = False
+    has_goals: bool = False
     """True if the environment can compute rewards for relabelled goals."""
 
 

@@ -14,7 +14,7 @@ from embodyrl.envs.gym.create import GL_FIX, AnyEnv
 from embodyrl.envs.gym.episode_info import get_final_step, get_success_keys, read_instruction, read_success
 from embodyrl.envs.gym.properties import Probe
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
+from embodyrl.envs.gym.spaces import ObservationWriter, make_action_converter, make_action_flattener
 from embodyrl.envs.simulators import PerSlot, SimStep, Simulators
 from embodyrl.errors import EnvError, NoImageError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
@@ -30,7 +30,7 @@ class GymSimulators(Simulators):
         self._cfg = cfg
         self._success_keys = get_success_keys(cfg)
         self._instructions: dict[int, str | None] = {}
-        self._native = native_actions(spec.name, probe.action_space)
+        self._convert_action = make_action_converter(spec.name, probe.action_space)
         self._writer = ObservationWriter(spec.name, probe.observation_space)
         self._observations: dict[int, Any] = {}
 
@@ -41,7 +41,7 @@ class GymSimulators(Simulators):
             EnvError: the environment has neither a render mode nor an image observation.
         """
         try:
-            frame = self._frame(slot)
+            frame = self._render_frame(slot)
         except GymnasiumError as error:
             raise NoImageError(
                 f"env '{self.spec.name}' cannot render: {error}. To record no video, set video=none."
@@ -73,7 +73,7 @@ class GymSimulators(Simulators):
         self._instructions[slot] = text
 
     @abstractmethod
-    def _frame(self, slot: int) -> Any:
+    def _render_frame(self, slot: int) -> Any:
         """Render a frame; return None without a render mode."""
 
 
@@ -82,7 +82,7 @@ class GymSims(GymSimulators, PerSlot):
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, probe: Probe, create: Callable[..., Any]) -> None:
         super().__init__(cfg, spec, probe)
-        self._flat = flat_actions(spec.name, probe.action_space)
+        self._flatten_action = make_action_flattener(spec.name, probe.action_space)
         self._create = create
         self._envs: dict[int, AnyEnv] = {}
         self._infos: dict[int, dict[str, Any]] = {}
@@ -100,7 +100,7 @@ class GymSims(GymSimulators, PerSlot):
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; read success from `info`."""
         name = self.spec.name
-        result = require_step(name, self._envs[slot].step(self._native(action)))
+        result = require_step(name, self._envs[slot].step(self._convert_action(action)))
         observation, reward, terminated, truncated, info = result
         terminated, truncated = to_bool(name, "terminated", terminated), to_bool(name, "truncated", truncated)
         if terminated or truncated:
@@ -119,7 +119,7 @@ class GymSims(GymSimulators, PerSlot):
 
     def expert(self, slot: int) -> FloatArray:
         """Return the action of the environment's own `expert_action()`."""
-        return self._flat(self._envs[slot].get_wrapper_attr("expert_action")())
+        return self._flatten_action(self._envs[slot].get_wrapper_attr("expert_action")())
 
     def info(self, slot: int) -> dict[str, Any]:
         """Return the environment's `info` of the last step."""
@@ -136,7 +136,7 @@ class GymSims(GymSimulators, PerSlot):
             except Exception as error:
                 log.warning("close() of env '%s' failed: %s", self.spec.name, format_error(error))
 
-    def _frame(self, slot: int) -> Any:
+    def _render_frame(self, slot: int) -> Any:
         env = self._envs[slot]
         frame = env.render() if env.render_mode == "rgb_array" else None
         if frame is None and env.render_mode == "rgb_array" and not self.spec.cameras.names:

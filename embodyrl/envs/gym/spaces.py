@@ -48,7 +48,7 @@ class ObservationWriter:
         cameras: list[str] = []
         sizes: set[tuple[int, int]] = set()
         self.state_dim = 0
-        for path, leaf in leaves(space, ()):
+        for path, leaf in iterate_leaves(space, ()):
             name = format_path(path)
             if is_text(leaf):
                 self.texts.append((name, path))
@@ -178,7 +178,7 @@ def _get_categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
     return None
 
 
-def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
+def convert_action_space(env_id: str, space: Space[Any]) -> ActionSpec:
     """Convert a Gymnasium action space to an ActionSpec.
 
     Raises:
@@ -204,7 +204,7 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
     )
 
 
-def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any]:
+def make_action_converter(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any]:
     """Return a function that converts an action [A] to the argument of `step`; floats are clipped to the box.
 
     The function raises EnvError for a category that does not exist.
@@ -240,8 +240,8 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
     return convert_single
 
 
-def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
-    """Return the inverse of `native_actions`, which is a function that raises EnvError for invalid actions."""
+def make_action_flattener(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
+    """Return the inverse of `make_action_converter`, which is a function that raises EnvError for invalid actions."""
     categories = _get_categories(space)
     starts = 0 if categories is None else categories[1]
 
@@ -254,14 +254,14 @@ def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
     return convert
 
 
-def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
+def iterate_leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
     """Yield (path, space) of each leaf of nested Dict and Tuple spaces."""
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
-            yield from leaves(part, (*path, key))
+            yield from iterate_leaves(part, (*path, key))
     elif isinstance(space, spaces.Tuple):
         for index, part in enumerate(space.spaces):
-            yield from leaves(part, (*path, index))
+            yield from iterate_leaves(part, (*path, index))
     else:
         yield path, space
 

@@ -26,16 +26,16 @@ SEEDS = 100_000
 """Number of reset ids; each reset id is the seed of an episode."""
 
 
-def describe_here(cfg: GymSettings, pictures: bool) -> EnvSpec:
+def describe_in_process(cfg: GymSettings, renders: bool) -> EnvSpec:
     """Return the environment's spec, measured in this process (see `GymFactory.describe`)."""
     from embodyrl.envs.gym.probe import probe
 
-    return build_spec(cfg, probe(cfg, pictures=pictures))
+    return build_spec(cfg, probe(cfg, renders=renders))
 
 
 def build_spec(cfg: GymSettings, probe: Probe) -> EnvSpec:
     """Return the spec of an environment with the properties `probe`."""
-    from embodyrl.envs.gym.spaces import ACHIEVED, DESIRED, MIN_TEXT_BYTES, ObservationWriter, action_space
+    from embodyrl.envs.gym.spaces import ACHIEVED, DESIRED, MIN_TEXT_BYTES, ObservationWriter, convert_action_space
 
     env_id = cfg.id
     assert env_id is not None, "validate first"
@@ -43,7 +43,7 @@ def build_spec(cfg: GymSettings, probe: Probe) -> EnvSpec:
     has_fixed_instruction = cfg.instruction is not None or probe.instruction is None
     return EnvSpec(
         name=env_id,
-        action=_add_controls(cfg, action_space(env_id, probe.action_space)),
+        action=_add_controls(cfg, convert_action_space(env_id, probe.action_space)),
         tasks=(probe.instruction or env_id,),
         text=TextSpec(
             instructed=probe.instruction is not None,
@@ -56,10 +56,12 @@ def build_spec(cfg: GymSettings, probe: Probe) -> EnvSpec:
         cameras=CameraSpec(names=writer.cameras, size=writer.image_size, grey=writer.grey),
         state_dim=writer.state_dim,
         max_episode_steps=probe.max_episode_steps or cfg.longest_episode,
-        goal=GoalSpec(achieved=writer.columns(ACHIEVED), desired=writer.columns(DESIRED)) if probe.goals else None,
-        simulator=SimulatorSpec(may_truncate=True, lockstep=probe.vector, renders=probe.draws or bool(writer.cameras)),
+        goal=GoalSpec(achieved=writer.columns(ACHIEVED), desired=writer.columns(DESIRED)) if probe.has_goals else None,
+        simulator=SimulatorSpec(
+            may_truncate=True, lockstep=probe.is_vector, renders=probe.renders or bool(writer.cameras)
+        ),
         reward=RewardSpec(reports_success=probe.reports_success, success=probe.success, dense=probe.dense),
-        expert=ExpertSpec(tasks=(0,) if probe.expert else ()),
+        expert=ExpertSpec(tasks=(0,) if probe.has_expert else ()),
         warnings=probe.warnings,
     )
 

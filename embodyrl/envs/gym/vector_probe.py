@@ -17,7 +17,7 @@ from embodyrl.envs.gym.api import format_error, require_step, reset_env
 from embodyrl.envs.gym.episode_info import get_success_keys, has_success_key, read_instruction
 from embodyrl.envs.gym.properties import PROBED_S, get_max_probe_steps, measure_success
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spaces import ObservationWriter, get_member, leaves
+from embodyrl.envs.gym.spaces import ObservationWriter, get_member, iterate_leaves
 from embodyrl.envs.gym.vector_sims import get_autoreset_mode, get_slot_info
 from embodyrl.errors import ConfigError
 
@@ -97,5 +97,5 @@ def _get_first(env: Any, batch: Any) -> Any:
 def _get_observation_bytes(env: Any, batch: Any) -> list[bytes]:
     """Return each environment's observation as bytes, for comparison."""
     rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
-    paths = [path for path, _ in leaves(env.single_observation_space, ())]
+    paths = [path for path, _ in iterate_leaves(env.single_observation_space, ())]
     return [b"".join(np.asarray(get_member(row, path)).tobytes() for path in paths) for row in rows]

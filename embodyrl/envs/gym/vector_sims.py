@@ -35,7 +35,7 @@ class VectorSims(GymSimulators):
         self._batch_info: dict[str, Any] = {}
         self._ended_slots: set[int] = set()
         """Slots whose episodes ended in the last step."""
-        self._actions = [self._native(np.zeros(spec.action.dim, np.float32))] * num_slots
+        self._actions = [self._convert_action(np.zeros(spec.action.dim, np.float32))] * num_slots
         # All slots: slots without an episode are stepped with the others.
         self._store(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
@@ -54,7 +54,7 @@ class VectorSims(GymSimulators):
         """Step the whole batch; slots without an action repeat their last action."""
         active_slots = slots.tolist()
         for slot, action in zip(active_slots, actions, strict=True):
-            self._actions[slot] = self._native(action)
+            self._actions[slot] = self._convert_action(action)
         if self._ended_slots and self._mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
             # The batch rejects steps after the end of an episode. Reset here, not earlier: the final observation is
             # read first.
@@ -123,7 +123,7 @@ class VectorSims(GymSimulators):
         if not self._vector.closed:
             self._vector.close()
 
-    def _frame(self, slot: int) -> Any:
+    def _render_frame(self, slot: int) -> Any:
         return self._vector.render()[slot] if self._vector.render_mode == "rgb_array" else None
 
     def _restart(self, seeds: Mapping[int, int]) -> tuple[Any, dict[str, Any]]:

@@ -13,7 +13,7 @@ from embodyrl.envs.maniskill.settings import (
     ManiSkillSettings,
     ObsMode,
     SimBackend,
-    instruction,
+    get_instruction,
 )
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.sim_checks import camera_problems
@@ -129,7 +129,7 @@ def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
             low=description.action_low,
             high=description.action_high,
         ),
-        tasks=(instruction(name),),
+        tasks=(get_instruction(name),),
         states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
         cameras=CameraSpec(names=cameras, size=(height, width) if cameras else (0, 0)),
         state_dim=description.state_dim,

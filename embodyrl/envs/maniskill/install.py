@@ -26,13 +26,13 @@ GPU_VULKAN_FIX = (
 )
 PHYSX = "libPhysXGpu_64.so"
 
-_FETCH_S = 900.0
+_DOWNLOAD_S = 900.0
 
-_START_RENDERER = "import sys, sapien; sapien.render.RenderSystem(sapien.Device(sys.argv[1]))"
+_RENDERER_SCRIPT = "import sys, sapien; sapien.render.RenderSystem(sapien.Device(sys.argv[1]))"
 
-_FIND_PHYSX = "from sapien import physx; print(physx.version())"
+_PHYSX_VERSION_SCRIPT = "from sapien import physx; print(physx.version())"
 
-FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
+DOWNLOAD_PHYSX_SCRIPT = "from sapien import physx; physx.enable_gpu()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,32 +55,32 @@ class Description:
     batch."""
 
 
-def vulkan_problem(device: str) -> str | None:
+def find_vulkan_problem(device: str) -> str | None:
     """Start SAPIEN's renderer on a device (cpu or cuda); return the error message, or None on success.
 
     Rendering on the CPU uses the software driver, even if the driver of a GPU is broken.
     """
-    done = run_isolated(_START_RENDERER, arguments=(device,))
+    done = run_isolated(_RENDERER_SCRIPT, arguments=(device,))
     return None if done.code == 0 else done.reason
 
 
-def physx_file() -> Path:
+def get_physx_path() -> Path:
     """Return the path to which SAPIEN downloads the GPU library of PhysX."""
-    result = run_isolated(_FIND_PHYSX)
+    result = run_isolated(_PHYSX_VERSION_SCRIPT)
     version = result.output.strip() if result.code == 0 else "VERSION"
     return Path.home() / ".sapien" / "physx" / version / PHYSX
 
 
-def fetch_physx() -> None:
+def download_physx() -> None:
     """Download the GPU library of PhysX through SAPIEN, with a timeout and a message.
 
     Raises:
         MissingDependencyError: PhysX cannot be downloaded or loaded; the message names the file to copy.
     """
-    file = physx_file()
+    file = get_physx_path()
     if not file.is_file():
         sys.stderr.write(f"SAPIEN downloads PhysX for GPUs into {file.parent}, which may take minutes ...\n")
-    done = run_isolated(FETCH_PHYSX, timeout_s=_FETCH_S)
+    done = run_isolated(DOWNLOAD_PHYSX_SCRIPT, timeout_s=_DOWNLOAD_S)
     if done.code != 0:
         raise MissingDependencyError(
             f"env.sim_backend=gpu: SAPIEN cannot load PhysX for GPUs: {done.reason}. Fix: on a host without "
@@ -99,7 +99,7 @@ def describe_in_subprocess(cfg: ManiSkillSettings) -> Description:
     if importlib.util.find_spec("mani_skill") is None or importlib.util.find_spec("sapien") is None:
         raise MissingDependencyError(f"ManiSkill is not installed. Fix: {INSTALL}")
     if cfg.sim_backend is SimBackend.gpu and visible_gpus():
-        fetch_physx()
+        download_physx()
     task = {name: to_builtin(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
     return _describe_cached(json.dumps(task))
 

@@ -62,7 +62,7 @@ EXPERT_TASKS = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
 """Tasks with a scripted expert, whose actions are those of control mode `EE_DELTA_POSE`."""
 
 
-def instruction(env_id: str) -> str:
+def get_instruction(env_id: str) -> str:
     """Return the language instruction of a task, derived from the id if `tasks.toml` has no entry."""
     name = env_id.split("-v")[0]
     return _TASKS["instructions"].get(env_id) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-_]", " ", name).lower()

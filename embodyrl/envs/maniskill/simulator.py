@@ -16,7 +16,7 @@ import torch
 
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, Description
 from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, HAND_CAMERA, ManiSkillSettings, ObsMode, SimBackend
-from embodyrl.envs.meshes import decimate, small_copy, weld
+from embodyrl.envs.meshes import decimate, merge_vertices, small_copy
 from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import closest
@@ -56,7 +56,7 @@ def _reduce_mesh(path: Path) -> bytes:
         uv, faces = getattr(part.visual, "uv", None), np.asarray(part.faces)
         textured = uv is not None and len(uv) == len(part.vertices)
         texture = (np.asarray(uv, np.float32), faces) if textured else None
-        mesh = weld(np.asarray(part.vertices, np.float32), faces, texture)
+        mesh = merge_vertices(np.asarray(part.vertices, np.float32), faces, texture)
         reduced = decimate(mesh, MAX_FACES)
         visual = TextureVisuals(
             uv=reduced.texcoord if textured else None, material=getattr(part.visual, "material", None)

@@ -98,20 +98,20 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         sim.BOX_POSE[0] = self._sample(seed)
         self._last_observation = self._env.reset().observation
         self._expert.reset()
-        return self._observation(), {"is_success": False}
+        return self._build_observation(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute one action [14] of joint targets; success or an unstable simulation ends the episode."""
         try:
             _, reward, _, self._last_observation = self._env.step(action)
         except PhysicsError:  # arms that are pressed together; the last observation remains
-            return self._observation(), 0.0, True, False, {"is_success": False}
+            return self._build_observation(), 0.0, True, False, {"is_success": False}
         success = reward == self._env.task.max_reward
-        return self._observation(), float(reward or 0), success, False, {"is_success": success}
+        return self._build_observation(), float(reward or 0), success, False, {"is_success": success}
 
     def render(self) -> np.ndarray:
         """Return an image of the camera `top`, [480, 640, 3] uint8."""
-        return self._image("top", (480, 640))
+        return self._render_image("top", (480, 640))
 
     def close(self) -> None:
         """Free the renderers; idempotent."""
@@ -125,7 +125,7 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         low, high = ([*bounds[:6], gripper, *bounds[8:14], gripper] for bounds, gripper in ((low, 0.0), (high, 1.0)))
         return spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
 
-    def _image(self, camera: str, size: tuple[int, int]) -> np.ndarray:
+    def _render_image(self, camera: str, size: tuple[int, int]) -> np.ndarray:
         # The package's renderer keeps a thread, and prints errors when the process exits; the pixels are equal.
         physics = self._env.physics
         if size not in self._renderers:
@@ -134,8 +134,8 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         renderer.update_scene(physics.data.ptr, camera=camera)
         return renderer.render()
 
-    def _observation(self) -> dict[str, Any]:
+    def _build_observation(self) -> dict[str, Any]:
         joints = self._last_observation["qpos"]
         if self._camera is None:
             return {"agent_pos": joints, "env_state": self._last_observation["env_state"]}
-        return {"agent_pos": joints, "pixels": {self._camera: self._image(self._camera, self._size)}}
+        return {"agent_pos": joints, "pixels": {self._camera: self._render_image(self._camera, self._size)}}

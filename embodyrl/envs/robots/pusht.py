@@ -106,14 +106,14 @@ class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment; return the observation in the block's frame."""
         _, info = self.env.reset(seed=seed, options=options)
-        return self._observation(), info
+        return self._build_observation(), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Execute a displacement [2] in the block's frame."""
         agent, rotation_matrix = self._get_agent()
         target = np.clip(agent + rotation_matrix @ np.asarray(action, np.float64), 0.0, 512.0).astype(np.float32)
         _, reward, terminated, truncated, info = self.env.step(target)
-        return self._observation(), reward, terminated, truncated, info
+        return self._build_observation(), reward, terminated, truncated, info
 
     def expert_action(self) -> FloatArray:
         """Return the expert's displacement [2] in the block's frame."""
@@ -126,7 +126,7 @@ class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
         state: Any = self.env.unwrapped
         return np.array(state.agent.position), rotation(np.array(state.block.angle))
 
-    def _observation(self) -> DoubleArray:
+    def _build_observation(self) -> DoubleArray:
         state: Any = self.env.unwrapped
         (agent, rotation_matrix), block, goal = self._get_agent(), np.array(state.block.position), state.goal_pose
         angle = goal[2] - state.block.angle

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-STATE = ("robot0_joint_pos", "robot0_joint_vel", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
+STATE_KEYS = ("robot0_joint_pos", "robot0_joint_vel", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 CLOSED, OPEN = 1.0, -1.0
 _REACH = 0.05
 """Displacement of the gripper in metres for an action of 1."""
@@ -65,7 +65,7 @@ class Task:
         low, high = self._env.action_spec
         self._observation_dict = self._env.reset()
         return {
-            "state": len(self._state()),
+            "state": len(self._read_state()),
             "low": low.tolist(),
             "high": high.tolist(),
             "expert": self._expert is not None,
@@ -76,12 +76,12 @@ class Task:
         # Samplers of robots and objects share this generator.
         self._env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
         self._observation_dict = self._env.reset()
-        return self._observation()
+        return self._pack_observation()
 
     def step(self, action: list[float]) -> Any:
         """Execute one action; return the observation, the reward and the success."""
         self._observation_dict, reward, _, _ = self._env.step(np.array(action))
-        return self._observation(), float(reward), bool(self._env._check_success())
+        return self._pack_observation(), float(reward), bool(self._env._check_success())
 
     def expert(self) -> Any:
         """Return the action of the scripted expert."""
@@ -90,30 +90,30 @@ class Task:
 
     def render(self) -> Any:
         """Return an image of the front camera, [256, 256, 3]."""
-        return pack_array(self._image("agentview", (256, 256)))
+        return pack_array(self._render_image("agentview", (256, 256)))
 
-    def _image(self, camera: str, size: tuple[int, int]) -> Any:
+    def _render_image(self, camera: str, size: tuple[int, int]) -> Any:
         height, width = size
         # OpenGL's first row is the lowest.
         return self._env.sim.render(camera_name=camera, height=height, width=width)[::-1]
 
-    def _state(self) -> Any:
-        names = STATE if self._camera else (*STATE, "object-state")
+    def _read_state(self) -> Any:
+        names = STATE_KEYS if self._camera else (*STATE_KEYS, "object-state")
         return np.concatenate([np.atleast_1d(self._observation_dict[name]) for name in names])
 
-    def _observation(self) -> Any:
-        image = None if self._camera is None else pack_array(self._image(self._camera, self._size))
-        return pack_array(self._state()), image
+    def _pack_observation(self) -> Any:
+        image = None if self._camera is None else pack_array(self._render_image(self._camera, self._size))
+        return pack_array(self._read_state()), image
 
 
-def lift(observation: Any) -> Any:
+def compute_lift_action(observation: Any) -> Any:
     """Return the action of the Lift expert: grasp the cube, then lift it."""
     if is_holding(observation, observation["cube_pos"]):
-        return motion((0.0, 0.0, _ABOVE), CLOSED)
-    return grasp(observation, observation["cube_pos"])
+        return build_action((0.0, 0.0, _ABOVE), CLOSED)
+    return approach_and_grasp(observation, observation["cube_pos"])
 
 
-def stack(observation: Any) -> Any:
+def compute_stack_action(observation: Any) -> Any:
     """Return the action of the Stack expert: grasp cube A, then put it on cube B."""
     cube, base = observation["cubeA_pos"], observation["cubeB_pos"]
     offset = base - cube + np.array([0.0, 0.0, 0.045])
@@ -121,38 +121,38 @@ def stack(observation: Any) -> Any:
     if lateral_distance < 0.02 and abs(offset[2]) < 0.008:
         # Rise once the fingers are open.
         is_open = np.abs(observation["robot0_gripper_qpos"]).sum() > _GRASP_WIDTH
-        return motion((0.0, 0.0, _ABOVE if is_open else 0.0), OPEN)
+        return build_action((0.0, 0.0, _ABOVE if is_open else 0.0), OPEN)
     if not is_holding(observation, cube):
-        return grasp(observation, cube)
+        return approach_and_grasp(observation, cube)
     # Up, across, then down.
     descends, is_low = lateral_distance < 0.01, offset[2] < -0.6 * _ABOVE
     height = offset[2] if descends else offset[2] + _ABOVE
-    return motion((*(offset[:2] if descends or is_low else (0.0, 0.0)), height), CLOSED)
+    return build_action((*(offset[:2] if descends or is_low else (0.0, 0.0)), height), CLOSED)
 
 
-def door(observation: Any) -> Any:
+def compute_door_action(observation: Any) -> Any:
     """Return the action of the Door expert: grasp the handle from the front, turn it down, then pull the door."""
     offset = observation["handle_pos"] - observation["robot0_eef_pos"]
     width = np.abs(observation["robot0_gripper_qpos"]).sum()
-    angle = tilt(observation["robot0_eef_quat"]) - _TILT
+    angle = get_tilt(observation["robot0_eef_quat"]) - _TILT
     turn = np.array([angle, 0.0, 0.0])
     distance = np.linalg.norm(offset)
     if distance < _HANDLE_NEAR and width < _HANDLE_WIDTH:
         handle_angle = float(observation["handle_qpos"])
         if handle_angle > _UNLOCKED or observation["hinge_qpos"] > 0.02:
-            return motion((offset[0], 0.05, offset[2]), CLOSED)
+            return build_action((offset[0], 0.05, offset[2]), CLOSED)
         # Tangent of the arc on which the handle moves.
-        return motion(offset + 0.05 * np.array([np.sin(handle_angle), 0.0, -np.cos(handle_angle)]), CLOSED)
+        return build_action(offset + 0.05 * np.array([np.sin(handle_angle), 0.0, -np.cos(handle_angle)]), CLOSED)
     if distance < 0.012:
-        return motion((0.0, 0.0, 0.0), CLOSED, turn)
+        return build_action((0.0, 0.0, 0.0), CLOSED, turn)
     if abs(angle) > 0.2:
-        return motion((offset[0], 0.0, offset[2]), OPEN, turn)
+        return build_action((offset[0], 0.0, offset[2]), OPEN, turn)
     lateral_distance = np.linalg.norm(offset[[0, 2]])
     approaches = lateral_distance < 0.01 or (lateral_distance < 0.02 and offset[1] > -0.05)
-    return motion((offset[0], offset[1] if approaches else offset[1] + 0.12, offset[2]), OPEN, turn)
+    return build_action((offset[0], offset[1] if approaches else offset[1] + 0.12, offset[2]), OPEN, turn)
 
 
-def tilt(quaternion: Any) -> float:
+def get_tilt(quaternion: Any) -> float:
     """Return the angle in rad of the gripper about the x axis; 0: it points down. Quaternion: x, y, z, w."""
     x, y, z, w = quaternion
     return float(np.arctan2(2 * (x * w - y * z), 2 * (x * x + y * y) - 1))
@@ -165,25 +165,25 @@ def is_holding(observation: Any, cube: Any) -> bool:
     return bool(np.linalg.norm(observation["robot0_eef_pos"] - cube) < 0.02 and width < _GRASP_WIDTH and is_still)
 
 
-def grasp(observation: Any, cube: Any) -> Any:
+def approach_and_grasp(observation: Any, cube: Any) -> Any:
     """Return an action that approaches the cube from above or, at the cube, closes the fingers."""
     offset = cube - observation["robot0_eef_pos"]
     lateral_distance = np.linalg.norm(offset[:2])
     if lateral_distance < 0.01 and abs(offset[2]) < 0.01:
-        return motion((0.0, 0.0, 0.0), CLOSED)
+        return build_action((0.0, 0.0, 0.0), CLOSED)
     descends = lateral_distance < 0.015 or (lateral_distance < 0.03 and offset[2] > -0.03)
     height = offset[2] if descends else offset[2] + _ABOVE
-    return motion((offset[0], offset[1], height), OPEN)
+    return build_action((offset[0], offset[1], height), OPEN)
 
 
-def motion(offset: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
+def build_action(offset: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
     """Return the action that moves the gripper by `offset` [3] in metres, and rotates it by the vector `turn` [3]."""
     # The controller lags behind, so that small actions do not move the arm.
     moves = np.clip(_GAIN * np.array(offset) / _REACH, -1.0, 1.0), np.clip(np.array(turn) / _TURN, -1.0, 1.0)
     return np.array([*np.concatenate(moves), gripper], np.float32)
 
 
-_EXPERTS = {"Lift": lift, "Stack": stack, "Door": door}
+_EXPERTS = {"Lift": compute_lift_action, "Stack": compute_stack_action, "Door": compute_door_action}
 
 
 def serve(pipe: Any) -> None:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from embodyrl.envs.simulators import PerSlot, SimStep
-from embodyrl.envs.tabletop.views import FRONT, WRIST, draw_front, draw_wrist
+from embodyrl.envs.tabletop.views import FRONT, WRIST, render_front, render_wrist
 from embodyrl.envs.tabletop.world import (
     GRASP_HEIGHT,
     PUSH_HEIGHT,
@@ -18,7 +18,7 @@ from embodyrl.envs.tabletop.world import (
     Point,
     Skill,
     World,
-    new_world,
+    create_world,
 )
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
@@ -40,7 +40,7 @@ def expert_action(world: World) -> FloatArray:
     if world.success():
         command = 0.0, 0.0, TRAVEL_HEIGHT - world.z, CLOSED if world.closed and world.held is None else OPEN
     else:
-        command = {Skill.touch: _touch, Skill.push: _push, Skill.put: _put}[world.task.skill](world)
+        command = {Skill.touch: _plan_touch, Skill.push: _plan_push, Skill.put: _plan_put}[world.task.skill](world)
     dx, dy, dz, gripper = command
     action = np.zeros(7, np.float32)
     action[:3] = np.clip(np.array((dx, dy, dz)) / STEP, -1.0, 1.0)
@@ -48,11 +48,11 @@ def expert_action(world: World) -> FloatArray:
     return action
 
 
-def _touch(world: World) -> Command:
+def _plan_touch(world: World) -> Command:
     return _descend_to(world, world.blocks[world.task.block], OPEN)
 
 
-def _put(world: World) -> Command:
+def _plan_put(world: World) -> Command:
     block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
     if world.held == world.task.block:
         is_low = world.z < GRASP_HEIGHT and world.distance(plate) < _DESCENT_RADIUS
@@ -63,7 +63,7 @@ def _put(world: World) -> Command:
     return (0.0, 0.0, 0.0, CLOSED) if is_low else _descend_to(world, block, OPEN)
 
 
-def _push(world: World) -> Command:
+def _plan_push(world: World) -> Command:
     block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
     if world.held is not None:
         return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
@@ -125,7 +125,7 @@ class TabletopSims(PerSlot):
         task, _ = self.spec.task_of(reset_id)
         # The same tables in every variation: reset ids of other suites are offset.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
-        self._worlds[slot] = new_world(TASKS[task % len(TASKS)], table, get_axis(self.spec.suite_of(task)))
+        self._worlds[slot] = create_world(TASKS[task % len(TASKS)], table, get_axis(self.spec.suite_of(task)))
         self.note_start(slot, solved=self._worlds[slot].success())
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
@@ -152,10 +152,10 @@ class TabletopSims(PerSlot):
         """Write the camera images and proprioception [4] into the arrays of `out`."""
         world = self._worlds[slot]
         for image, camera in zip(out.images, self.spec.cameras.names, strict=True):
-            image[...] = (draw_front if camera == FRONT else draw_wrist)(world, len(image))
+            image[...] = (render_front if camera == FRONT else render_wrist)(world, len(image))
         out.state[:] = world.x, world.y, world.z, float(not world.closed)
 
     def render(self, slot: int) -> ByteArray:
         """Return a frame [P, 2P, 3]: front view and wrist view side by side."""
         world = self._worlds[slot]
-        return np.concatenate([draw_front(world, FRAME_SIZE), draw_wrist(world, FRAME_SIZE)], axis=1)
+        return np.concatenate([render_front(world, FRAME_SIZE), render_wrist(world, FRAME_SIZE)], axis=1)

@@ -24,15 +24,15 @@ _PLATE_RGB: tuple[tuple[Colour, ...], ...] = (
     ((246, 200, 52), (150, 84, 186), (250, 248, 244)),
     ((226, 216, 116), (104, 48, 150), (216, 222, 228)),
 )
-_STEEL: Colour = (66, 70, 78)
-_FINGER: Colour = (40, 42, 48)
-_LAMP_OPEN: Colour = (236, 242, 246)
-_LAMP_CLOSED: Colour = (255, 176, 0)
+_STEEL_RGB: Colour = (66, 70, 78)
+_FINGER_RGB: Colour = (40, 42, 48)
+_LAMP_OPEN_RGB: Colour = (236, 242, 246)
+_LAMP_CLOSED_RGB: Colour = (255, 176, 0)
 """Colour of the gripper's lamp when the gripper is closed; no block has this colour."""
-_SHADOW: Colour = (52, 38, 28)
-_WALL = np.array((222, 228, 232), np.float32)
-_WOOD = np.array((192, 164, 130), np.float32)
-_TABLE_EDGE = np.array((134, 108, 82), np.float32)
+_SHADOW_RGB: Colour = (52, 38, 28)
+_WALL_RGB = np.array((222, 228, 232), np.float32)
+_WOOD_RGB = np.array((192, 164, 130), np.float32)
+_TABLE_EDGE_RGB = np.array((134, 108, 82), np.float32)
 
 _Y_SCALE = 0.82
 """Image rows per metre in y, relative to columns per metre in x, in the front view (sine of the camera angle)."""
@@ -40,14 +40,14 @@ _Z_SCALE = 0.57
 """Image rows per metre in z, relative to columns per metre in x, in the front view (cosine of the camera angle)."""
 _FRONT_WIDTH = 0.72
 _FRONT_BOTTOM = -0.32
-_TABLE = REACH + 0.02
+_TABLE_HALF_WIDTH = REACH + 0.02
 _TEXELS_PER_M = 800
-_TEXTURE_HALF = 0.6
+_TEXTURE_HALF_WIDTH = 0.6
 
 _WRIST_LOW, _WRIST_RISE = 0.12, 0.9
 """Half width in metres of the wrist view at height 0, and its increase per metre of height."""
 
-_FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
+_FINGER_OPEN, _FINGER_HOLDING, _FINGER_CLOSED = 0.046, 0.035, 0.008
 """Distance in metres between each finger and the middle of the gripper: open, closed around a block, fully closed."""
 
 
@@ -114,7 +114,7 @@ class _Canvas:
         window += (np.array(colour, np.float32) - window) * cover[:, :, None]  # in place: a view of the image
 
 
-def draw_front(world: World, size: int) -> ByteArray:
+def render_front(world: World, size: int) -> ByteArray:
     """Render the front view [size, size, 3] uint8; the near edge of the table is at the bottom."""
     canvas = _Canvas(
         _get_front_background(size).copy(), size / _FRONT_WIDTH, -_FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH
@@ -126,9 +126,15 @@ def draw_front(world: World, size: int) -> ByteArray:
         shift = 0.012 + 0.4 * z
         half = BLOCK_SIDE / 2
         canvas.box(
-            x + shift, (y - 0.3 * shift) * _Y_SCALE, half, half * _Y_SCALE, _SHADOW, blur=0.02 + 0.2 * z, strength=0.45
+            x + shift,
+            (y - 0.3 * shift) * _Y_SCALE,
+            half,
+            half * _Y_SCALE,
+            _SHADOW_RGB,
+            blur=0.02 + 0.2 * z,
+            strength=0.45,
         )
-    canvas.box(world.x, world.y * _Y_SCALE, 0.045, 0.02, _SHADOW, blur=0.02 + 0.15 * world.z, strength=0.5)
+    canvas.box(world.x, world.y * _Y_SCALE, 0.045, 0.02, _SHADOW_RGB, blur=0.02 + 0.15 * world.z, strength=0.5)
     # Painter's order, far objects first; the gripper is painted with the block that it could hold.
     objects = [(y, index) for index, (_, y) in enumerate(world.blocks)]
     objects.append((world.y - 0.005, -1))
@@ -140,7 +146,7 @@ def draw_front(world: World, size: int) -> ByteArray:
     return canvas.to_uint8()
 
 
-def draw_wrist(world: World, size: int) -> ByteArray:
+def render_wrist(world: World, size: int) -> ByteArray:
     """Render the wrist view [size, size, 3] uint8, centred on the gripper; the view widens with height."""
     half = _WRIST_LOW + _WRIST_RISE * world.z
     canvas = _Canvas(_crop_texture(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
@@ -151,7 +157,7 @@ def draw_wrist(world: World, size: int) -> ByteArray:
     side = BLOCK_SIDE / 2
     for index, (x, y) in enumerate(world.blocks):
         if index != world.held and max(abs(x - world.x), abs(y - world.y)) < half + BLOCK_SIDE:
-            canvas.box(x + 0.012, y - 0.006, side, side, _SHADOW, blur=0.02, strength=0.45)
+            canvas.box(x + 0.012, y - 0.006, side, side, _SHADOW_RGB, blur=0.02, strength=0.45)
             canvas.box(x, y, side, side, _scale_colour(_BLOCK_RGB[world.palette][index], 0.75))
             canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][index])
     # Fingers and a held block move with the camera, so their size in the image is constant.
@@ -161,13 +167,13 @@ def draw_wrist(world: World, size: int) -> ByteArray:
         hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][world.held])
     finger_distance = _get_finger_distance(world)
     for sign in (-1.0, 1.0):
-        hand.box(sign * finger_distance, 0.0, 0.007, 0.022, _FINGER)
-        hand.box(sign * finger_distance, 0.0, 0.0035, 0.018, _LAMP_CLOSED if world.closed else _LAMP_OPEN)
+        hand.box(sign * finger_distance, 0.0, 0.007, 0.022, _FINGER_RGB)
+        hand.box(sign * finger_distance, 0.0, 0.0035, 0.018, _LAMP_CLOSED_RGB if world.closed else _LAMP_OPEN_RGB)
     return canvas.to_uint8()
 
 
 def _draw_front_plate(canvas: _Canvas, u: float, v: float, colour: Colour) -> None:
-    canvas.disc(u + 0.008, v - 0.006, PLATE_RADIUS, _Y_SCALE, _scale_colour(tuple(_WOOD.tolist()), 0.72))
+    canvas.disc(u + 0.008, v - 0.006, PLATE_RADIUS, _Y_SCALE, _scale_colour(tuple(_WOOD_RGB.tolist()), 0.72))
     canvas.disc(u, v, PLATE_RADIUS, _Y_SCALE, _scale_colour(colour, 0.8))
     canvas.disc(u, v + 0.001, PLATE_RADIUS * 0.82, _Y_SCALE, colour)
 
@@ -185,24 +191,24 @@ def _draw_front_gripper(canvas: _Canvas, world: World) -> None:
     finger_distance = _get_finger_distance(world)
     finger_length = 0.075 * _Z_SCALE
     palm = v + 2 * finger_length
-    canvas.box(world.x, palm + 0.06, 0.012, 0.05, _scale_colour(_STEEL, 1.5))
+    canvas.box(world.x, palm + 0.06, 0.012, 0.05, _scale_colour(_STEEL_RGB, 1.5))
     for sign in (-1.0, 1.0):
-        canvas.box(world.x + sign * finger_distance, v + finger_length, 0.0065, finger_length, _FINGER)
+        canvas.box(world.x + sign * finger_distance, v + finger_length, 0.0065, finger_length, _FINGER_RGB)
         canvas.box(
             world.x + sign * (finger_distance - 0.002),
             v + finger_length,
             0.0015,
             finger_length,
-            _scale_colour(_FINGER, 2.0),
+            _scale_colour(_FINGER_RGB, 2.0),
         )
-    canvas.box(world.x, palm, 0.054, 0.014, _STEEL)
-    canvas.box(world.x, palm + 0.002, 0.03, 0.006, _LAMP_CLOSED if world.closed else _LAMP_OPEN)
+    canvas.box(world.x, palm, 0.054, 0.014, _STEEL_RGB)
+    canvas.box(world.x, palm + 0.002, 0.03, 0.006, _LAMP_CLOSED_RGB if world.closed else _LAMP_OPEN_RGB)
 
 
 def _get_finger_distance(world: World) -> float:
     if not world.closed:
         return _FINGER_OPEN
-    return _FINGER_SHUT if world.held is None else _FINGER_HOLDING
+    return _FINGER_CLOSED if world.held is None else _FINGER_HOLDING
 
 
 def _get_pixel_slice(centre: float, half: float, size: int) -> slice:
@@ -219,8 +225,8 @@ def _scale_colour(colour: Colour, factor: float) -> Colour:
 @lru_cache(maxsize=1)
 def _get_texture() -> ByteArray:
     """Return a top view [rows, columns, 3] of the table and the floor; the first row is the far end."""
-    count = int(2 * _TEXTURE_HALF * _TEXELS_PER_M)
-    axis = (np.arange(count, dtype=np.float32) + 0.5) / _TEXELS_PER_M - _TEXTURE_HALF
+    count = int(2 * _TEXTURE_HALF_WIDTH * _TEXELS_PER_M)
+    axis = (np.arange(count, dtype=np.float32) + 0.5) / _TEXELS_PER_M - _TEXTURE_HALF_WIDTH
     rng = np.random.default_rng(7)
     plank = np.floor((axis + 1.0) / 0.136).astype(int)
     tone = rng.uniform(-7.0, 7.0, plank.max() + 1)[plank]
@@ -228,15 +234,17 @@ def _get_texture() -> ByteArray:
     grain = np.repeat(rng.normal(0.0, 3.0, (count, count // 120)), 120, axis=1)
     smooth = np.cumsum(np.pad(grain, ((0, 0), (120, 0)), mode="edge"), axis=1)
     grain = (smooth[:, 120:] - smooth[:, :-120]) / 120
-    image = _WOOD + (tone + seam)[::-1, None, None] + grain[:, :, None]
-    outside = np.maximum(np.abs(axis)[:, None], np.abs(axis)) > _TABLE
-    image[outside] = _TABLE_EDGE * 0.5
+    image = _WOOD_RGB + (tone + seam)[::-1, None, None] + grain[:, :, None]
+    outside = np.maximum(np.abs(axis)[:, None], np.abs(axis)) > _TABLE_HALF_WIDTH
+    image[outside] = _TABLE_EDGE_RGB * 0.5
     return image.clip(0, 255).astype(np.uint8)
 
 
 def _crop_texture(x: float, y: float, half: float, size: int) -> FloatArray:
     """Return the part of the top view around a point, up to `half` metres to each side."""
-    offsets = ((np.arange(size, dtype=np.float32) + 0.5) * (2 * half / size) - half + _TEXTURE_HALF) * _TEXELS_PER_M
+    offsets = (
+        (np.arange(size, dtype=np.float32) + 0.5) * (2 * half / size) - half + _TEXTURE_HALF_WIDTH
+    ) * _TEXELS_PER_M
     columns = (offsets + x * _TEXELS_PER_M).astype(np.intp)
     rows = (offsets - y * _TEXELS_PER_M).astype(np.intp)
     return _get_texture()[rows[:, None], columns].astype(np.float32)
@@ -250,12 +258,12 @@ def _get_front_background(size: int) -> FloatArray:
     u, v = centres - _FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH - centres
     y = v / _Y_SCALE
     image = np.empty((size, size, 3), np.float32)
-    image[:] = _WALL - 26.0 * np.linspace(0.0, 1.0, size, dtype=np.float32)[:, None, None]
-    on_top = np.flatnonzero(np.abs(y) < _TABLE)
-    rows = ((_TEXTURE_HALF - y[on_top]) * _TEXELS_PER_M).astype(np.intp)
-    columns = np.flatnonzero(np.abs(u) < _TABLE)
-    texels = ((u[columns] + _TEXTURE_HALF) * _TEXELS_PER_M).astype(np.intp)
+    image[:] = _WALL_RGB - 26.0 * np.linspace(0.0, 1.0, size, dtype=np.float32)[:, None, None]
+    on_top = np.flatnonzero(np.abs(y) < _TABLE_HALF_WIDTH)
+    rows = ((_TEXTURE_HALF_WIDTH - y[on_top]) * _TEXELS_PER_M).astype(np.intp)
+    columns = np.flatnonzero(np.abs(u) < _TABLE_HALF_WIDTH)
+    texels = ((u[columns] + _TEXTURE_HALF_WIDTH) * _TEXELS_PER_M).astype(np.intp)
     image[on_top[:, None], columns] = _get_texture()[rows[:, None], texels]
-    edge = np.flatnonzero((y <= -_TABLE) & (v > -_TABLE * _Y_SCALE - 0.035))
-    image[edge[:, None], columns] = _TABLE_EDGE
+    edge = np.flatnonzero((y <= -_TABLE_HALF_WIDTH) & (v > -_TABLE_HALF_WIDTH * _Y_SCALE - 0.035))
+    image[edge[:, None], columns] = _TABLE_EDGE_RGB
     return image

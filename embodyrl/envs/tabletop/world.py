@@ -180,7 +180,7 @@ class World:
             self.blocks[index] = _clip(block[0] + slide * ux, REACH), _clip(block[1] + slide * uy, REACH)
 
 
-def new_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
+def create_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
     """Create a table: three plates at the back in random order, three blocks in front, the gripper above them.
 
     `Axis.positions` mirrors the table, so that plates are in front.

@@ -64,18 +64,18 @@ Call = tuple[str, str]
 MAX_CALLS = 8
 """Maximum number of tool calls in a reply; the answers share the maximum bytes of an answer."""
 
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|$)|\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
-_CALLS = re.compile(
+_THOUGHT_PATTERN = re.compile(r"<think>.*?(?:</think>|$)|\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
+_CALLS_PATTERN = re.compile(
     r"<tool_call>\s*(?P<tagged>(?:(?!<tool_call>).)*?)\s*(?P<end></tool_call>|(?=<tool_call>)|$)"
     r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>)\s*(?P<marked>.*?)\s*(?=\[TOOL_CALLS\]|$)"
     r"|(?P<function><function=.*?</function>)",
     re.DOTALL,
 )
-_ARGUMENTS = re.compile(r'"(?:arguments|parameters|function)"\s*:')
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
-_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
+_ARGUMENTS_PATTERN = re.compile(r'"(?:arguments|parameters|function)"\s*:')
+_FENCE_PATTERN = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_FUNCTION_PATTERN = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
+_PARAMETER_PATTERN = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
+_NAMED_CALL_PATTERN = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
 
 
 def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
@@ -87,14 +87,14 @@ def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
     """
     if tools and reply.startswith("?"):
         return [(tools[0], reply[1:].strip())]
-    text = _THOUGHT.sub("", reply).strip()
+    text = _THOUGHT_PATTERN.sub("", reply).strip()
     call_texts = [
         match["tagged"] or match["marked"] or match["function"] or ""
-        for match in _CALLS.finditer(text)
+        for match in _CALLS_PATTERN.finditer(text)
         # A mention of the tag is not a call.
         if match["end"] or match["tagged"] is None or match["tagged"][:1] in ("{", "[", "<", "`")
     ]
-    if not call_texts and _ARGUMENTS.search(text):
+    if not call_texts and _ARGUMENTS_PATTERN.search(text):
         names = "|".join(map(re.escape, tools))
         start = re.search(rf'\A(?:```(?:json)?\s*)?(?=[{{\[])|(?=\{{\s*"name"\s*:\s*"(?:{names})")', text)
         call_texts = [] if start is None else [text[start.end() :]]
@@ -102,21 +102,23 @@ def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
 
 
 def _remove_fence(text: str) -> str:
-    match = _FENCE.fullmatch(text.strip())
+    match = _FENCE_PATTERN.fullmatch(text.strip())
     return match[1] if match else text.strip()
 
 
 def _read_calls(text: str, tools: Sequence[str]) -> list[Call]:
     """Return the calls in the text of one tag or mark."""
-    if functions := _FUNCTION.findall(text):
+    if functions := _FUNCTION_PATTERN.findall(text):
         return [
-            _bind_arguments(name, dict(parts) if (parts := _PARAMETER.findall(body)) or not body else body, tools)
+            _bind_arguments(
+                name, dict(parts) if (parts := _PARAMETER_PATTERN.findall(body)) or not body else body, tools
+            )
             for name, body in functions
         ]
     rest, calls = _remove_fence(text), []
     try:
         while not calls or rest:
-            match = _NAMED.match(rest)  # calculator[ARGS]{"expression": "1+1"}
+            match = _NAMED_CALL_PATTERN.match(rest)  # calculator[ARGS]{"expression": "1+1"}
             if calls and not match and rest[0] not in "{[":
                 break  # text after the calls
             # Programs in arguments often contain line breaks that JSON requires to be escaped.

@@ -28,9 +28,9 @@ from embodyrl.types import (
     TextSpec,
 )
 
-SUFFIXES = (".z8", ".ulx")
+GAME_SUFFIXES = (".z8", ".ulx")
 """File name suffixes of games written by `tw-make`."""
-COMMANDS = "admissible_commands"
+COMMANDS_KEY = "admissible_commands"
 """Key in `info` under which a game lists the commands that it accepts."""
 
 
@@ -38,7 +38,7 @@ def find_game_files(location: str) -> list[Path]:
     """Return the game files of a file or folder, sorted by name; empty without games."""
     path = Path(location)
     paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [file for file in paths if file.suffix in SUFFIXES and file.is_file()]
+    return [file for file in paths if file.suffix in GAME_SUFFIXES and file.is_file()]
 
 
 class TextWorldGame:
@@ -91,13 +91,13 @@ class TextWorldGame:
         return observation, reward, bool(done), False, info | {"is_success": bool(state["won"])}
 
     def _update_observation(self, state: Any, text: str) -> tuple[str, dict[str, Any]]:
-        commands = [str(command) for command in state[COMMANDS] or ()]
+        commands = [str(command) for command in state[COMMANDS_KEY] or ()]
         commands_text = "\nCommands: " + ", ".join(commands)
         observation = "\n".join(line for line in text.splitlines() if line.strip())
         self._observation = (
             truncate_text(observation, max(0, self._max_bytes - len(commands_text.encode()))) + commands_text
         )
-        return self._observation, {COMMANDS: commands}
+        return self._observation, {COMMANDS_KEY: commands}
 
     def render(self) -> str:
         """Return the last observation, including the allowed commands."""
@@ -120,7 +120,7 @@ SEEDS = 100_000
 """Number of reset ids; each reset id is the seed of an episode."""
 OBSERVATION_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
 """Maximum number of bytes of an observation, and of a reply, in the conversation."""
-_COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
+_COLOUR_PATTERN = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
 
 class GameSettings(EnvSettings):
@@ -213,11 +213,11 @@ class GameEnv(DialogueEnv[_Game]):
         return float(reward), bool(terminated), bool(truncated), success
 
     def _format_observation(self, game: _Game, observation: Any, info: Mapping[str, Any]) -> str:
-        game.commands = info.get(COMMANDS, ())
+        game.commands = info.get(COMMANDS_KEY, ())
         text = (
             self._text_function(observation, info)
             if self._text_function
-            else _COLOURS.sub(r"[\2]", str(game.env.render())).strip()
+            else _COLOUR_PATTERN.sub(r"[\2]", str(game.env.render())).strip()
         )
         return truncate_text(text, OBSERVATION_BYTES)
 

@@ -22,7 +22,7 @@ from embodyrl.text.rewards.settings import TextRewardSettings
 
 ERRORS, OVERLONG = "errors", "overlong"
 _START_S, _GRACE_S, _ATTEMPTS, _FREEZE_S = 300.0, 5.0, 3, 1.0
-_CHILD = "from embodyrl.text.rewards.child import main; main()"
+_CHILD_SCRIPT = "from embodyrl.text.rewards.child import main; main()"
 
 
 def get_function_names(cfg: TextRewardSettings) -> list[str]:
@@ -68,7 +68,7 @@ def _get_components(name: str) -> tuple[str, ...]:
     return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
 
 
-def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
+def compute_overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
     """Return the penalty of DAPO (eq. 13): 0 up to limit - buffer tokens, then linear to -factor at `limit`."""
     return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
 
@@ -106,7 +106,7 @@ class RewardRunner:
         values = [0.0] * len(self.components) if problem else [*reply, *[0.0] * (len(self.components) - len(reply))]
         values[-1] = float(problem is not None)
         if self.cfg.overlong_buffer:
-            values[-2] = overlong_penalty(
+            values[-2] = compute_overlong_penalty(
                 answer.tokens,
                 limit=self.max_tokens,
                 buffer=self.cfg.overlong_buffer,
@@ -154,7 +154,7 @@ class _Child:
     def _start(self) -> subprocess.Popen[bytes]:
         # The child looks for a user's function where this process would find it.
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-        command = [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])]
+        command = [sys.executable, "-c", _CHILD_SCRIPT, json.dumps([self._names, self._timeout_s])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
         if (first_line := self._read_line(_START_S, RunClock())) != b"ready":
             problem = first_line.decode() if first_line else f"no output (exit code {self.stop()})"

@@ -18,7 +18,7 @@ from settings import env_of
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill.factory import FACTORY
-from embodyrl.envs.maniskill.install import vulkan_problem
+from embodyrl.envs.maniskill.install import find_vulkan_problem
 from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.sim, pytest.mark.timeout(900)]
 def simulator():
     if importlib.util.find_spec("sapien") is None:
         pytest.skip("ManiSkill is not installed")
-    if problem := vulkan_problem("cpu"):
+    if problem := find_vulkan_problem("cpu"):
         pytest.skip(f"ManiSkill cannot run here: {problem}")
 
 

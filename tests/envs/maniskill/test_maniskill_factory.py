@@ -11,7 +11,7 @@ from settings import env_of
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill import install, probe
 from embodyrl.envs.maniskill.factory import FACTORY
-from embodyrl.envs.maniskill.settings import ObsMode, SimBackend, instruction
+from embodyrl.envs.maniskill.settings import ObsMode, SimBackend, get_instruction
 from embodyrl.envs.settings import InitParams
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
@@ -78,10 +78,12 @@ def test_bridge_preset_is_valid():
 
 
 def test_every_task_has_an_instruction():
-    assert instruction("StackGreenCubeOnYellowCubeBakedTexInScene-v1") == "stack the green block on the yellow block"
-    assert instruction("PushCube-v1") == "push the blue cube to the target"
-    assert instruction("RotateValveLevel0-v1") == "rotate valve level0"
-    assert instruction("MS-CartpoleBalance-v1") == "ms cartpole balance"
+    assert (
+        get_instruction("StackGreenCubeOnYellowCubeBakedTexInScene-v1") == "stack the green block on the yellow block"
+    )
+    assert get_instruction("PushCube-v1") == "push the blue cube to the target"
+    assert get_instruction("RotateValveLevel0-v1") == "rotate valve level0"
+    assert get_instruction("MS-CartpoleBalance-v1") == "ms cartpole balance"
 
 
 def test_gpu_batch_is_refused_for_tasks_with_randomly_chosen_objects():
@@ -120,9 +122,9 @@ def test_gpu_physx_is_downloaded_before_a_task_is_built(enable, says, tmp_path, 
     monkeypatch.setenv("HOME", str(tmp_path))
     if says:
         with pytest.raises(MissingDependencyError, match=says):
-            install.fetch_physx()
+            install.download_physx()
     else:
-        install.fetch_physx()
+        install.download_physx()
     assert f"{tmp_path}/.sapien/physx/105.1" in capfd.readouterr().err
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.envs.mujoco_rendering import draw_without_display
+from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.envs.protocol import Env, EnvContext
 from embodyrl.envs.robots.factory import FACTORY
 from embodyrl.envs.robots.presets import PRESETS
@@ -19,7 +19,7 @@ STEPS = 50
 
 
 def built(name: str, *wrappers: str) -> Env:
-    draw_without_display()
+    select_headless_backend()
     if importlib.util.find_spec(PRESETS[name].module) is None:
         pytest.skip(f"{PRESETS[name].package} is not installed")
     return FACTORY.make(
@@ -62,7 +62,7 @@ def test_panda_actions_are_position_steps_and_closing():
     pytest.importorskip("gym_hil")
     from embodyrl.envs.gym.create import create
 
-    draw_without_display()
+    select_headless_backend()
     cfg = env_of("robots", robot="hil_pick_cube", use_rel_reward=False).gym
     env = create(cfg, cfg.kwargs)
     env.reset(seed=0)

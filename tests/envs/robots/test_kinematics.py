@@ -6,7 +6,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from embodyrl.envs.mujoco_rendering import draw_without_display
+from embodyrl.envs.mujoco_rendering import select_headless_backend
 
 _AXES = ("0 0 1", "0 1 0", "0 1 0", "1 0 0", "0 1 0", "1 0 0")
 _HALF = np.pi / 2
@@ -24,7 +24,7 @@ def six_hinges() -> str:
 
 @pytest.fixture
 def kinematics() -> ModuleType:
-    draw_without_display()  # before mujoco, which reads the choice when it is imported
+    select_headless_backend()  # before mujoco, which reads the choice when it is imported
     pytest.importorskip("mujoco")
     return importlib.import_module("embodyrl.envs.robots.kinematics")
 

@@ -13,7 +13,7 @@ from settings import env_of
 
 from embodyrl.config import compose
 from embodyrl.controls import controls_of
-from embodyrl.envs.mujoco_rendering import draw_without_display
+from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.robots.factory import FACTORY, find_differences
 from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS
@@ -142,7 +142,7 @@ def test_installed_package_matches_its_preset(name: str, pixels: bool):
 @pytest.mark.parametrize("task", ["TransferCube", "Insertion"])
 def test_aloha_matches_the_package(task: str):
     """States, rewards and the camera image, although only the observed camera is rendered."""
-    draw_without_display()  # before dm_control, which reads the choice when it is imported
+    select_headless_backend()  # before dm_control, which reads the choice when it is imported
     pytest.importorskip("gym_aloha")
     from embodyrl.envs.robots.aloha import AlohaEnv
 
@@ -168,7 +168,7 @@ def test_aloha_matches_the_package(task: str):
 @pytest.mark.sim
 def test_aloha_joint_targets_are_limited_by_the_joints():
     """gym-aloha declares -1..1, which excludes the initial angle of the elbow."""
-    draw_without_display()
+    select_headless_backend()
     pytest.importorskip("gym_aloha")
     from embodyrl.envs.robots.aloha import AlohaEnv
 
@@ -179,7 +179,7 @@ def test_aloha_joint_targets_are_limited_by_the_joints():
 
 @pytest.mark.sim
 def test_unstable_aloha_simulation_ends_the_episode_without_success():
-    draw_without_display()
+    select_headless_backend()
     pytest.importorskip("gym_aloha")
     from embodyrl.envs.robots.aloha import AlohaEnv
 
@@ -199,7 +199,7 @@ def test_unstable_aloha_simulation_ends_the_episode_without_success():
 @pytest.mark.sim
 @pytest.mark.parametrize("robot", ["aloha_transfer_cube", "aloha_insertion"])
 def test_aloha_expert_solves_its_task_and_is_deterministic(robot: str):
-    draw_without_display()
+    select_headless_backend()
     pytest.importorskip("gym_aloha")
     cfg = env_of("robots", robot=robot, use_rel_reward=False)
     chunks = []
@@ -217,7 +217,7 @@ def test_aloha_expert_solves_its_task_and_is_deterministic(robot: str):
 
 @pytest.mark.sim
 def test_aloha_expert_grasps_a_dropped_cube_again():
-    draw_without_display()
+    select_headless_backend()
     pytest.importorskip("gym_aloha")
     from embodyrl.envs.robots.aloha import AlohaEnv
 
@@ -237,7 +237,7 @@ def test_aloha_expert_grasps_a_dropped_cube_again():
 
 @pytest.mark.sim
 def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
-    draw_without_display()
+    select_headless_backend()
     pytest.importorskip("gym_hil")
     env = FACTORY.make(env_of("robots", robot="hil_pick_cube", use_rel_reward=False), EnvContext(pictures=False))
     state = np.zeros((3, 21), np.float32)

@@ -9,7 +9,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, TrainSplit
 from embodyrl.envs.tabletop.sims import expert_action
-from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Axis, Skill, Task, World, new_world
+from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Axis, Skill, Task, World, create_world
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart
 
@@ -95,7 +95,7 @@ def test_expert_noise_excludes_the_gripper():
 
 
 def test_reset_ids_determine_distinct_layouts():
-    layouts = {tuple(new_world(TASKS[0], i).blocks) for i in range(500)}
+    layouts = {tuple(create_world(TASKS[0], i).blocks) for i in range(500)}
     assert len(layouts) == 500
     env = make(2)
     env.reset([0, 1], [start(1234, seed=1), start(1234, seed=1)])
@@ -108,7 +108,7 @@ def test_reset_ids_determine_distinct_layouts():
 def test_initial_layouts_have_no_overlap_and_no_solved_task():
     for index in range(0, 84000, 97):
         task = TASKS[index // 4000]
-        table = new_world(task, index)
+        table = create_world(task, index)
         gaps = [math.dist(a, b) for i, a in enumerate(table.blocks) for b in table.blocks[:i]]
         assert min(gaps) > 0.13
         assert min(math.dist(a, b) for a in table.blocks for b in table.plates) > PLATE_RADIUS
@@ -172,7 +172,7 @@ def test_lifting_does_not_count_as_pushing():
 
 def test_wrong_block_or_plate_has_no_reward():
     put_red_on_yellow = next(i for i, t in enumerate(TASKS) if t == Task(Skill.put, 0, 0))
-    table = new_world(TASKS[put_red_on_yellow], 48000)
+    table = create_world(TASKS[put_red_on_yellow], 48000)
     for block in range(3):
         for plate in range(3):
             table.blocks = [(0.0, -0.2), (0.1, -0.2), (0.2, -0.2)]
@@ -213,7 +213,7 @@ def test_state_changes_with_the_actions():
 def test_blocks_are_rendered_at_their_positions(name):
     env = make()
     env.reset([0], [start(77)])
-    table = new_world(TASKS[0], 77)
+    table = create_world(TASKS[0], 77)
     index = ("red", "green", "blue").index(name)
     image = see(env)[0][0].astype(int)
     others = np.delete(image, index, axis=2).max(axis=2)
@@ -319,7 +319,7 @@ def test_each_variation_changes_one_property():
 def test_expert_solves_every_variation():
     for axis in Axis:
         for number, task in enumerate(TASKS):
-            table, steps = new_world(task, 4000 * number + 3001, axis), 0
+            table, steps = create_world(task, 4000 * number + 3001, axis), 0
             while not table.success() and steps < 48:
                 dx, dy, dz, *_, gripper = expert_action(table).tolist()
                 table.step(dx, dy, dz, gripper > 0)

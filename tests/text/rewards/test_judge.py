@@ -9,7 +9,7 @@ import pytest
 from processes import wait_until
 
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import build_reward_runner, overlong_penalty, problems
+from embodyrl.envs.text.reward_runner import build_reward_runner, compute_overlong_penalty, problems
 from embodyrl.text.rewards.settings import TextRewardSettings
 
 
@@ -130,7 +130,7 @@ def test_suspended_time_does_not_count_towards_the_reward_timeout(tmp_path: Path
 def test_overlong_replies_are_penalised():
     """Reference values of the penalty at lengths 5, 6, 7, 9, 10, 12 with limit 10 and buffer 4."""
     lengths = (5, 6, 7, 9, 10, 12)
-    found = [overlong_penalty(n, limit=10, buffer=4, factor=1.0) for n in lengths]
+    found = [compute_overlong_penalty(n, limit=10, buffer=4, factor=1.0) for n in lengths]
     assert found == pytest.approx([0, 0, -0.25, -0.75, -1, -1.5])
     judge = build_reward_runner(TextRewardSettings(name="exact", overlong_buffer=4), 10)
     try:

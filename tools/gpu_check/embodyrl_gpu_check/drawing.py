@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from embodyrl.devices import query_gpus, select_visible, visible_gpus
 from embodyrl.envs.mujoco_rendering import (
     check_egl,
-    cuda_number,
     draw_frame,
     egl_device,
-    egl_table,
-    rendering,
+    get_cuda_index,
+    get_egl_devices,
+    get_render_environment,
 )
 from embodyrl.files import available_cores
 from embodyrl_gpu_check.result import GpuParts, GpuResult
@@ -48,11 +48,11 @@ with mujoco.Renderer(model, 224, 224) as renderer:
 def check_drawing() -> GpuResult:
     """Check EGL rendering on each visible GPU, and measure the speed on one GPU."""
     parts, gpus = GpuParts(), visible_gpus()
-    table = egl_table()
+    table = get_egl_devices()
     parts.note("EGL devices by CUDA number", table)
     if not table:
         parts.warnings.append("EGL reports no CUDA device (EGL_CUDA_DEVICE_NV), so CUDA's numbers are used")
-    elif missing := [gpu for gpu in gpus if cuda_number(gpu) not in table]:
+    elif missing := [gpu for gpu in gpus if get_cuda_index(gpu) not in table]:
         parts.warnings.append(f"EGL does not list GPU {', '.join(missing)}; it lists CUDA's {sorted(table)}")
     if find_spec("mujoco") is None:
         text = f"mujoco is not installed, so nothing was rendered; EGL devices by CUDA number: {table or 'none'}"
@@ -101,7 +101,7 @@ def _free(gpu: str) -> int:
 
 def _frames(backend: str, device: str, count: int, gpu: str) -> tuple[float, int]:
     """Return the total frames per second of `count` processes, and the free GPU memory while the processes run."""
-    environ = rendering(backend, device)
+    environ = get_render_environment(backend, device)
     command = [sys.executable, "-c", _FRAMES]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, env=environ, **pipes) for _ in range(count)]

@@ -6,10 +6,10 @@ from typing import Any
 
 from embodyrl.devices import Gpus
 from embodyrl.envs.maniskill.install import (
-    FETCH_PHYSX,
+    DOWNLOAD_PHYSX_SCRIPT,
     GPU_VULKAN_FIX,
-    physx_file,
-    vulkan_problem,
+    find_vulkan_problem,
+    get_physx_path,
 )
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.isolation import run_isolated
@@ -22,12 +22,12 @@ _ENVS, _STEPS = 16, 20
 def check_batch() -> GpuResult:
     """Start SAPIEN on the GPU, load the GPU library of PhysX, and step a batch."""
     parts = GpuParts()
-    if problem := vulkan_problem("cuda"):
+    if problem := find_vulkan_problem("cuda"):
         parts.failures.append(f"SAPIEN cannot render on the GPU: {problem}")
         return parts.result("", GPU_VULKAN_FIX)
-    file = physx_file()
+    file = get_physx_path()
     parts.note("PhysX", f"{file} {'exists' if file.is_file() else 'is downloaded'}")
-    done = run_isolated(FETCH_PHYSX, timeout_s=_FETCH_S)
+    done = run_isolated(DOWNLOAD_PHYSX_SCRIPT, timeout_s=_FETCH_S)
     if done.code != 0:
         parts.note("log of PhysX", done.log)
         parts.failures.append(f"SAPIEN cannot load PhysX for GPUs: {done.reason}")
