@@ -25,6 +25,7 @@ from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config.compose import options
+from embodyrl.envs.settings import CameraSettings
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 
@@ -427,7 +428,9 @@ def test_table_of_environments_equals_their_settings(site: Path) -> None:
     cells = {name.split()[0]: row[1:] for row in rows if row for name in re.findall(r"<code>(.*?)</code>", row[0])}
     unknown = [name for name in options("env") if not any(fnmatch(name, shown) for shown in cells)]
     assert unknown == []
-    height = getattr(load_config("check-env", ["env=tabletop"]).env, "init_params").camera_heights
+    env = load_config("check-env", ["env=tabletop"]).env
+    assert isinstance(env, CameraSettings)
+    height = env.init_params.camera_heights
     assert cells["tabletop"][0] == (
         f"{height} x {height} images: <code>front</code>, <code>wrist</code>; state: 4 numbers; instruction"
     )
