@@ -80,7 +80,7 @@ class Rounds:
             self._collect(number, data, acting)
             learning, run = self._learning(number), out / f"round_{number}"
             values = self._label(number, learning.model)
-            check_unchanged(learning, run, keys=WEIGHT_KEYS, free=MEMORY_KEYS, instead="recap.out")
+            check_unchanged(learning, run, keys=WEIGHT_KEYS, exempt=MEMORY_KEYS, alternative="recap.out")
             if learning.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
                 COMMANDS.get("sft")(learning, resume=run if run.exists() else None)
             score = self._evaluate(run.name, [format_override("ckpt", str(run))])
@@ -136,7 +136,9 @@ class Rounds:
             return {}
         run = self._arguments.out / f"{name}_eval"
         cfg = self._compose("eval", [*acting, *self._words("eval"), *self._run_words(run.name)])
-        check_unchanged(cfg, run, keys=_SCORED, free=("env.train", "env.eval.total_num_envs"), instead="recap.out")
+        check_unchanged(
+            cfg, run, keys=_SCORED, exempt=("env.train", "env.eval.total_num_envs"), alternative="recap.out"
+        )
         if (found := read_score(run)) is None:
             COMMANDS.get("eval")(cfg, resume=run if run.exists() else None)
             found = read_score(run)

@@ -72,7 +72,11 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
             previous = runs[index - 1] if index else None
             training_cfg = _training_config(cfg, previous, run, data[: index + 1])
             check_unchanged(
-                training_cfg, run, keys=WEIGHT_KEYS, free=MEMORY_KEYS, instead="runner.experiment_name and collect.out"
+                training_cfg,
+                run,
+                keys=WEIGHT_KEYS,
+                exempt=MEMORY_KEYS,
+                alternative="runner.experiment_name and collect.out",
             )
             if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
                 continue

@@ -294,13 +294,19 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     )
 
 
-def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
+def compare_results(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
     """Return (name, score before training, score after) per task, overall and per suite, for the same episodes."""
     own = first.suites[0].task if first.suites else ""
     before = {row.task_id: row for row in first.tasks if row.suite == own}
-    found = [_comparable_scores(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before]
-    both = [_comparable_scores(a.task, a, b) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
-    return [*found, *[_comparable_scores("all tasks", first.overall, last.overall)] * (len(found) > 1), *both]
+    task_scores = [
+        _comparable_scores(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before
+    ]
+    suite_scores = [_comparable_scores(a.task, a, b) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
+    return [
+        *task_scores,
+        *[_comparable_scores("all tasks", first.overall, last.overall)] * (len(task_scores) > 1),
+        *suite_scores,
+    ]
 
 
 def _comparable_scores(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:

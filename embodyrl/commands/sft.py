@@ -17,7 +17,7 @@ from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadReques
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_actors import SupervisedActors, start_supervised
-from embodyrl.commands.sft_setup import action_log_std, augments, load_material, sft_facts
+from embodyrl.commands.sft_setup import action_log_std, augments, load_inputs, sft_facts
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_overrides
@@ -88,35 +88,35 @@ class _Sft:
         session, folder = self.session, self.session.folder
         start = session.find_start()
         try:
-            self.material = load_material(self.cfg, folder.root / START_FOLDER)
+            self.inputs = load_inputs(self.cfg, folder.root / START_FOLDER)
         except EmbodyError:  # the data or the model cannot be used
             folder.discard()
             raise
         env_file = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
         if env_file.is_file():
             shutil.copyfile(env_file, folder.root / ENVIRONMENT_FILE)
-        held_out = len(self.material.validation or ())
-        samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out{self.material.left_out}")
+        held_out = len(self.inputs.validation or ())
+        samples = ("samples", f"{len(self.inputs.train)} for training, {held_out} held out{self.inputs.exclusion_text}")
         output_lines = [("output", str(folder.root)), folder.following]
-        scaled = [("scaling", self.material.scaled)] if self.material.scaled else []
-        warnings = [("warning", warning) for warning in self.material.warnings]
-        session.print_banner([*self.facts, samples, *scaled, *warnings, *output_lines], self._total_steps())
+        scaling_lines = [("scaling", self.inputs.scaling)] if self.inputs.scaling else []
+        warnings = [("warning", warning) for warning in self.inputs.warnings]
+        session.print_banner([*self.facts, samples, *scaling_lines, *warnings, *output_lines], self._total_steps())
         request = PolicyRequest(
-            env=self.material.env,
+            env=self.inputs.env,
             device="auto",
             seed=self.cfg.seed,
             gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
             fresh_heads=True,
             value_dim=int(self.cfg.objective.rates),
-            action_log_std=action_log_std(self.material.train, self.material.env),
+            action_log_std=action_log_std(self.inputs.train, self.inputs.env),
         )
         start_all = partial(
             start_supervised,
             self.cfg,
-            self.material.model,
+            self.inputs.model,
             request,
-            self.material.layout,
-            width=self.material.train.width,
+            self.inputs.layout,
+            width=self.inputs.train.width,
             total_steps=session.total,
             log_dir=folder.logs,
             say=self.monitor.text,
@@ -128,7 +128,7 @@ class _Sft:
         runner, batch = self.cfg.runner, self.cfg.actor.global_batch_size
         if runner.max_epochs < 0:
             return runner.max_steps
-        return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.material.train) / batch))
+        return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.inputs.train) / batch))
 
     def _train(self, actors: SupervisedActors, start: Path | None) -> SftResult:
         with self.session.save_on_interrupt(partial(self._save, actors)):
@@ -188,13 +188,13 @@ class _Sft:
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
         seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
-        with actors.holding(self.material.train, rows, self._no_suffix_mask(step)) as tickets:
+        with actors.write_samples(self.inputs.train, rows, self._no_suffix_mask(step)) as tickets:
             reply = actors.loop.call(ImitateRequest(step=step, tickets=tickets, augment=seeds))
         return {f"actor/{name}": value for name, value in reply.metrics.items()}
 
     def _batch(self, step: int) -> IntArray:
         """Return the sample indices of the batch of a step, from one seeded permutation per epoch."""
-        count, size = len(self.material.train), self.cfg.actor.global_batch_size
+        count, size = len(self.inputs.train), self.cfg.actor.global_batch_size
         parts: list[IntArray] = []
         position, missing = step * size, size
         while missing:
@@ -207,7 +207,7 @@ class _Sft:
 
     def _no_suffix_mask(self, step: int) -> BoolArray | None:
         """Return the mask of samples in a step's batch that get no instruction suffix (label dropout)."""
-        if not self.material.train.tags:
+        if not self.inputs.train.tags:
             return None
         # Computed from the step, like the batch: the same samples in a resumed run and for any number of ranks.
         rng = np.random.default_rng(derive(self.cfg.seed, "label-dropout", step))
@@ -215,7 +215,7 @@ class _Sft:
 
     def _order(self, epoch: int) -> IntArray:
         if epoch not in self._epoch_orders:
-            count = len(self.material.train)
+            count = len(self.inputs.train)
             rng = np.random.default_rng(derive(self.cfg.seed, "sft-order", epoch))
             self._epoch_orders = {epoch: rng.permutation(count) if self.cfg.data.shuffle else np.arange(count)}
         return self._epoch_orders[epoch]
@@ -223,10 +223,10 @@ class _Sft:
     def _measure(self, actors: SupervisedActors) -> dict[str, float]:
         """Return the loss and the accuracy on held-out samples, and on training samples without augmentation."""
         started = time.perf_counter()
-        metrics = self._score(actors, self.material.train, "train")
+        metrics = self._score(actors, self.inputs.train, "train")
         score = metrics["train/loss"]
-        if self.material.validation is not None:
-            metrics |= self._score(actors, self.material.validation, "eval")
+        if self.inputs.validation is not None:
+            metrics |= self._score(actors, self.inputs.validation, "eval")
             score = metrics["eval/loss"]
         self.session.record_score(-score)
         self.last_metrics = dict(metrics)
@@ -238,7 +238,7 @@ class _Sft:
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
         sums: dict[str, float] = {}
         for start in range(0, len(rows), size):
-            with actors.holding(samples, rows[start : start + size]) as tickets:
+            with actors.write_samples(samples, rows[start : start + size]) as tickets:
                 reply = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
             sums = {key: sums.get(key, 0.0) + value for key, value in reply.metrics.items()}
         if "error" in sums:  # continuous actions have an error instead of an accuracy
@@ -249,6 +249,6 @@ class _Sft:
         return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{accuracy_name}": total / len(rows)}
 
     def _save(self, actors: SupervisedActors) -> Path:
-        meta = {"model": self.material.policy.name, "data": self.cfg.data.path}
+        meta = {"model": self.inputs.policy.name, "data": self.cfg.data.path}
         with actors.supervisor.defer_signals():
             return self.session.save(actors.save, meta)

@@ -39,18 +39,22 @@ class SupervisedActors(Started):
         self.loop.call(SaveRequest(folder=str(folder)))
 
     @contextmanager
-    def holding(self, samples: Samples, rows: IntArray, plain: BoolArray | None = None) -> Iterator[IntArray]:
+    def write_samples(self, samples: Samples, rows: IntArray, no_suffix: BoolArray | None = None) -> Iterator[IntArray]:
         """Write the samples `rows` to arena records; yield the tickets, which are freed after the `with` block.
 
-        `plain`: mask of the samples to write without the suffix of the instruction.
+        `no_suffix`: mask of the samples to write without the suffix of the instruction.
         """
-        bare = np.zeros(len(rows) * samples.width, np.bool_) if plain is None else np.repeat(plain, samples.width)
+        no_suffix_rows = (
+            np.zeros(len(rows) * samples.width, np.bool_) if no_suffix is None else np.repeat(no_suffix, samples.width)
+        )
         rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
         tickets = self.arena.allocate_all(len(rows))
         # Written by the driver, which loads the data set: there is no env worker.
         with self.arena.write_all(tickets) as records:
-            for record, row, without in zip(records.tolist(), rows.tolist(), bare.tolist(), strict=True):
-                samples.write(self.arena, record, row, plain=without)
+            for record, row, row_no_suffix in zip(
+                records.tolist(), rows.tolist(), no_suffix_rows.tolist(), strict=True
+            ):
+                samples.write(self.arena, record, row, plain=row_no_suffix)
         yield tickets
         self.arena.free(tickets)
 
@@ -64,7 +68,7 @@ def start_supervised(
     width: int,
     total_steps: int,
     log_dir: Path,
-    say: Callable[[str], None],
+    write_line: Callable[[str], None],
 ) -> SupervisedActors:
     """Start the actor ranks of an SFT run, and wait until they are ready.
 
@@ -76,7 +80,7 @@ def start_supervised(
         width: number of records per sample.
         total_steps: training steps of the run.
         log_dir: folder for the ranks' logs.
-        say: function that prints a line for the user.
+        write_line: function that prints a line for the user.
 
     Raises:
         WorkerError: a rank could not start.
@@ -85,8 +89,8 @@ def start_supervised(
     arena = Arena.create(layout, width * cfg.actor.global_batch_size, "Lower actor.global_batch_size.")
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
-    supervisor = Supervisor(launcher, limits, say)
-    meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
+    supervisor = Supervisor(launcher, limits, write_line)
+    meeting_point = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
     init = PolicyHostInit(
         model=model,
         objective=cfg.objective,
@@ -102,9 +106,9 @@ def start_supervised(
         trains=True,
         shared_arena=shared_arena(cfg, arena),
     )
-    hosts = actor_specs(init, ranks, meet.rank_info, plan_devices(cfg, training=True))
+    hosts = actor_specs(init, ranks, meeting_point.rank_info, plan_devices(cfg, training=True))
     policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
     loop = EventLoop(supervisor, policy)
-    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meet)
+    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meeting_point)
     actors.wait_until_ready(loop, hosts, {})
     return actors

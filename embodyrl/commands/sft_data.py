@@ -23,7 +23,7 @@ from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE
 from embodyrl.specs import convert_gripper
 from embodyrl.types import BoolArray, EnvSpec, PolicySpec
 
-_VALIDATION_EPISODES = "sft-validation"
+_SPLIT_SEED = "sft-validation"
 
 
 def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
@@ -35,29 +35,29 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     """
     data = cfg.demonstrations
     assert data.path is not None
-    ranked = cfg.objective.name is Objective.dpo
+    is_paired = cfg.objective.name is Objective.dpo
     # Checked before frames are decoded, which takes minutes.
-    more, val_path = further_folders(cfg)
+    extra_paths, val_path = resolve_extra_folders(cfg)
     first = load_demonstrations(resolve_asset(data.path), data)
-    demos = join_demonstrations([first, *(load_demonstrations(path, data) for path in more)])
-    kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # pairs: hold out whole initial states
+    demos = join_demonstrations([first, *(load_demonstrations(path, data) for path in extra_paths)])
+    split_keys = demos.reset_id if is_paired else np.arange(demos.num_episodes)  # pairs: hold out whole initial states
     # Hold out episodes of `data.path` only: DAgger adds folders, and no round may train on later validation data.
-    known, count = np.unique(kinds[: first.num_episodes]), 0
-    if data.val_path is None and data.val_share and len(known) > 1:
-        count = max(1, round(data.val_share * len(known)))
-    order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))
-    aside = np.isin(kinds, known[order[:count]])
+    unique_keys, num_held_out = np.unique(split_keys[: first.num_episodes]), 0
+    if data.val_path is None and data.val_share and len(unique_keys) > 1:
+        num_held_out = max(1, round(data.val_share * len(unique_keys)))
+    order = np.random.default_rng(derive(cfg.seed, _SPLIT_SEED)).permutation(len(unique_keys))
+    is_held_out = np.isin(split_keys, unique_keys[order[:num_held_out]])
     if cfg.objective.labels is not None:
-        return _labelled(cfg, demos, aside, env, policy)
-    training = _samples(cfg, demos, np.flatnonzero(~aside).tolist(), env, policy)
+        return _labelled_samples(cfg, demos, is_held_out, env, policy)
+    training = _samples(cfg, demos, np.flatnonzero(~is_held_out).tolist(), env, policy)
     if val_path is not None:
         demos = load_demonstrations(val_path, data)
-    held_out = np.flatnonzero(aside).tolist() if val_path is None else list(range(demos.num_episodes))
+    held_out = np.flatnonzero(is_held_out).tolist() if val_path is None else list(range(demos.num_episodes))
     validation = _samples(cfg, demos, held_out, env, policy) if held_out else None
-    return _checked(cfg, training), validation if validation is not None and len(validation) else None
+    return _require_samples(cfg, training), validation if validation is not None and len(validation) else None
 
 
-def _checked(cfg: Config, training: Samples) -> Samples:
+def _require_samples(cfg: Config, training: Samples) -> Samples:
     """Check that there are training samples, and return them.
 
     Raises:
@@ -114,17 +114,19 @@ def require_history(cfg: Config, root: Path, describe: Callable[[EnvSpec], Polic
         spec = describe(env)
     except EmbodyError:  # reported later, with the history
         return
-    read, stored = spec.observed_steps, env.history
-    if read != steps * stored and (read or steps > 1):
-        reads = f"reads {read} observation step{'s' * (read > 1)} per sample" if read else "has no n_obs_steps"
-        cure = f"Set data.history={read // stored or 1}."
-        if read % stored:
-            cure = f"The data contain {stored} steps per sample. Collect them with env.history=1."
-        raise ConfigError(f"data.history={steps}: model '{spec.name}' {reads}. {cure}")
+    num_read, num_stored = spec.observed_steps, env.history
+    if num_read != steps * num_stored and (num_read or steps > 1):
+        input_text = (
+            f"reads {num_read} observation step{'s' * (num_read > 1)} per sample" if num_read else "has no n_obs_steps"
+        )
+        fix = f"Set data.history={num_read // num_stored or 1}."
+        if num_read % num_stored:
+            fix = f"The data contain {num_stored} steps per sample. Collect them with env.history=1."
+        raise ConfigError(f"data.history={steps}: model '{spec.name}' {input_text}. {fix}")
 
 
-def _labelled(
-    cfg: Config, demos: Demonstrations, aside: BoolArray, env: EnvSpec, policy: PolicySpec
+def _labelled_samples(
+    cfg: Config, demos: Demonstrations, is_held_out: BoolArray, env: EnvSpec, policy: PolicySpec
 ) -> tuple[Samples, Samples | None]:
     """Return training and validation samples with the instruction suffixes of `objective.labels`."""
     require_instructions(policy)
@@ -134,13 +136,14 @@ def _labelled(
             "remove data.val_path and data.history."
         )
     suffixes = np.array([NEGATIVE, POSITIVE], object)[read_positive(Path(str(cfg.objective.labels)), demos)]
-    chosen = [np.flatnonzero(kind).tolist() for kind in (~aside, aside) if kind.any()]
-    plain = [_samples(cfg, demos, episodes, env, policy) for episodes in chosen]
-    parts = [replace(part, tags=suffixes[part.steps].tolist()) for part in plain]
-    return _checked(cfg, parts[0]), parts[1] if parts[1:] and len(parts[1]) else None
+    episodes_by_split = [np.flatnonzero(mask).tolist() for mask in (~is_held_out, is_held_out) if mask.any()]
+    splits = [_samples(cfg, demos, episodes, env, policy) for episodes in episodes_by_split]
+    labelled_splits = [replace(samples, tags=suffixes[samples.steps].tolist()) for samples in splits]
+    validation = labelled_splits[1] if labelled_splits[1:] and len(labelled_splits[1]) else None
+    return _require_samples(cfg, labelled_splits[0]), validation
 
 
-def further_folders(cfg: Config) -> tuple[list[Path], Path | None]:
+def resolve_extra_folders(cfg: Config) -> tuple[list[Path], Path | None]:
     """Return the folders of `data.more` and `data.val_path` after a check that they match `data.path`.
 
     Raises:
@@ -149,12 +152,12 @@ def further_folders(cfg: Config) -> tuple[list[Path], Path | None]:
     """
     data = cfg.demonstrations
     # Equal reset ids of two environments are different initial states.
-    alike = ("name", "states_per_task") if cfg.objective.name is Objective.dpo else ()
-    more = [_same_kind(folder, data, *alike) for folder in data.more]
-    return more, None if data.val_path is None else _same_kind(data.val_path, data)
+    compared_fields = ("name", "states_per_task") if cfg.objective.name is Objective.dpo else ()
+    extra_paths = [_matching_path(folder, data, *compared_fields) for folder in data.more]
+    return extra_paths, None if data.val_path is None else _matching_path(data.val_path, data)
 
 
-def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:
+def _matching_path(folder: str, data: DemonstrationSettings, *compared_fields: str) -> Path:
     """Check that the demonstrations in `folder` can be combined with those in `data.path`; return the path of `folder`.
 
     Raises:
@@ -162,23 +165,27 @@ def _same_kind(folder: str, data: DemonstrationSettings, *alike: str) -> Path:
     """
     assert data.path is not None
     root, other = resolve_asset(data.path), resolve_asset(folder)
-    if differs := set_differences(
-        (other, stored_card(other, data)), (root, stored_card(root, data)), *alike, data=data
+    if differences := set_differences(
+        (other, stored_card(other, data)), (root, stored_card(root, data)), *compared_fields, data=data
     ):
-        raise ConfigError(f"{folder} differs from data.path in {differs}. Use data of the same environment.")
+        raise ConfigError(f"{folder} differs from data.path in {differences}. Use data of the same environment.")
     return other
 
 
 def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
-    ranked, history, actors = cfg.objective.name is Objective.dpo, cfg.demonstrations.history, cfg.demonstrations.actors
+    is_paired, history, actors = (
+        cfg.objective.name is Objective.dpo,
+        cfg.demonstrations.history,
+        cfg.demonstrations.actors,
+    )
     length = policy.imitated or policy.num_action_chunks
-    steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
-    found, valid = demos.window(steps, length + history - 1, before=history - 1)
+    steps = demos.ranked(episodes, length).ravel() if is_paired else demos.steps_of(episodes)
+    indices, valid = demos.window(steps, length + history - 1, before=history - 1)
     if actors:
-        chosen = (np.isin(demos.actor, [Actor[name] for name in actors])[found] | ~valid).all(axis=1)
-        chosen = chosen.reshape(-1, 1 + ranked).all(axis=1).repeat(1 + ranked)  # whole pairs
-        steps, found, valid = steps[chosen], found[chosen], valid[chosen]
-    actions = demos.action[found]
+        is_selected = (np.isin(demos.actor, [Actor[name] for name in actors])[indices] | ~valid).all(axis=1)
+        is_selected = is_selected.reshape(-1, 1 + is_paired).all(axis=1).repeat(1 + is_paired)  # whole pairs
+        steps, indices, valid = steps[is_selected], indices[is_selected], valid[is_selected]
+    actions = demos.action[indices]
     # Converted once for all samples: target actions use the policy's gripper convention, like the policy's outputs.
     convert_gripper(actions, env.action.gripper, policy.gripper)
     return Samples(
@@ -188,5 +195,5 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
         shown=demos.shown,
         valid=valid,
         history=history,
-        width=2 if ranked else 1,
+        width=2 if is_paired else 1,
     )

@@ -14,10 +14,10 @@ import numpy as np
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.facts import precision_facts
 from embodyrl.commands.sft_data import (
-    further_folders,
     load_samples,
     require_history,
     require_match,
+    resolve_extra_folders,
 )
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
@@ -49,8 +49,8 @@ from embodyrl.text.settings import RowSettings
 from embodyrl.text.specs import ANY_TEXT
 from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
 
-_SMALL = 16 * 2**20
-_CONSTANT = 1e-5
+_MAX_COPIED_BYTES = 16 * 2**20
+_CONSTANT_STD = 1e-5
 """Standard deviation of an action dimension, relative to half its range, that counts as constant."""
 
 
@@ -65,11 +65,11 @@ class SftInputs:
     validation: Samples | None
     warnings: tuple[str, ...] = ()
     """Warnings about the data, one line each."""
-    scaled: str = ""
+    scaling: str = ""
     """Text for the start banner about dimensions that are constant or rarely differ; empty if there are none."""
 
     @property
-    def left_out(self) -> str:
+    def exclusion_text(self) -> str:
         """Text for the start banner about skipped episodes and empty instructions."""
         demos = self.train.demos
         numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
@@ -93,58 +93,62 @@ class SftInputs:
         return record_layout(env, policy)
 
 
-def load_material(cfg: Config, folder: Path) -> SftInputs:
+def load_inputs(cfg: Config, folder: Path) -> SftInputs:
     """Load the training data; create a checkpoint folder `folder` that contains the statistics of the demonstrations.
 
     Raises:
         EmbodyError: data are missing, damaged or too large, or do not fit the model.
     """
-    material = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
-    if cfg.objective.rates and not material.policy.rates:
+    inputs = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
+    if cfg.objective.rates and not inputs.policy.rates:
         raise ConfigError(
-            f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot be trained as a reward "
+            f"objective.name={cfg.objective.name}: model '{inputs.policy.name}' cannot be trained as a reward "
             f"model. Use "
             "model=causal_lm with all weights (model.is_lora=false) for text, or model=cnn or model=mlp for robots."
         )
-    if material.policy.steering:
-        key = material.policy.steering.key
+    if inputs.policy.steering:
+        key = inputs.policy.steering.key
         raise ConfigError(f"{key} leaves no trainable weights for SFT; remove the key.")
-    seen = material.train.shown
-    if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
+    is_success = inputs.train.shown
+    if cfg.objective.name is Objective.success and (is_success.all() or not is_success.any()):
         raise ConfigError(
-            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, but a classifier needs "
-            "frames with and without success. Collect with collect.filter=all and env.train.ignore_terminations=true, "
-            "which continues episodes after success; data sets recorded by other programs do not contain success."
+            f"data.path={cfg.data.path}: {int(is_success.sum())} of {len(is_success)} frames show success, but a "
+            "classifier needs frames with and without success. Collect with collect.filter=all and "
+            "env.train.ignore_terminations=true, which continues episodes after success; data sets "
+            "recorded by other programs do not contain success."
         )
-    return material
+    return inputs
 
 
 def _demonstrations(cfg: Config, folder: Path) -> SftInputs:
     env, model = read_card(resolve_asset(str(cfg.demonstrations.path)), cfg.demonstrations).env, cfg.model
-    ranked = cfg.objective.name is Objective.dpo
-    measured = model.weights is not None and not ranked
-    spec, scaled = _spec(cfg, env, folder), ""
+    is_paired = cfg.objective.name is Objective.dpo
+    uses_data_statistics = model.weights is not None and not is_paired
+    spec, scaling = _spec(cfg, env, folder), ""
     require_match(model, env, spec)
     train, validation = load_samples(cfg, env, spec)
-    if ranked and not len(train):
+    if is_paired and not len(train):
         raise ConfigError(
             f"objective.name=dpo: data.path={cfg.demonstrations.path} has no pair of a better and a worse episode from "
             f"the same initial state. "
             "Collect several episodes per state: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
             "collect.episodes=200 collect.filter=all`."
         )
-    if measured:
+    if uses_data_statistics:
         demos, steps = train.demos, train.steps
         episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
         actions, states = train.actions[:, train.history - 1], demos.state[steps]
         model = with_statistics(model, folder, env, data_statistics(actions, states, env, episodes))
-        scaled = scaling_text(actions, states)
+        scaling = scaling_text(actions, states)
     # An environment of this package may have a gripper that a task does not need.
-    foreign = not is_ours(resolve_asset(str(cfg.demonstrations.path)))
-    warnings = (*train.demos.warnings, *(gripper_warnings(env.action.gripper, train.demos.action) if foreign else ()))
+    is_external = not is_ours(resolve_asset(str(cfg.demonstrations.path)))
+    warnings = (
+        *train.demos.warnings,
+        *(gripper_warnings(env.action.gripper, train.demos.action) if is_external else ()),
+    )
     env = replace(env, longest_demonstration=train.demos.longest)
     return SftInputs(
-        env=env, policy=spec, model=model, train=train, validation=validation, warnings=warnings, scaled=scaled
+        env=env, policy=spec, model=model, train=train, validation=validation, warnings=warnings, scaling=scaling
     )
 
 
@@ -160,7 +164,9 @@ def _spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
     """
     model = cfg.model
     if model.weights is not None and cfg.objective.name is not Objective.dpo:
-        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action.dim, env.state_dim))
+        action, state = (
+            np.array([[-1], [1]], np.float32).repeat(dim, axis=1) for dim in (env.action.dim, env.state_dim)
+        )
         model = with_statistics(model, folder, env, data_statistics(action, state, env, 0))
     return POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
 
@@ -173,9 +179,9 @@ def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
     if env.action.kind is not ActionKind.box or not len(train):
         return ()
     low, high = np.array(env.action.bounds)
-    half = np.where(np.isfinite(high - low) & (high > low), (high - low) / 2, 1.0)
-    std = train.actions[:, train.history - 1].std(0, dtype=np.float64) / half
-    return tuple(np.log(np.where(std > _CONSTANT, std, 1.0)).tolist())
+    half_range = np.where(np.isfinite(high - low) & (high > low), (high - low) / 2, 1.0)
+    std = train.actions[:, train.history - 1].std(0, dtype=np.float64) / half_range
+    return tuple(np.log(np.where(std > _CONSTANT_STD, std, 1.0)).tolist())
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
@@ -195,9 +201,9 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     entry: dict[str, Any] = {"action": {**_describe(actions, unit=False), "mask": mask.tolist()}}
     if states.shape[-1]:
         entry["proprio"] = _describe(states, unit=True)
-    for part in entry:
-        numbers = {name: row for name, row in entry[part].items() if name != "mask"}
-        check_statistics(numbers, f"the {part} of the data", varies=part == "action")
+    for field in entry:
+        statistics = {name: row for name, row in entry[field].items() if name != "mask"}
+        check_statistics(statistics, f"the {field} of the data", varies=field == "action")
     return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
 
 
@@ -221,7 +227,7 @@ def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dic
     for path in sorted(source.iterdir()):
         copy = target / path.name
         copy.unlink(missing_ok=True)
-        if path.is_file() and path.stat().st_size <= _SMALL:
+        if path.is_file() and path.stat().st_size <= _MAX_COPIED_BYTES:
             shutil.copyfile(path, copy)
         else:
             # Weights are large and read-only; only the statistics change.
@@ -244,12 +250,12 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     """
     assert cfg.data.path is not None
     ranks = count_ranks(cfg)
-    where = f" on {ranks} actor ranks" if ranks > 1 else ""
-    what = "pairs" if cfg.objective.of_pairs else "samples"
-    aim = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
-    epochs, most = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
-    length = most if epochs < 0 else f"{epochs} epochs, at most {most},"
-    training = ("training", f"{length} of {cfg.actor.global_batch_size} {what}{where}{aim}")
+    rank_text = f" on {ranks} actor ranks" if ranks > 1 else ""
+    unit = "pairs" if cfg.objective.of_pairs else "samples"
+    objective_text = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
+    epochs, max_steps = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
+    length = max_steps if epochs < 0 else f"{epochs} epochs, at most {max_steps},"
+    training = ("training", f"{length} of {cfg.actor.global_batch_size} {unit}{rank_text}{objective_text}")
     if isinstance(cfg.data, RowSettings):
         rows, _, policy = _text_parts(cfg)
         return [
@@ -263,19 +269,21 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     with TemporaryDirectory() as scratch:
         require_history(cfg, root, lambda env: _spec(cfg, env, Path(scratch)))
     card = read_card(root, cfg.demonstrations)
-    more, val_path = further_folders(cfg)
-    folders = (root, *more, *(() if val_path is None else (val_path,)))
-    if problems := [line for folder in folders for line in check_layout(folder, cfg.demonstrations)]:
+    extra_paths, val_path = resolve_extra_folders(cfg)
+    folders = (root, *extra_paths, *(() if val_path is None else (val_path,)))
+    if problems := [problem for folder in folders for problem in check_layout(folder, cfg.demonstrations)]:
         raise ConfigError(problems)
     with TemporaryDirectory() as scratch:
         spec = _spec(cfg, card.env, Path(scratch))
     require_match(cfg.model, card.env, spec)
     count = spec.inputs.num_images
     (height, width), names = card.env.cameras.size, card.env.cameras.names
-    unread = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
-    cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unread}"
+    unused_text = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
+    cameras = (
+        f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unused_text}"
+    )
     return [
-        *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_counted, (root, *more)), strict=True),
+        *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_describe_data, (root, *extra_paths)), strict=True),
         ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
@@ -289,13 +297,13 @@ def _input_warnings(model: ModelSettings, spec: PolicySpec, env: EnvSpec) -> lis
     """Return warnings about differences between the inputs in the data and the inputs of the initial weights."""
     if model.weights is None:
         return []
-    found = input_problems(resolve_asset(model.weights), spec, env, getattr(model, "cameras", None))
-    return [f"{each.difference} SFT adapts the weights to the inputs of data.path." for each in found]
+    problems = input_problems(resolve_asset(model.weights), spec, env, getattr(model, "cameras", None))
+    return [f"{problem.difference} SFT adapts the weights to the inputs of data.path." for problem in problems]
 
 
-def _counted(root: Path) -> str:
-    shown, rows = read_json(root / INFO_PATH).get("robot_type") or root.name, read_episodes(root)
-    return f"{root}: {len(rows)} episodes, {sum(row['length'] for row in rows)} frames of {shown}"
+def _describe_data(root: Path) -> str:
+    name, rows = read_json(root / INFO_PATH).get("robot_type") or root.name, read_episodes(root)
+    return f"{root}: {len(rows)} episodes, {sum(row['length'] for row in rows)} frames of {name}"
 
 
 def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
@@ -334,46 +342,46 @@ def _text(cfg: Config) -> SftInputs:
     )
 
 
-def _text_samples(rows: TextRows, part: range) -> Samples:
+def _text_samples(rows: TextRows, indices: range) -> Samples:
     """Convert each row to an episode of one step, whose observation is the conversation."""
-    chosen, steps = [rows[i] for i in part], np.arange(len(part))
-    none = np.zeros((len(part), 0), np.float32)
+    selected, steps = [rows[index] for index in indices], np.arange(len(indices))
+    empty = np.zeros((len(indices), 0), np.float32)
     demos = Demonstrations(
-        images=_pixels(rows, chosen),
-        state=none,
-        action=none,
-        reward=np.zeros(len(part), np.float32),
-        success=np.zeros(len(part), np.bool_),
+        images=_pixels(rows, selected),
+        state=empty,
+        action=empty,
+        reward=np.zeros(len(indices), np.float32),
+        success=np.zeros(len(indices), np.bool_),
         start=steps,
         stop=steps + 1,
-        instruction=np.array([join_messages(row.messages) for row in chosen], object),
+        instruction=np.array([join_messages(row.messages) for row in selected], object),
     )
-    replies = [row.reference if row.rejected is None else join_pair(row.reference, row.rejected) for row in chosen]
+    replies = [row.reference if row.rejected is None else join_pair(row.reference, row.rejected) for row in selected]
     return Samples(
         demos=demos,
         steps=steps,
-        actions=np.zeros((len(part), 1, 1), np.float32),
+        actions=np.zeros((len(indices), 1, 1), np.float32),
         shown=demos.success,
-        valid=np.ones((len(part), 1), np.bool_),
+        valid=np.ones((len(indices), 1), np.bool_),
         replies=replies,
     )
 
 
-def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
+def _pixels(rows: TextRows, selected: Sequence[TextRow]) -> ByteArray:
     """Return the images [M, C, H, W, 3] of the rows; smaller images are in the upper left corner.
 
     Raises:
         ConfigError: the images do not fit into the free memory.
     """
-    shape = (len(chosen), rows.pictures, *rows.image_size, 3)
+    shape = (len(selected), rows.pictures, *rows.image_size, 3)
     if math.prod(shape) > available_bytes() // 2:
         raise ConfigError(
             f"The decoded images need {math.prod(shape) >> 20} MiB, which is more than half of the free memory. "
             "Lower data.max_image_edge."
         )
     images = np.zeros(shape, np.uint8)
-    for rooms, row in zip(images, chosen, strict=True):
-        for room, picture in zip(rooms, row.pictures, strict=False):
-            pixels = picture.pixels()
-            room[: pixels.shape[0], : pixels.shape[1]] = pixels
+    for row_images, row in zip(images, selected, strict=True):
+        for target, image in zip(row_images, row.pictures, strict=False):
+            pixels = image.pixels()
+            target[: pixels.shape[0], : pixels.shape[1]] = pixels
     return images

@@ -16,7 +16,7 @@ import numpy as np
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
-from embodyrl.commands.eval_result import EvalResult, changes
+from embodyrl.commands.eval_result import EvalResult, compare_results
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_banner, facts, require_disk
 from embodyrl.commands.kept import open_writer, stores_episodes
@@ -40,7 +40,7 @@ from embodyrl.types import Episode, PreparedBatch
 if TYPE_CHECKING:
     from embodyrl.commands.episode_writer import EpisodeDatasetWriter
 
-_NOTHING = PreparedBatch(
+_EMPTY_BATCH = PreparedBatch(
     records=np.zeros(0, np.int64),
     episode=np.zeros(0, np.int64),
     advantage=np.zeros((0, 0), np.float32),
@@ -65,8 +65,8 @@ class TrainResult:
     last: EvalResult | None
 
     def __repr__(self) -> str:
-        ends = [str(end.overall.score) for end in (self.first, self.last) if end is not None]
-        return f"TrainResult({self.run}, step {self.step}{', ' if ends else ''}{' -> '.join(ends)})"
+        scores = [str(result.overall.score) for result in (self.first, self.last) if result is not None]
+        return f"TrainResult({self.run}, step {self.step}{', ' if scores else ''}{' -> '.join(scores)})"
 
 
 def train(
@@ -103,7 +103,7 @@ class _Training:
     on_eval: OnEval | None
     first: EvalResult | None = None
     last: EvalResult | None = None
-    compared: ValidationComparison | None = None
+    comparison: ValidationComparison | None = None
     """Comparison of the first and the last validation."""
 
     def __post_init__(self) -> None:
@@ -111,16 +111,21 @@ class _Training:
         self.algorithm, self.cfg = self.run_plan.algorithm, self.run_plan.cfg
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
-        self.reasons: set[str] = set()
+        self.reported_errors: set[str] = set()
         self.check_step = collapse_check(self.run_plan)
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
         start = session.find_start()
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 enables it)"
-        where = [("output", f"{folder.root}{validation}"), folder.following]
+        output_lines = [("output", f"{folder.root}{validation}"), folder.following]
         held_out = evaluation_banner(self.run_plan) if self._validates else []
-        lines = [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), *held_out, *where]
+        lines = [
+            *facts(self.run_plan),
+            *weight_facts(self.cfg, self.weights, self.run_plan.env),
+            *held_out,
+            *output_lines,
+        ]
         session.print_banner(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
         # Also for a resumed run, because the reference uses the initial weights; the actor loads the checkpoint.
         start_all = partial(start_workers, self.run_plan, folder.logs, self.monitor.text, start_from=self.weights)
@@ -171,9 +176,9 @@ class _Training:
             self.first = self._validate(workers)
             self.monitor.log(0, self.first.metrics())
         elif self._validates:
-            known = [s for s in range(self.session.step + 1) if folder.eval_folder(s).is_dir()]
+            validated_steps = [step for step in range(self.session.step + 1) if folder.eval_folder(step).is_dir()]
             self.first = read_evaluation(folder.eval_folder(0), env)
-            self.last = read_evaluation(folder.eval_folder(known[-1]), env) if known[1:] else None
+            self.last = read_evaluation(folder.eval_folder(validated_steps[-1]), env) if validated_steps[1:] else None
             if row := self.session.interrupted_validation_metrics(self.cfg.runner.val_check_interval):
                 self.last = self._validate(workers)
                 row |= self.last.metrics() | {"time/validate": self.last.wall_s}
@@ -184,11 +189,11 @@ class _Training:
             return
         try:
             videos = self.session.folder.videos
-            found = record_changes(self.run_plan, workers, self.first, self.last, videos, self.monitor.text)
+            comparison = record_changes(self.run_plan, workers, self.first, self.last, videos, self.monitor.text)
         except OSError as error:  # the checkpoint is already saved
             self.monitor.text(f"warning: videos of the first and last validation cannot be written: {error}")
             return
-        self.first, self.last, self.compared = found.first, found.last, found
+        self.first, self.last, self.comparison = comparison.first, comparison.last, comparison
         for path in (*self.first.videos, *self.last.videos):
             self.monitor.video(self.session.step, Path(path))
 
@@ -207,15 +212,15 @@ class _Training:
                 writer.add(rollout.episodes, step)
             with workers.supervisor.defer_signals():
                 if self.cfg.algorithm.curriculum:
-                    ended = [*rollout.episodes, *rollout.filtered]
+                    episodes = [*rollout.episodes, *rollout.filtered]
                     by_task = has_task_weights(self.run_plan.env, self.cfg.env.train)
-                    record_outcomes(algorithm.seen, ended, by_task=by_task)
+                    record_outcomes(algorithm.seen, episodes, by_task=by_task)
                 # Before the update, so that simulators reset while the weights change.
                 if not self._validates_after(step):
-                    sampler.ahead(step + 1)
+                    sampler.queue_next(step + 1)
                 scores = actors.score(rollout)
                 # All episodes may have been lost to crashed env workers.
-                batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _NOTHING
+                batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _EMPTY_BATCH
                 self.monitor.progress(0, 0, "update")
                 result = actors.update(step, rollout, batch)
                 # Only now: the update read these records.
@@ -227,7 +232,9 @@ class _Training:
                 publish_s = time.perf_counter() - published
             restarts = session.restarts + workers.supervisor.restarts
             metrics = rollout_metrics(rollout, self.run_plan.env, len(self.run_plan.env_workers), restarts)
-            metrics |= {name: value for one in observers for name, value in one.metrics().items()} | batch.metrics
+            metrics |= {
+                name: value for observer in observers for name, value in observer.metrics().items()
+            } | batch.metrics
             metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started
@@ -237,9 +244,11 @@ class _Training:
                     metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
             finally:
                 # The step is done and will not be repeated, even if its validation was interrupted.
-                clock = {name for one in observers for name in one.clock_metrics}
+                clock_metrics = {name for observer in observers for name in observer.clock_metrics}
                 deterministic = self.cfg.runner.deterministic
-                self.monitor.log(session.step, split_clock_metrics(metrics, clock) if deterministic else metrics)
+                self.monitor.log(
+                    session.step, split_clock_metrics(metrics, clock_metrics) if deterministic else metrics
+                )
             for line in self.check_step(session.step, metrics):
                 self.monitor.text(line)
             session.run_callback(self.on_step, metrics)
@@ -249,7 +258,7 @@ class _Training:
 
     def _check_rewards(self, rollout: RolloutResult, workers: Workers, actors: Actors) -> None:
         try:
-            rollout.report_reward_errors(self.monitor.text, self.reasons)
+            rollout.report_reward_errors(self.monitor.text, self.reported_errors)
         except EmbodyError:
             if self.session.step:
                 self._save(workers, actors)
@@ -285,17 +294,17 @@ class _Training:
 
     def _report(self, checkpoint: Path) -> None:
         if self.first is not None and self.last is not None:
-            self.monitor.results(changes(self.first, self.last))
-            for line in self.compared.lines if self.compared else ():
+            self.monitor.results(compare_results(self.first, self.last))
+            for line in self.comparison.lines if self.comparison else ():
                 self.monitor.text(line)
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
         root, trust = str(self.session.folder.root), trust_overrides(self.cfg)
-        uses = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
-        self.session.print_summary(checkpoint, *(uses if self.run_plan.env.simulator.renders else uses[:2]))
-        joined = self.compared.videos[:4] if self.compared else ()
-        for path in joined or (self.last.videos[:4] if self.last is not None else ()):
+        commands = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
+        self.session.print_summary(checkpoint, *(commands if self.run_plan.env.simulator.renders else commands[:2]))
+        videos = self.comparison.videos[:4] if self.comparison else ()
+        for path in videos or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")
 
 
@@ -314,35 +323,37 @@ class StepRollouts:
         self._scheduler = workers.scheduler
         self._algorithm = algorithm
         self._rollouts: dict[int, Rollout] = {}
-        self._lag = self._cfg.algorithm.max_staleness
+        self._max_staleness = self._cfg.algorithm.max_staleness
 
     def collect(self, step: int, progress: Callable[[int, int], None]) -> RolloutResult:
         """Finish the rollout of a step. Call `progress(finished, total)` after each episode."""
-        self._open(step, step + self._lag)
+        self._open(step, step + self._max_staleness)
         rollout = self._rollouts.pop(step)
         total = rollout.plan.expected
 
-        def note(_: Episode) -> None:
+        def on_episode(_: Episode) -> None:
             progress(min(len(rollout.out.episodes), total), total)
 
-        rollout.on_episode = note
+        rollout.on_episode = on_episode
         collection = self._scheduler.finish(rollout)
         if self._algorithm.estimator.needs_greedy:
             # Without records: only the returns are compared.
-            found = self._scheduler.collect(Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False))
-            collection.greedy = {e.spec.group_id: e for e in found.episodes}
-            collection.tally.add(found.tally)
+            greedy_result = self._scheduler.collect(
+                Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False)
+            )
+            collection.greedy = {episode.spec.group_id: episode for episode in greedy_result.episodes}
+            collection.tally.add(greedy_result.tally)
         for attempt in range(self._algorithm.filter_refills):
-            kept = [collection.episodes[i] for i in self._algorithm.select(collection.episodes)]
-            missing = groups_per_step(self._cfg) - len({e.spec.group_id for e in kept})
-            if missing <= 0:
+            selected = [collection.episodes[index] for index in self._algorithm.select(collection.episodes)]
+            num_missing = groups_per_step(self._cfg) - len({episode.spec.group_id for episode in selected})
+            if num_missing <= 0:
                 break
-            self._refill(step, attempt, missing, collection, kept)
+            self._refill(step, attempt, num_missing, collection, selected)
         return collection
 
-    def ahead(self, step: int) -> None:
+    def queue_next(self, step: int) -> None:
         """Queue the next rollouts: idle slots reset immediately, and inference waits for the new weights."""
-        self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
+        self._open(step, min(step + self._max_staleness, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
         algorithm, cfg = self._algorithm, self._cfg
@@ -350,23 +361,25 @@ class StepRollouts:
             if step not in self._rollouts:
                 counts = algorithm.estimator.counts_chunk_steps
                 plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, outcomes=algorithm.seen)
-                goes_on = cfg.env.train.continue_episodes and counts
-                rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
+                continues = cfg.env.train.continue_episodes and counts
+                rollout = Rollout(plan, not_before=step - self._max_staleness, continues=continues)
                 self._rollouts[step] = self._scheduler.open(rollout)
 
-    def _refill(self, step: int, attempt: int, missing: int, collection: RolloutResult, kept: list[Episode]) -> None:
-        """Run `missing` new groups to replace filtered groups; free the records of filtered episodes."""
-        keep = {e.spec.episode_id for e in kept}
-        filtered = [e for e in collection.episodes if e.spec.episode_id not in keep]
+    def _refill(
+        self, step: int, attempt: int, num_missing: int, collection: RolloutResult, selected: list[Episode]
+    ) -> None:
+        """Run `num_missing` new groups to replace filtered groups; free the records of filtered episodes."""
+        selected_ids = {episode.spec.episode_id for episode in selected}
+        filtered = [episode for episode in collection.episodes if episode.spec.episode_id not in selected_ids]
         self._scheduler.release(collection, filtered)
         collection.filtered += filtered
-        collection.episodes = list(kept)
-        plan = refill_episodes(self._cfg, self._run_plan.env, step, attempt, missing, outcomes=self._algorithm.seen)
-        more = self._scheduler.collect(Rollout(plan))
-        collection.episodes += more.episodes
+        collection.episodes = list(selected)
+        plan = refill_episodes(self._cfg, self._run_plan.env, step, attempt, num_missing, outcomes=self._algorithm.seen)
+        refills = self._scheduler.collect(Rollout(plan))
+        collection.episodes += refills.episodes
         # Episode ids of refills follow those of the step, so no id is used twice.
-        collection.tickets |= more.tickets
-        collection.dropped += more.dropped
-        collection.reward_errors += more.reward_errors
-        collection.refills += missing
-        collection.tally.add(more.tally)
+        collection.tickets |= refills.tickets
+        collection.dropped += refills.dropped
+        collection.reward_errors += refills.reward_errors
+        collection.refills += num_missing
+        collection.tally.add(refills.tally)

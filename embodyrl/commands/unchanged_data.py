@@ -12,21 +12,21 @@ from embodyrl.plan.schema import Config
 
 
 def check_unchanged(
-    cfg: Config, run: Path, *, keys: Iterable[str], free: Iterable[str] = (), instead: str = "run folder"
+    cfg: Config, run: Path, *, keys: Iterable[str], exempt: Iterable[str] = (), alternative: str = "run folder"
 ) -> None:
-    """Raise an error if the saved config differs in one of `keys` or their subkeys, except `free` and its subkeys.
+    """Raise an error if the saved config differs in one of `keys` or their subkeys, except `exempt` and its subkeys.
 
     Raises:
-        ConfigError: values differ; the message lists the run's values and suggests another `instead`.
+        ConfigError: values differ; the message lists the run's values and suggests another `alternative`.
     """
     if not (file := run / "config.yaml").is_file():
         return
-    keys, free = list(keys), list(free)
+    keys, exempt = list(keys), list(exempt)
     old = {setting.key: setting.value for setting in read_saved(file)}
     new = flat(yaml.safe_load(dump_config(cfg)))
-    named = [name for name in {**old, **new} if is_key_or_subkey(name, keys) and not is_key_or_subkey(name, free)]
-    if differs := [f"{name}={old.get(name)}" for name in named if old.get(name) != new.get(name)]:
+    names = [name for name in {**old, **new} if is_key_or_subkey(name, keys) and not is_key_or_subkey(name, exempt)]
+    if differences := [f"{name}={old.get(name)}" for name in names if old.get(name) != new.get(name)]:
         raise ConfigError(
-            f"{run} was created with {', '.join(differs)} and cannot resume with other values. Use the same settings, "
-            f"or choose another {instead}."
+            f"{run} was created with {', '.join(differences)} and cannot resume with other values. Use the same "
+            f"settings, or choose another {alternative}."
         )

@@ -18,7 +18,7 @@ from run_files import write_run
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
-from embodyrl.commands.run_folder import _take
+from embodyrl.commands.run_folder import _acquire
 from embodyrl.config import compose
 
 TREE = {**os.environ, "PYTHONPATH": str(SOURCE)}
@@ -200,7 +200,7 @@ def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
 
     run = saved_config(tmp_path / "a")
     assert not is_running(run)
-    os.close(_take(run / "lock", run))
+    os.close(_acquire(run / "lock", run))
     assert is_running(run), "the lock names this process"
     with subprocess.Popen(["sleep", "600"]) as other:
         (run / "lock").write_text(f"process {other.pid} on {socket.gethostname()}")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_env import toy_spec
 
-from embodyrl.commands.eval_result import EvalResult, changes, episode_row, summarise
+from embodyrl.commands.eval_result import EvalResult, compare_results, episode_row, summarise
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.scheduler.rollout import RolloutResult, RolloutStats
 from embodyrl.types import BenchmarkSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
@@ -159,7 +159,7 @@ def test_overall_results_cover_the_main_suite_only():
 
 def test_changes_are_computed_for_each_task():
     later = [replace(one, success_once=True) for one in ROWS]
-    found = changes(table(ROWS, toy_spec(2)), table(later, toy_spec(2)))
+    found = compare_results(table(ROWS, toy_spec(2)), table(later, toy_spec(2)))
     assert [(name, before.value, after.value) for name, before, after in found] == [
         ("go right", pytest.approx(2 / 3), 1.0),
         ("go left", pytest.approx(1 / 3), 1.0),
@@ -221,7 +221,7 @@ def test_success_rates_are_compared_only_with_success_rates():
     """Fails if the return of one evaluation is subtracted from the success rate of the other."""
     silent = [row(k, 0, k, won=None, earned=-38.0) for k in range(4)]
     told = [row(0, 0, 0, won=True), *silent[1:]]
-    ((_, first, last),) = changes(table(silent, toy_spec()), table(told, toy_spec()))
+    ((_, first, last),) = compare_results(table(silent, toy_spec()), table(told, toy_spec()))
     assert (first.change(last), last.change(first)) == ("+25.0", "-25.0")
-    ((_, first, last),) = changes(table(silent, toy_spec()), table(silent, toy_spec()))
+    ((_, first, last),) = compare_results(table(silent, toy_spec()), table(silent, toy_spec()))
     assert (str(first.value), first.change(last)) == ("-38.0", "+0")

@@ -36,7 +36,7 @@ def simulated(case: str, times: int) -> tuple[float, float]:
     for _ in range(times):
         outcomes = (rng.random(most) < second).astype(int) - (rng.random(most) < first).astype(int)
         verdicts.append(run_test(outcomes.tolist()))
-    return float(np.mean([v.decided for v in verdicts])), float(np.mean([v.pairs for v in verdicts]))
+    return float(np.mean([v.is_decided for v in verdicts])), float(np.mean([v.pairs for v in verdicts]))
 
 
 def test_e_value_is_a_martingale_under_the_null_hypothesis() -> None:
@@ -68,7 +68,7 @@ def test_success_rates_that_vary_by_state_cause_no_false_positives() -> None:
     alarms = 0
     for _ in range(1000):
         chance = rng.beta(0.3, 0.3, 300)
-        alarms += run_test(((rng.random(300) < chance) * 1 - (rng.random(300) < chance) * 1).tolist()).decided
+        alarms += run_test(((rng.random(300) < chance) * 1 - (rng.random(300) < chance) * 1).tolist()).is_decided
     assert alarms <= 50
 
 
@@ -132,7 +132,7 @@ def test_comparison_of_equal_policies_runs_all_episodes(
 def test_too_few_episodes_for_a_decision_are_refused(
     tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert [run_test([1] * count).decided for count in (7, 8)] == [False, True]
+    assert [run_test([1] * count).is_decided for count in (7, 8)] == [False, True]
     assert (
         main(["eval", "--until-significant", *runs, *nameless(tmp_path, "env.kwargs.tasks=2", "eval.episodes=7")]) == 2
     )

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
-from embodyrl.commands.sft_setup import load_material
+from embodyrl.commands.sft_setup import load_inputs
 from embodyrl.data.cards import read_card
 from embodyrl.data.layout import OWN
 from embodyrl.data.reader import Demonstrations, load_demonstrations
@@ -306,7 +306,7 @@ def test_sft_warns_of_a_gripper_that_hardly_moves(tmp_path: Path, ends: Any, val
     columns = {"action": lambda e, t: [0.1, 0.01 * t, values[t % len(values)]], "observation.state": numbers(4)}
     root = write_set(tmp_path / "set", columns=columns)
     cfg = load_config("sft", [f"data.path={root}", f"data.gripper={ends}".replace(" ", ""), "model=cnn"])
-    warnings = load_material(cfg, tmp_path / "start").warnings
+    warnings = load_inputs(cfg, tmp_path / "start").warnings
     assert [warning] == [text.partition(". ")[0].partition(": ")[2] for text in warnings] if warning else not warnings
     assert all(text.startswith(f"data.gripper=[{ends[0]},{ends[1]}]: ") for text in warnings)
 

@@ -17,7 +17,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.channels.messages import ImitateRequest
 from embodyrl.commands.sft import SftResult, sft
-from embodyrl.commands.sft_setup import load_material
+from embodyrl.commands.sft_setup import load_inputs
 from embodyrl.data.reader import Demonstrations
 from embodyrl.data.settings import Objective, ObjectiveSettings
 from embodyrl.envs.learned_reward import LearnedReward
@@ -334,4 +334,4 @@ def test_unsuitable_data_for_an_objective_is_refused(words: list[str], reason: s
 def test_unsuitable_reward_model_is_refused(tmp_path: Path) -> None:
     words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", "objective.name=preference")
     with pytest.raises(ConfigError, match="cannot be trained as a reward model"):
-        load_material(load_config("sft", [*words, "model.is_lora=true"]), tmp_path)
+        load_inputs(load_config("sft", [*words, "model.is_lora=true"]), tmp_path)

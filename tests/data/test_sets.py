@@ -17,8 +17,8 @@ from demos import card, demonstration
 from lerobot_sets import LENGTHS, edit_episodes, numbers, write_set, write_v2_set
 
 from embodyrl.cli.data import data
-from embodyrl.commands.sft_data import _same_kind
-from embodyrl.commands.sft_setup import _counted
+from embodyrl.commands.sft_data import _matching_path
+from embodyrl.commands.sft_setup import _describe_data
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout, set_differences
 from embodyrl.data.layout import Actor, Demonstration
@@ -305,7 +305,7 @@ def test_datasets_with_different_frame_rates_are_not_joined(tmp_path: Path, rate
     with pytest.raises(ConfigError, match=said):
         run(*words)
     with pytest.raises(ConfigError, match=f"other differs from data.path in {said}"):
-        _same_kind(str(tmp_path / "other"), DemonstrationSettings(path=str(tmp_path / "one")))
+        _matching_path(str(tmp_path / "other"), DemonstrationSettings(path=str(tmp_path / "one")))
 
 
 def test_info_counts_instructions_by_step_and_warns_of_missing_episodes(tmp_path: Path, capsys) -> None:
@@ -318,4 +318,4 @@ def test_info_counts_instructions_by_step_and_warns_of_missing_episodes(tmp_path
     assert "declares 9 episodes, but meta/episodes has 3" in found["warnings"][0]
     run("info", tmp_path / "one", json=False)
     assert "warning  " in capsys.readouterr().out
-    assert _counted(tmp_path / "one").endswith(f"3 episodes, {sum(LENGTHS)} frames of arm")
+    assert _describe_data(tmp_path / "one").endswith(f"3 episodes, {sum(LENGTHS)} frames of arm")

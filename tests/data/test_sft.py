@@ -23,7 +23,7 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_data import _samples, load_samples
-from embodyrl.commands.sft_setup import action_log_std, data_statistics, load_material, sft_facts
+from embodyrl.commands.sft_setup import action_log_std, data_statistics, load_inputs, sft_facts
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError
@@ -307,7 +307,7 @@ def test_mismatched_resume_does_not_change_the_run(demos: Path, tmp_path: Path) 
 def test_sft_from_random_weights_begins_with_the_deviation_of_the_actions(demos: Path, tmp_path: Path) -> None:
     words = [f"data.path={demos}", f"runner.output_dir={tmp_path}", "launcher=inline", "model=mlp", *SMALL]
     cfg = load_config("sft", [*words, "runner.max_steps=1", "actor.optim.lr=0.0"])
-    material = load_material(cfg, tmp_path / "start")
+    material = load_inputs(cfg, tmp_path / "start")
     std = material.train.actions[:, 0].std(0)
     found = load_file(sft(cfg).run / "checkpoints/step_000001/policy/model.safetensors")["head.log_std"]
     assert std[0] > 0.1
