@@ -51,7 +51,7 @@ class ChunkedEnv:
     ) -> None:
         self._step_reward = StepReward(reward) if reward is not None and reward.path is not None else None
         spec = replace(sims.spec, reward=replace(sims.spec.reward, factor=reward_coef))
-        self.spec = self._step_reward.declare(spec) if self._step_reward else spec
+        self.spec = self._step_reward.add_to_spec(spec) if self._step_reward else spec
         self.task_limit = sims.task_limit
         self._uses_relative_reward, self._coef = use_rel_reward, reward_coef
         self._sims = sims
@@ -246,9 +246,9 @@ class ChunkedEnv:
                 look=lambda slot=slot: self._read_observation(slot),
                 ask=lambda slot=slot: self._sims.info(slot),
             )
-            parts, problem = step_reward.parts(step, float(simulator_rewards[position]))
+            parts, problem = step_reward.compute_components(step, float(simulator_rewards[position]))
             result.components[row] += parts
-            rewards[position] = step_reward.total(parts)
+            rewards[position] = step_reward.compute_total(parts)
             if problem is not None and not self._reward_failed[slot]:  # reported once per episode
                 self._reward_failed[slot] = True
                 result.reward_errors[slot] = f"{self._describe_position(slot)}: {problem}"

@@ -78,7 +78,7 @@ class SimFactory(ABC, Generic[S]):
         reward = context.reward
         spec = with_chunks(with_history(self.describe(cfg, context), cfg.history), cfg.ensemble_chunk)
         spec = replace(spec, reward=replace(spec.reward, factor=cfg.reward_coef))
-        spec = StepReward(reward).declare(spec) if reward is not None and reward.path is not None else spec
+        spec = StepReward(reward).add_to_spec(spec) if reward is not None and reward.path is not None else spec
         if cfg.delay[1]:
             check_delay(spec, cfg.delay[1], context.chunk)
         return spec

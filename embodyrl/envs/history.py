@@ -61,7 +61,7 @@ class TemporalEnsemble:
         self._delayed_chunks: list[FloatArray] = []
         self._has_started = False
         self._weights = np.exp(-coeff * np.arange(chunk)).astype(np.float32)
-        self._sums = np.cumsum(self._weights, dtype=np.float32)
+        self._weight_sums = np.cumsum(self._weights, dtype=np.float32)
         self._mean = np.zeros((0, 0), np.float32)
         self._count = np.zeros(0, np.int64)
 
@@ -76,7 +76,9 @@ class TemporalEnsemble:
         self._has_started = True
         if len(self._mean):
             count, overlap = self._count[:, None], chunk[: len(self._mean)]
-            self._mean = (self._mean * self._sums[count - 1] + overlap * self._weights[count]) / self._sums[count]
+            self._mean = (
+                self._mean * self._weight_sums[count - 1] + overlap * self._weights[count]
+            ) / self._weight_sums[count]
             self._count = np.minimum(self._count + 1, len(chunk))
         new = chunk[len(self._mean) :]
         mean = np.concatenate([self._mean, new]) if len(self._mean) else new

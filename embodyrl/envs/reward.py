@@ -84,7 +84,7 @@ class StepReward:
         self.components = (*self._names, *([SIMULATOR] if self._adds_simulator_reward else []), ERRORS)
         self.weights = (*(cfg.weights.get(component, 1.0) for component in self.components[:-1]), 0.0)
 
-    def declare(self, spec: EnvSpec) -> EnvSpec:
+    def add_to_spec(self, spec: EnvSpec) -> EnvSpec:
         """Add the reward components to an environment's spec.
 
         Raises:
@@ -99,7 +99,7 @@ class StepReward:
         reward = replace(spec.reward, components=self.components, weights=self.weights, cameras=cameras)
         return replace(spec, reward=reward)
 
-    def parts(self, step: RewardStep, simulator_reward: float) -> tuple[list[float], str | None]:
+    def compute_components(self, step: RewardStep, simulator_reward: float) -> tuple[list[float], str | None]:
         """Call the function; return the reward components, and the error message if the call failed.
 
         `simulator_reward`: the simulator's reward.
@@ -126,7 +126,7 @@ class StepReward:
             float(problem is not None),
         ], problem
 
-    def total(self, parts: list[float]) -> float:
+    def compute_total(self, parts: list[float]) -> float:
         """Return the weighted sum of the components."""
         return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
 

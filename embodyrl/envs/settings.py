@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
 
-_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
-_DELAYS = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
-_TASKS = valid_if(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
+_IS_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
+_IS_DELAY_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
+_ARE_TASK_IDS = valid_if(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
 RewardFactor = Annotated[
     float, Field(ge=-(10**6), le=10**6), valid_if(bool), Constraint("different from 0 (0 removes every reward)")
 ]
@@ -32,9 +32,9 @@ class EnvSplit(Settings):
     """If true, episodes continue after the task is completed or failed, until max_episode_steps."""
     max_episode_steps: Count = 512
     """Time limit in env steps; reaching it truncates the episode."""
-    task_ids: Annotated[list[int], _TASKS, Constraint("a list of different task numbers, [0,1]")] | None = None
+    task_ids: Annotated[list[int], _ARE_TASK_IDS, Constraint("a list of different task numbers, [0,1]")] | None = None
     """Task ids to use; default: all."""
-    state_ids: Annotated[list[int], _RANGE, Constraint("[first,last] with 0 <= first <= last")] | None = None
+    state_ids: Annotated[list[int], _IS_RANGE, Constraint("[first,last] with 0 <= first <= last")] | None = None
     """Range [first, last] of the initial states of each task that this split uses; default: all."""
 
     def time_limit(self, env: "EnvSpec") -> int:
@@ -67,7 +67,7 @@ class ControlSettings(Settings):
     """Config keys for the timing of actions."""
 
     latency_steps: Annotated[
-        Annotated[list[int], _DELAYS] | Annotated[int, Field(ge=0, le=1000)],
+        Annotated[list[int], _IS_DELAY_RANGE] | Annotated[int, Field(ge=0, le=1000)],
         Constraint("a number from 0 to 1000, or [low,high] with 0 <= low <= high"),
     ] = 0
     """Number of env steps between an observation and the first action of its chunk; meanwhile the previous chunk

@@ -90,7 +90,9 @@ def test_egl_devices_can_be_queried(monkeypatch):
     """Uses the EGL of this host, if installed; software devices have no CUDA number."""
     monkeypatch.delenv(renderer.EGL_TABLE_VARIABLE, raising=False)
     assert set(renderer.get_egl_devices()) <= set(range(64))
-    done = subprocess.run([sys.executable, "-c", renderer._LIST_EGL_SCRIPT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", renderer._LIST_EGL_SCRIPT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 or "libEGL.so.1" in done.stderr
 
 

@@ -124,19 +124,19 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
     with owning(owner):
         child.start()
     sender.close()
-    broken = ""
+    failed_check = ""
     try:
         for index, name in enumerate(CHECKS):
-            if broken:
-                yield Finding(check=name, level="skip", note=f"needs {broken}")
+            if failed_check:
+                yield Finding(check=name, level="skip", note=f"needs {failed_check}")
                 continue
             finding = _next(receiver, child, name, timeout_s, _GRACE_S if index else _START_S)
-            broken = name if isinstance(finding, Violation) else ""
+            failed_check = name if isinstance(finding, Violation) else ""
             yield (
                 Finding(check=name, level="FAIL", violations=(finding,)) if isinstance(finding, Violation) else finding
             )
     finally:
-        if not broken:
+        if not failed_check:
             child.join(_GRACE_S)
         child.kill()
         child.join()
@@ -155,8 +155,10 @@ def _next(
         return receiver.recv()
     except EOFError:
         child.join(_GRACE_S)
-        code = child.exitcode or 0
-        exit_text = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        exit_code = child.exitcode or 0
+        exit_text = (
+            f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
+        )
         return Violation(name, "an answer", f"the environment's process {exit_text}; see the output above")
 
 

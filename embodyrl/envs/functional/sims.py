@@ -25,23 +25,23 @@ class FunctionalSims(Simulators):
         self._low, self._high = np.array(low, np.float32), np.array(high, np.float32)
         self._shape = num_slots, spec.action.dim
         self._ids = np.zeros(num_slots, np.uint32)
-        self._times = np.zeros(num_slots, np.uint32)
+        self._step_counts = np.zeros(num_slots, np.uint32)
         self._reset, self._step = _compile_functions(functions, self._discrete)
         self._current: StepResult = self._reset.all(self._ids.copy())
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start an episode in each of the slots; all other slots keep their state."""
-        self._ids[slots], self._times[slots] = reset_ids, 0
+        self._ids[slots], self._step_counts[slots] = reset_ids, 0
         self._current = self._reset.masked(self._current, self._get_mask(slots), self._ids.copy())
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         """Execute one action in each of the slots, in one compiled call."""
         batch = np.zeros(self._shape, np.float32)
         batch[slots] = np.clip(actions, self._low, self._high)
-        self._times[slots] += 1
+        self._step_counts[slots] += 1
         # Copies: JAX may read the memory of its arguments after the call returns.
         self._current = current = self._step(
-            self._current, self._get_mask(slots), batch, self._ids.copy(), self._times.copy()
+            self._current, self._get_mask(slots), batch, self._ids.copy(), self._step_counts.copy()
         )
         return SimSteps(
             reward=to_numpy(current.reward)[slots],
@@ -62,11 +62,11 @@ class FunctionalSims(Simulators):
     def save(self, slot: int) -> Any:
         """Return a copy of the slot's state, its reset id, and its number of steps."""
         part = jax.tree.map(lambda array: np.array(array[slot]), self._current)
-        return part, int(self._ids[slot]), int(self._times[slot])
+        return part, int(self._ids[slot]), int(self._step_counts[slot])
 
     def load(self, slot: int, state: Any) -> None:
         """Restore a saved state of the slot's episode."""
-        part, self._ids[slot], self._times[slot] = state
+        part, self._ids[slot], self._step_counts[slot] = state
         self._current = jax.tree.map(lambda array, value: array.at[slot].set(value), self._current, part)
 
 

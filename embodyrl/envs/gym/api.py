@@ -23,28 +23,28 @@ _OLD_API_FIX = (
 )
 
 
-def require_env(env_id: str, made: Any) -> Any:
-    """Return `made` if it is a Gymnasium environment or environment class.
+def require_env(env_id: str, value: Any) -> Any:
+    """Return `value` if it is a Gymnasium environment or environment class.
 
     Raises:
-        ConfigError: `made` has another type; the message explains the conversion.
+        ConfigError: `value` has another type; the message explains the conversion.
     """
-    classes = made.__mro__ if isinstance(made, type) else type(made).__mro__
+    classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
     if issubclass(classes[0], (gymnasium.Env, VectorEnv)):
-        return made
+        return value
     description = (
         f"env.id={env_id} is {classes[0].__module__}.{classes[0].__qualname__}, which is not a Gymnasium environment"
     )
-    if made is None:
+    if value is None:
         problem = f"env.id={env_id}: the function returned None. Fix: end the function with `return env`."
-    elif hasattr(made, "possible_agents") or any(cls.__module__.startswith("pettingzoo") for cls in classes):
+    elif hasattr(value, "possible_agents") or any(cls.__module__.startswith("pettingzoo") for cls in classes):
         problem = (
             f"{description}: a PettingZoo environment has several agents, but a run trains one policy. Fix: write a "
             f"gymnasium.Env for one agent that controls the other agents itself."
         )
     elif any(cls.__module__.partition(".")[0] == "gym" for cls in classes):
         problem = f"{description}: it is an environment of the old package gym. {_OLD_API_FIX}"
-    elif hasattr(made, "action_spec") and hasattr(made, "observation_spec"):
+    elif hasattr(value, "action_spec") and hasattr(value, "observation_spec"):
         problem = (
             f"{description} but a dm_env environment. Fix: pip install shimmy, then write a function that returns "
             "shimmy.DmControlCompatibilityV0(env)."

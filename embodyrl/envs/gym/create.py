@@ -60,8 +60,8 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
     """Build an environment (see `create`); also return the names of all environments if there are several."""
     env_id = str(cfg.id)
-    environment, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
-    env = require_env(env_id, environment)
+    built, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
+    env = require_env(env_id, built)
     for name, arguments in cfg.wrapped:
         wrapper, inner = find_wrapper(name), env
         try:

@@ -11,9 +11,9 @@ class SeedsNumpy(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment; the seed determines the initial state."""
-        before = np.random.get_state()
+        state_before = np.random.get_state()
         try:
             np.random.seed(seed)
             return self.env.reset(seed=seed, options=options)
         finally:
-            np.random.set_state(before)
+            np.random.set_state(state_before)

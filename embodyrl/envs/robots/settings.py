@@ -51,8 +51,8 @@ class RobotSettings(GymSettings):
     def gym(self) -> GymSettings:
         """Settings of the preset's Gymnasium environment: values of the preset, overridden by the config."""
         preset = self.preset
-        own = {name: getattr(self, name) for name in GymSettings.model_fields}
-        own |= {
+        values = {name: getattr(self, name) for name in GymSettings.model_fields}
+        values |= {
             "id": preset.id,
             "kwargs": {**preset.kwargs, **self.kwargs, **({"python": self.python} if preset.process else {})},
             "wrappers": [*preset.wrappers, *self.wrappers],
@@ -60,4 +60,4 @@ class RobotSettings(GymSettings):
             if self.instruction_key is None and not self.instruction
             else self.instruction,
         }
-        return GymSettings.model_construct(**own)
+        return GymSettings.model_construct(**values)
