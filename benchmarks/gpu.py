@@ -40,7 +40,7 @@ from embodyrl.policies.settings import LoraSettings
 from embodyrl.workers.weights import describe_weights, publish, take
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "gpu_check"))
-from embodyrl_gpu_check.speed import Limits, measure_limits, seconds_of
+from embodyrl_gpu_check.speed import Limits, measure_limits, measure_seconds
 from embodyrl_gpu_check.synthetic import ENV, observe, write_checkpoint
 
 GIB = 2**30
@@ -159,7 +159,7 @@ def rows_of(mode: str, policy: Policy, limits: Limits, args: argparse.Namespace)
     name, rows = f"{args.size}{depth} {args.dtype} {mode}", []
     for batch in args.batches:
         obs, noise = observe(batch), np.random.default_rng(1).random((batch, 56), dtype=np.float32)
-        took = seconds_of(lambda obs=obs, noise=noise: policy.act(obs, noise=noise), args.device, args.seconds)
+        took = measure_seconds(lambda obs=obs, noise=noise: policy.act(obs, noise=noise), args.device, args.seconds)
         limit = max(forward * batch / limits.flops, weights / limits.bandwidth)
         rows.append(
             row(f"{name} act batch {batch}", "chunks/s", batch / took, "matrix peak", limits.flops / forward, "act")
@@ -167,12 +167,12 @@ def rows_of(mode: str, policy: Policy, limits: Limits, args: argparse.Namespace)
         rows.append(
             row(f"{name} latency batch {batch}", "ms", took * 1e3, "roofline", limit * 1e3, "latency", less=True)
         )
-    took, limit = (seconds_of(call, args.device, args.seconds) for call in publication(policy))
+    took, limit = (measure_seconds(call, args.device, args.seconds) for call in publication(policy))
     rows.append(row(f"{name} publish new weights", "s", took, "two copies in memory", limit, "publish", less=True))
     step = train_step(policy, args)
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    took = seconds_of(step, args.device, args.seconds)
+    took = measure_seconds(step, args.device, args.seconds)
     passes = 2 if mode == "lora" else 3
     rate, limit = args.global_batch / took, limits.flops / (passes * forward)
     rows.append(row(f"{name} train micro-batch {args.micro_batch}", "samples/s", rate, "matrix peak", limit, "train"))

@@ -84,7 +84,7 @@ def test_recording_contains_executed_actions_and_their_actor(scene: Scene, polic
     for each in amounts:
         state = page.act("tick", inputs={str(k): v for k, v in each.items()})
     assert (state["actor"], state["by_person"], state["steps"]) == ("person", 3, 5)
-    before = scene._seen
+    before = scene._observation
     page.act("tick", inputs=None)
     page.act("next")
     demos = load_demonstrations(Path(scene._recording.root))
@@ -232,7 +232,7 @@ def test_typed_instruction_reaches_the_policy(policy: LoadedPolicy) -> None:
     page.act("next", task=0)
     assert page.hello()["speaks"]
     page.act("say", instruction="touch  the blue block")
-    seen = scene._seen
+    seen = scene._observation
     page.act("tick", inputs=None)
     np.testing.assert_array_equal(scene._steps[0].action, policy.act(seen, instruction="touch the blue block")[0])
     scene.env.close()

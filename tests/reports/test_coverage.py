@@ -11,7 +11,7 @@ import pytest
 from embodyrl.monitor.intervals import Mean, Rate
 from embodyrl.reports.paired import rate_difference
 from embodyrl.reports.seeds import (
-    FEWEST_RUNS,
+    MIN_BOOTSTRAP_RUNS,
     interquartile_mean,
     mean_interval,
     probability_of_improvement,
@@ -100,9 +100,9 @@ KINDS: dict[str, tuple[Draw, int]] = {
     "seeds, 3, rates above 90 %": (lambda rng: over_seeds_near_one(rng, 3), 3000),
     "seeds, 10, rates above 90 %": (lambda rng: over_seeds_near_one(rng, 10), 3000),
     "seeds, 10": (lambda rng: over_seeds(rng, 10), 3000),
-    "interquartile mean, 10 runs": (lambda rng: middle_of_runs(rng, FEWEST_RUNS), 400),
+    "interquartile mean, 10 runs": (lambda rng: middle_of_runs(rng, MIN_BOOTSTRAP_RUNS), 400),
     "interquartile mean, 20 runs": (lambda rng: middle_of_runs(rng, 20), 400),
-    "improvement, 10 runs": (lambda rng: improvement(rng, FEWEST_RUNS), 250),
+    "improvement, 10 runs": (lambda rng: improvement(rng, MIN_BOOTSTRAP_RUNS), 250),
 }
 
 

@@ -35,7 +35,7 @@ from embodyrl.monitor.phases import time_tree
 from embodyrl.reports import media
 from embodyrl.reports.charts import Line, curve, find_differing_settings, line_chart, stacked_bars, ticks
 from embodyrl.reports.history import Evaluation, History, read_history
-from embodyrl.reports.page import _task_table, _tiles, _timeline, write_report
+from embodyrl.reports.page import _build_task_table, _build_tiles, _plot_timeline, write_report
 from embodyrl.reports.paired import pair
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -74,7 +74,7 @@ def across(run: Path) -> Path:
 def test_task_table_covers_the_main_suite_only(tmp_path: Path) -> None:
     """Fails if episodes of all suites are merged because their tasks have equal names."""
     run = across(write_run(tmp_path / "run"))
-    table = _task_table([read_history(run)], TASKS)
+    table = _build_task_table([read_history(run)], TASKS)
     assert [cells[-1] for cells in table] == ["mean steps", "10", "10", "10", "-", "-"]
     (run / "metrics.jsonl").unlink()
     console = Console(width=120, record=True, file=io.StringIO())
@@ -395,7 +395,7 @@ def test_summary_tiles_match_hand_computed_values(tmp_path: Path) -> None:
     more = [{}, *({"env/restarts": float(n), "env/dropped_episodes": 2.0} for n in (1, 1, 4))]
     rows = tuple(row | own for row, own in zip(history.rows, more, strict=True))
     told = replace(history, rows=rows)
-    found = {label: (value, note) for label, value, note in _tiles(told, rows[1:])}
+    found = {label: (value, note) for label, value, note in _build_tiles(told, rows[1:])}
     assert found == {
         "success": ("17% → 67%", found["success"][1]),
         "steps": ("3", "of 3"),
@@ -408,5 +408,5 @@ def test_summary_tiles_match_hand_computed_values(tmp_path: Path) -> None:
 def test_bar_of_several_steps_shows_their_mean(tmp_path: Path) -> None:
     """120 steps in 60 bars, with updates of 4 and 6 s."""
     steps = [{"step": k, "time/step": 4.0 + k % 2 * 2, "time/update": 4.0 + k % 2 * 2} for k in range(120)]
-    drawn = _timeline(steps)
+    drawn = _plot_timeline(steps)
     assert len(re.findall(r"<title>[^<]*: 5 s", drawn)) == 60

@@ -16,7 +16,7 @@ from embodyrl.reports.history import Evaluation, History, read_history
 from embodyrl.reports.page import write_report
 from embodyrl.reports.seeds import (
     SeedGroup,
-    improvement,
+    compare_groups,
     interquartile_mean,
     mean_interval,
     permutation_test,
@@ -100,7 +100,7 @@ def test_runs_that_differ_only_in_seed_are_grouped(tmp_path: Path) -> None:
     said = groups[0].summary()
     assert said[0].startswith("mine (3 seeds): mean over seeds 0, 1, 2: 66.7 % [30.0, 90.3] (66.7 %; 66.7 %; 66.7 %)")
     assert len(said) == 1, "three runs have no bootstrap interval"
-    chance = improvement(*groups)
+    chance = compare_groups(*groups)
     assert chance is not None
     assert "0.50 over 2 tasks (permutation test p = 1: no more than chance)" in chance
     lines = write_report([*mine, *other], tmp_path / "page.html")
@@ -127,12 +127,12 @@ def test_improvement_requires_a_significant_permutation_test(tmp_path: Path) -> 
     """The verdict is that of the permutation test; the score of a run is its last evaluation."""
     first = scored(tmp_path, "a", [True] * 2, [False] * 2, [True] * 2)
     mixed, better = scored(tmp_path, "bb", *[[True] * 2] * 3), scored(tmp_path, "ccc", *[[True] * 2] * 3)
-    assert "0.67 over 2 tasks (permutation test p = 1: no more" in str(improvement(first, mixed))
+    assert "0.67 over 2 tasks (permutation test p = 1: no more" in str(compare_groups(first, mixed))
     worst = scored(tmp_path, "dddd", *[[False] * 2] * 3)
     # Every bootstrap draw says 1, and yet one in ten ways to deal six runs to two sides separates them as well.
-    assert "1.00 over 2 tasks (permutation test p = 0.1: no more" in str(improvement(worst, better))
+    assert "1.00 over 2 tasks (permutation test p = 0.1: no more" in str(compare_groups(worst, better))
     many = scored(tmp_path, "eeeee", *[[False] * 2] * 4), scored(tmp_path, "ffffff", *[[True] * 2] * 4)
-    assert "1.00 over 2 tasks (permutation test p = 0.029: more" in str(improvement(*many))
+    assert "1.00 over 2 tasks (permutation test p = 0.029: more" in str(compare_groups(*many))
     assert "66.7 % [0.0, 100.0] (100.0 %; 0.0 %; 100.0 %)" in first.summary()[0]
 
 
@@ -157,8 +157,8 @@ def test_seed_without_success_counts_as_success_rate_zero(tmp_path: Path) -> Non
     mixed = SeedGroup((never.runs[0], *group.runs[1:]))
     assert "(0.0 %; 50.0 %; 25.0 %)" in mixed.summary()[0]
     # By success: ((1 + 2 / 2) / 3 + (2 + 1 / 2) / 3) / 2, although the returns of `never` are higher.
-    assert ": 0.75 over 2 tasks" in str(improvement(never, mixed)), "only the second group ever succeeds"
-    assert ": 0.25 over 2 tasks" in str(improvement(mixed, never))
+    assert ": 0.75 over 2 tasks" in str(compare_groups(never, mixed)), "only the second group ever succeeds"
+    assert ": 0.25 over 2 tasks" in str(compare_groups(mixed, never))
 
 
 def silent_end(run: History) -> Evaluation:
@@ -171,10 +171,10 @@ def test_improvement_compares_tasks_by_name(tmp_path: Path) -> None:
     """Fails if tasks are compared by position instead of name."""
     first = scored(tmp_path, "a", *[[True, False]] * 2)
     turned = scored(tmp_path, "bb", *[[False, True]] * 2, tasks=TASKS[::-1])
-    assert "0.50 over 2 tasks" in str(improvement(first, turned))
-    assert improvement(first, scored(tmp_path, "ccc", *[[True, True]] * 2, tasks=("x", "y"))) is None
+    assert "0.50 over 2 tasks" in str(compare_groups(first, turned))
+    assert compare_groups(first, scored(tmp_path, "ccc", *[[True, True]] * 2, tasks=("x", "y"))) is None
     half = scored(tmp_path, "dddd", *[[True, True]] * 2, tasks=("x", TASKS[1]))
-    assert "1.00 over 1 tasks" in str(improvement(first, half))
+    assert "1.00 over 1 tasks" in str(compare_groups(first, half))
 
 
 def test_bootstrap_intervals_have_95_percent_level() -> None:
@@ -188,13 +188,13 @@ def test_ten_runs_have_bootstrap_intervals(tmp_path: Path) -> None:
     group = scored(tmp_path, "a", *[[k % 2 == 0, True] for k in range(10)])
     middle = group.summary()[1]
     assert middle.startswith("  interquartile mean over 20 runs x tasks: 100.0 % [60.0, 100.0]"), middle
-    assert "0.50 [0." in str(improvement(group, scored(tmp_path, "bb", *[[k % 2 == 0, True] for k in range(10)])))
+    assert "0.50 [0." in str(compare_groups(group, scored(tmp_path, "bb", *[[k % 2 == 0, True] for k in range(10)])))
 
 
 def test_runs_with_equal_seeds_are_not_grouped(tmp_path: Path) -> None:
     runs = [read_history(write_run(tmp_path / name, "seed=3")) for name in ("before", "after")]
     assert [group.name for group in seed_groups(runs)] == ["before", "after"]
-    assert improvement(*seed_groups(runs)) is None
+    assert compare_groups(*seed_groups(runs)) is None
 
 
 def test_single_run_has_no_group_summary(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_group_contains_tasks_common_to_all_runs(tmp_path: Path) -> None:
     second = scored(tmp_path, "bb", [True, True], tasks=(TASKS[1], "x"))
     group = SeedGroup((*first.runs, *second.runs))
     assert group.tasks == [TASKS[1]]
-    assert group.matrix(group.tasks, rates=True).tolist() == [[1.0], [1.0]]
+    assert group.matrix(group.tasks, reports_success=True).tolist() == [[1.0], [1.0]]
 
 
 def test_group_with_a_repeated_seed_is_split(tmp_path: Path) -> None:

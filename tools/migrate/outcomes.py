@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 from embodyrl_migrate.report import compare, reasons
 from embodyrl_migrate.source import read_source
-from embodyrl_migrate.tables import MigrationError, spell
+from embodyrl_migrate.tables import MigrationError, format_value
 from embodyrl_migrate.translate import translate
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ def _configs(folders: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 
 
 def _sampled(name: str, recipe: dict[str, Any]) -> list[str]:
-    values = "; ".join(f"{key}={spell(value)}" for key, value in sorted(recipe["values"].items()))
+    values = "; ".join(f"{key}={format_value(value)}" for key, value in sorted(recipe["values"].items()))
     return [f"- **{name}** ({recipe['source']}), {len(recipe['values'])} values: {values}", ""]
 
 

@@ -14,7 +14,7 @@ from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
-from embodyrl.play.controls import action_of, neutral_action
+from embodyrl.play.controls import inputs_to_action, neutral_action
 
 
 def problems(**changes):
@@ -224,4 +224,4 @@ def test_page_moves_the_arm_at_its_full_speed():
     action = FACTORY.describe(env_of("libero", task_suite_name="libero_goal"), EnvContext()).action
     keys = {control.key: number for number, control in enumerate(action.controls)}
     pressed = dict.fromkeys((keys["KeyD"], keys["KeyS"], keys["KeyE"]), 1.0)
-    assert action_of(action, pressed, neutral_action(action)).tolist() == [1, 1, 1, 0, 0, 0, -1]
+    assert inputs_to_action(action, pressed, neutral_action(action)).tolist() == [1, 1, 1, 0, 0, 0, -1]

@@ -30,7 +30,7 @@ LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
 @pytest.fixture(autouse=True, params=["limits", "bubblewrap"])
 def held(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs with and without bubblewrap, if installed; checks that programs leave no folder."""
-    if request.param == "bubblewrap" and not sandbox._bubblewrap():
+    if request.param == "bubblewrap" and not sandbox._get_bubblewrap_command():
         pytest.skip("bubblewrap does not work here")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -38,10 +38,10 @@ def held(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     if request.param == "limits":
         monkeypatch.setattr(shutil, "which", lambda _: None)
         monkeypatch.setenv("PATH", "")
-    sandbox._bubblewrap.cache_clear()
+    sandbox._get_bubblewrap_command.cache_clear()
     yield
     monkeypatch.undo()
-    sandbox._bubblewrap.cache_clear()
+    sandbox._get_bubblewrap_command.cache_clear()
 
 
 def descendants(pid: int) -> list[int]:
@@ -166,7 +166,7 @@ def test_escape_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path / "work", capture_output=True, text=True)
     assert not done.stderr
     kept = {"kernel keys", "io_uring", "userfaultfd", "tracing"}
-    assert {*sandbox._REACHES} - {*done.stdout.splitlines()} <= kept
+    assert {*sandbox._ESCAPE_STATEMENTS} - {*done.stdout.splitlines()} <= kept
 
 
 def test_long_source_code_runs():
@@ -225,7 +225,7 @@ def test_program_reads_neither_tests_nor_data_nor_inherited_folders(tmp_path: Pa
     (tmp_path / "rows.jsonl").write_text("4831907")
     places = [str(tmp_path / "rows.jsonl"), "/proc/1/cmdline", "/etc/passwd"]
     program = LEAKS.replace("PLACES", repr(places))
-    ((_, code, said),) = sandbox._carry_out(program, [{"input": "", "output": "4831907\n"}], seconds=30, each=30)
+    ((_, code, said),) = sandbox._execute(program, [{"input": "", "output": "4831907\n"}], seconds=30, each=30)
     assert (code, said) == (0, "[]\n")
 
 

@@ -55,28 +55,28 @@ def check_gpus(args: argparse.Namespace) -> int:
 
     The JSON file is rewritten after each check; the Markdown report is written next to it at the end.
     """
-    chosen = {name: check for name, check in CHECKS.items() if not args.names or name in args.names}
+    selected = {name: check for name, check in CHECKS.items() if not args.names or name in args.names}
     path = args.out.absolute()
     page = path.with_suffix(".md")
-    report = _header()
-    for name, check in chosen.items():
+    report = _build_header()
+    for name, check in selected.items():
         print(f"  ...   {name}: {check.title}", file=sys.stderr, flush=True)
-        entry = _run(name, check)
+        entry = _run_check(name, check)
         report["checks"].append(entry)
         write_atomically(path, json_text(report))
         if not args.json:
-            print(printable(_line(entry)), flush=True)
-    kept = _keep_rates(report, path)
-    report["rates"] = kept
+            print(printable(_format_line(entry)), flush=True)
+    rates_text = _save_rates(report, path)
+    report["rates"] = rates_text
     write_atomically(path, json_text(report))
-    write_atomically(page, "\n".join(page_of(report)) + "\n")
+    write_atomically(page, "\n".join(build_page(report)) + "\n")
     failed = sum(entry["level"] == "FAIL" for entry in report["checks"])
-    lines = [f"{failed} of {len(chosen)} checks failed. {kept}", f"report: {path}", f"page:   {page}"]
+    lines = [f"{failed} of {len(selected)} checks failed. {rates_text}", f"report: {path}", f"page:   {page}"]
     show_result(args, report, lines)
     return 3 if failed else 0
 
 
-def _header() -> dict[str, Any]:
+def _build_header() -> dict[str, Any]:
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "MUJOCO_GL", "NVIDIA_DRIVER_CAPABILITIES", "LD_PRELOAD")
     return {
         "embodyrl": __version__,
@@ -93,9 +93,9 @@ def _header() -> dict[str, Any]:
     }
 
 
-def _run(name: str, check: GpuCheck) -> dict[str, Any]:
+def _run_check(name: str, check: GpuCheck) -> dict[str, Any]:
     """Return the report entry of a check, even if its process fails."""
-    begun, log = time.monotonic(), ""
+    started, log = time.monotonic(), ""
     missing = [module for module in check.needs if find_spec(module) is None]
     if check.needs_gpu and not visible_gpus():
         result = GpuResult(level="skip", text="no GPU is visible")
@@ -108,11 +108,11 @@ def _run(name: str, check: GpuCheck) -> dict[str, Any]:
             level = "skip" if isinstance(error, MissingDependencyError) else "FAIL"
             log = "\n".join(getattr(error, "__notes__", []))
             result = GpuResult(level=level, text=str(error))
-    entry = {"name": name, "title": check.title, "seconds": round(time.monotonic() - begun, 1), "log": log}
+    entry = {"name": name, "title": check.title, "seconds": round(time.monotonic() - started, 1), "log": log}
     return entry | dataclasses.asdict(result)
 
 
-def _keep_rates(report: dict[str, Any], path: Path) -> str:
+def _save_rates(report: dict[str, Any], path: Path) -> str:
     """Save the measured rates, which `--dry-run` uses for predictions; return a sentence for the report."""
     measured: dict[str, dict[str, float]] = {}
     for entry in report["checks"]:
@@ -122,21 +122,21 @@ def _keep_rates(report: dict[str, Any], path: Path) -> str:
     day = report["started"][:10]
     new = {name: Measured(rates=rates, report=str(path), day=day) for name, rates in measured.items()}
     file = rates_file()
-    kept = {name: dataclasses.asdict(one) for name, one in (read_measured() | new).items()}
+    stored = {name: dataclasses.asdict(one) for name, one in (read_measured() | new).items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json_text(kept))
+        write_atomically(file, json_text(stored))
     except OSError as error:
         return f"The rates cannot be saved for predictions: {error}."
     return f"`--dry-run` predicts with the measured rates in {file}."
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _format_line(entry: dict[str, Any]) -> str:
     fix = f"\n        fix: {entry['fix']}" if entry["fix"] else ""
     return f"  {entry['level']:<4}  {entry['name']} ({entry['seconds']:.0f} s): {entry['text']}{fix}"
 
 
-def page_of(report: dict[str, Any]) -> list[str]:
+def build_page(report: dict[str, Any]) -> list[str]:
     """Return the Markdown report: the results and values of all checks, and the logs of failed checks."""
     packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items())
     gpus = [
@@ -155,7 +155,7 @@ def page_of(report: dict[str, Any]) -> list[str]:
         f"visible: {', '.join(report['visible']) or 'none'}",
         *(f"{name}={value}" for name, value in report["environment"].items()),
         "",
-        *map(_line, report["checks"]),
+        *map(_format_line, report["checks"]),
         "",
         report["rates"],
         "```",

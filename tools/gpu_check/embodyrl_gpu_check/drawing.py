@@ -17,9 +17,9 @@ from embodyrl.files import available_cores
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
 _MIB = 2**20
-_MOST = 32
+_MAX_PROCESSES = 32
 """Maximum number of concurrent rendering processes in the measurement."""
-_SCALES = 1.5
+_MIN_SPEEDUP = 1.5
 """Minimum speed-up of several processes over one process; a lower speed-up is noted in the report."""
 _FRAMES = """
 import sys, time
@@ -49,7 +49,7 @@ def check_drawing() -> GpuResult:
     """Check EGL rendering on each visible GPU, and measure the speed on one GPU."""
     parts, gpus = GpuParts(), visible_gpus()
     table = get_egl_devices()
-    parts.note("EGL devices by CUDA number", table)
+    parts.record("EGL devices by CUDA number", table)
     if not table:
         parts.warnings.append("EGL reports no CUDA device (EGL_CUDA_DEVICE_NV), so CUDA's numbers are used")
     elif missing := [gpu for gpu in gpus if get_cuda_index(gpu) not in table]:
@@ -57,49 +57,49 @@ def check_drawing() -> GpuResult:
     if find_spec("mujoco") is None:
         text = f"mujoco is not installed, so nothing was rendered; EGL devices by CUDA number: {table or 'none'}"
         return GpuResult(level="skip", text="; ".join([*parts.warnings, text]), values=parts.values)
-    fix, works = "", list[str]()
+    fix, working = "", list[str]()
     for gpu in gpus:
         frame = draw_frame("egl", egl_device(gpu))
-        judged = check_egl(frame)
-        parts.note(f"frame on GPU {gpu}", frame.problem or frame.driver)
-        if judged.backend == "egl":
-            works.append(gpu)
+        choice = check_egl(frame)
+        parts.record(f"frame on GPU {gpu}", frame.problem or frame.driver)
+        if choice.backend == "egl":
+            working.append(gpu)
         else:
-            parts.failures.append(f"GPU {gpu}: {judged.why}")
-            fix = judged.fix
-    said = [f"GPU {', '.join(works)} renders with EGL"] if works else []
-    for gpu in works[:1]:
+            parts.failures.append(f"GPU {gpu}: {choice.why}")
+            fix = choice.fix
+    lines = [f"GPU {', '.join(working)} renders with EGL"] if working else []
+    for gpu in working[:1]:
         with parts.part(f"frames per second on GPU {gpu}"):
-            said.append(measure_frames(parts, "egl", egl_device(gpu), gpu))
-    return parts.result("; ".join(said), fix)
+            lines.append(measure_frames(parts, "egl", egl_device(gpu), gpu))
+    return parts.result("; ".join(lines), fix)
 
 
 def measure_frames(parts: GpuParts, backend: str, device: str, gpu: str) -> str:
     """Measure the frames per second of 1 process, of 8 and of one per core, and the GPU memory per process."""
-    cores, said, rates = min(available_cores(), _MOST), list[str](), list[float]()
+    cores, lines, rates = min(available_cores(), _MAX_PROCESSES), list[str](), list[float]()
     for count in sorted({1, min(8, cores), cores}):
-        before = _free(gpu)
-        rate, during = _frames(backend, device, count, gpu)
+        before = _get_free_memory(gpu)
+        rate, while_running = _measure_rate(backend, device, count, gpu)
         rates.append(rate)
-        parts.note(f"frames/s of {count} processes in total", round(rate, 1))
-        said.append(f"{rate:.0f} frames/s in total with {count} process{'es' * (count > 1)}")
-        if before and during:
-            context = (before - during) / count / _MIB
-            parts.note(f"MiB per context, {count} processes", round(context, 1))
-            said[-1] += f" ({context:.0f} MiB each)"
-    if len(rates) > 1 and max(rates) < _SCALES * rates[0]:
-        said.append("more processes do not render faster")
-    return ", ".join(said)
+        parts.record(f"frames/s of {count} processes in total", round(rate, 1))
+        lines.append(f"{rate:.0f} frames/s in total with {count} process{'es' * (count > 1)}")
+        if before and while_running:
+            context = (before - while_running) / count / _MIB
+            parts.record(f"MiB per context, {count} processes", round(context, 1))
+            lines[-1] += f" ({context:.0f} MiB each)"
+    if len(rates) > 1 and max(rates) < _MIN_SPEEDUP * rates[0]:
+        lines.append("more processes do not render faster")
+    return ", ".join(lines)
 
 
-def _free(gpu: str) -> int:
+def _get_free_memory(gpu: str) -> int:
     """Return the free memory of a GPU in bytes; 0 if unknown."""
     number = visible_gpus().index(gpu) if gpu in visible_gpus() else -1
-    chosen = select_visible(query_gpus())
-    return chosen[number].free if 0 <= number < len(chosen) else 0
+    selected = select_visible(query_gpus())
+    return selected[number].free if 0 <= number < len(selected) else 0
 
 
-def _frames(backend: str, device: str, count: int, gpu: str) -> tuple[float, int]:
+def _measure_rate(backend: str, device: str, count: int, gpu: str) -> tuple[float, int]:
     """Return the total frames per second of `count` processes, and the free GPU memory while the processes run."""
     environ = get_render_environment(backend, device)
     command = [sys.executable, "-c", _FRAMES]
@@ -107,15 +107,15 @@ def _frames(backend: str, device: str, count: int, gpu: str) -> tuple[float, int
     running = [subprocess.Popen(command, env=environ, **pipes) for _ in range(count)]
     try:
         # The check itself has a deadline, after which its children are killed.
-        started = [process.stdout.readline() for process in running if process.stdout]
-        if started != ["ready\n"] * count:
-            raise RuntimeError(f"only {started.count('ready' + chr(10))} of {count} rendering processes started")
-        during = _free(gpu)
+        replies = [process.stdout.readline() for process in running if process.stdout]
+        if replies != ["ready\n"] * count:
+            raise RuntimeError(f"only {replies.count('ready' + chr(10))} of {count} rendering processes started")
+        free_bytes = _get_free_memory(gpu)
         for process in running:
             if process.stdin:
                 process.stdin.write("\n")
                 process.stdin.flush()
-        return sum(float(process.stdout.readline()) for process in running if process.stdout), during
+        return sum(float(process.stdout.readline()) for process in running if process.stdout), free_bytes
     finally:
         for process in running:
             process.kill()

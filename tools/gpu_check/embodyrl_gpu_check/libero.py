@@ -13,7 +13,7 @@ from embodyrl.envs.settings import RenderProfile
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
 _SUITE, _CHUNK, _CHUNKS = "libero_10", 8, 3
-_SLOW = 1.5
+_MAX_RATIO = 1.5
 """Ratio of measured to assumed time above which a warning is reported."""
 
 
@@ -25,13 +25,13 @@ def check_chunk() -> GpuResult:
     """
     install.check_installation()
     install.prepare_process()
-    parts, said = GpuParts(), list[str]()
+    parts, lines = GpuParts(), list[str]()
     on_gpu = os.environ.get("MUJOCO_GL") == "egl" and bool(visible_gpus())
-    parts.note("MUJOCO_GL", os.environ.get("MUJOCO_GL"))
+    parts.record("MUJOCO_GL", os.environ.get("MUJOCO_GL"))
     for fast in (True, False):
         with parts.part(f"{'fast' if fast else 'stock'} physics"):
-            said.append(_measure(parts, fast=fast, on_gpu=on_gpu))
-    return parts.result("; ".join(said))
+            lines.append(_measure(parts, fast=fast, on_gpu=on_gpu))
+    return parts.result("; ".join(lines))
 
 
 def _measure(parts: GpuParts, *, fast: bool, on_gpu: bool) -> str:
@@ -39,12 +39,12 @@ def _measure(parts: GpuParts, *, fast: bool, on_gpu: bool) -> str:
 
     task = install.suite_tasks(_SUITE)[0]
     name = chunk_name(RenderProfile.full, fast=fast, on_gpu=on_gpu)
-    free = _gpu_free(on_gpu)
-    begun = time.perf_counter()
+    free = _get_free_memory(on_gpu)
+    started = time.perf_counter()
     path = install.libero_path("bddl_files") / task.problem_folder / task.bddl_file
     simulator = TaskSimulator(path, fast=fast)
     try:
-        parts.note(f"{name}: seconds to load", round(time.perf_counter() - begun, 2))
+        parts.record(f"{name}: seconds to load", round(time.perf_counter() - started, 2))
         simulator.reset(install.suite_init_states(_SUITE, 0)[0], 0)
         images, state = np.zeros((1, 224, 224, 3), np.uint8), np.zeros(8, np.float32)
         action = np.array([0.2, 0.0, -0.2, 0.0, 0.0, 0.0, -1.0])
@@ -53,35 +53,35 @@ def _measure(parts: GpuParts, *, fast: bool, on_gpu: bool) -> str:
             for _ in range(_CHUNK):
                 simulator.step(action)
 
-        def draw() -> None:
+        def render() -> None:
             simulator.observe((FRONT_CAMERA,), images, state)
 
-        draw()
-        stepping = [_time(step) for _ in range(_CHUNKS)]
-        drawing = [_time(draw) for _ in range(2 * _CHUNKS)]
-        if used := free - _gpu_free(on_gpu):
-            parts.note(f"{name}: MiB of the GPU for context and task", round(used / 2**20, 1))
+        render()
+        step_times = [_measure_times(step) for _ in range(_CHUNKS)]
+        render_times = [_measure_times(render) for _ in range(2 * _CHUNKS)]
+        if used := free - _get_free_memory(on_gpu):
+            parts.record(f"{name}: MiB of the GPU for context and task", round(used / 2**20, 1))
     finally:
         simulator.close()
     # A worker waits for the GPU while it renders: the time of a frame is that of the clock.
-    physics, (frame_cpu, frame) = min(stepping)[0], min(drawing)
-    parts.note(f"{name}: CPU seconds of the physics of {_CHUNK} actions", round(physics, 4))
-    parts.note(f"{name}: CPU and wall seconds of a frame", [round(frame_cpu, 4), round(frame, 4)])
+    physics, (frame_cpu, frame) = min(step_times)[0], min(render_times)
+    parts.record(f"{name}: CPU seconds of the physics of {_CHUNK} actions", round(physics, 4))
+    parts.record(f"{name}: CPU and wall seconds of a frame", [round(frame_cpu, 4), round(frame, 4)])
     parts.measured[name] = {"chunk_s": physics + frame}
     assumed = PHYSICS_S[fast] + EGL_DRAW_S
-    if on_gpu and physics + frame > _SLOW * assumed:
+    if on_gpu and physics + frame > _MAX_RATIO * assumed:
         parts.warnings.append(f"{name}: {physics + frame:.3f} s instead of {assumed:.3f}")
     return f"{name}: {physics:.3f} s of physics and {frame:.3f} s a frame"
 
 
-def _time(call: Callable[[], None]) -> tuple[float, float]:
+def _measure_times(call: Callable[[], None]) -> tuple[float, float]:
     """Return the CPU seconds and the wall-clock seconds of a call."""
     cpu, wall = time.process_time(), time.perf_counter()
     call()
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
-def _gpu_free(on_gpu: bool) -> int:
+def _get_free_memory(on_gpu: bool) -> int:
     from embodyrl.devices import Gpus
 
     return Gpus().free if on_gpu else 0

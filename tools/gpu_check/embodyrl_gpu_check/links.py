@@ -21,7 +21,7 @@ from embodyrl_gpu_check.result import GpuParts, GpuResult
 _BYTES = 512 * 10**6
 _REPEATS = 5
 _JOIN_S = 90.0
-_RANK = "import sys; from embodyrl_gpu_check.links import take_part; take_part(*sys.argv[1:])"
+_RANK = "import sys; from embodyrl_gpu_check.links import run_rank; run_rank(*sys.argv[1:])"
 
 
 def check_links() -> GpuResult:
@@ -30,10 +30,10 @@ def check_links() -> GpuResult:
     if len(gpus) < 2:
         return GpuResult(level="skip", text="one GPU is visible, collectives need two")
     parts = GpuParts()
-    said = ""
+    text = ""
     with parts.part("collectives"):
-        said = measure_links(parts, gpus, "nccl", _BYTES)
-    return parts.result(said)
+        text = measure_links(parts, gpus, "nccl", _BYTES)
+    return parts.result(text)
 
 
 def measure_links(parts: GpuParts, gpus: tuple[str, ...], backend: str, size: int) -> str:
@@ -47,7 +47,7 @@ def measure_links(parts: GpuParts, gpus: tuple[str, ...], backend: str, size: in
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        ranks = [_start(folder, rank, len(gpus), gpu, port, backend, size) for rank, gpu in enumerate(gpus)]
+        ranks = [_start_rank(folder, rank, len(gpus), gpu, port, backend, size) for rank, gpu in enumerate(gpus)]
         try:
             codes = [rank.wait(_JOIN_S) for rank in ranks]
         finally:
@@ -60,20 +60,22 @@ def measure_links(parts: GpuParts, gpus: tuple[str, ...], backend: str, size: in
                 raise RuntimeError(f"rank {number} exited with code {code}; the end of its log: {log}")
         found = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(gpus))]
         logs = "\n".join(file.read_text(errors="replace") for file in folder.glob("*.log"))
-    slowest = {key: max(one[key] for one in found) for key in found[0]}
+    slowest = {key: max(row[key] for row in found) for key in found[0]}
     for key, value in slowest.items():
-        parts.note(f"{key} of {size / 1e6:.0f} MB, seconds", round(value, 5))
-    share = size * (len(gpus) - 1) / len(gpus)
-    rates = {key: share / value / 1e9 for key, value in slowest.items()}
-    parts.note("GB/s of each GPU", {key: round(value, 1) for key, value in rates.items()})
+        parts.record(f"{key} of {size / 1e6:.0f} MB, seconds", round(value, 5))
+    transferred = size * (len(gpus) - 1) / len(gpus)
+    rates = {key: transferred / value / 1e9 for key, value in slowest.items()}
+    parts.record("GB/s of each GPU", {key: round(value, 1) for key, value in rates.items()})
     transports = sorted({found for found in re.findall(r"via (P2P|SHM|NET)\b", logs)})
-    parts.note("transports", transports)
+    parts.record("transports", transports)
     if "P2P" not in transports and backend == "nccl":
         parts.warnings.append(f"no direct transfers between GPUs, NCCL uses {', '.join(transports) or 'unknown'}")
     return f"{', '.join(f'{key} {value:.1f} GB/s' for key, value in rates.items())} via {', '.join(transports) or '?'}"
 
 
-def _start(folder: Path, rank: int, world: int, gpu: str, port: int, backend: str, size: int) -> subprocess.Popen[Any]:
+def _start_rank(
+    folder: Path, rank: int, world: int, gpu: str, port: int, backend: str, size: int
+) -> subprocess.Popen[Any]:
     environ = os.environ | {
         "CUDA_VISIBLE_DEVICES": gpu,
         "MASTER_ADDR": "127.0.0.1",
@@ -87,28 +89,28 @@ def _start(folder: Path, rank: int, world: int, gpu: str, port: int, backend: st
         return subprocess.Popen([sys.executable, "-c", _RANK, *arguments], env=environ, stdout=log, stderr=log)
 
 
-def take_part(out: str, rank: str, world: str, backend: str, size: str) -> None:
+def run_rank(out: str, rank: str, world: str, backend: str, size: str) -> None:
     """Run one rank, and write the median time of each collective in seconds to the JSON file `out`."""
     device = torch.device("cuda:0" if backend == "nccl" else "cpu")
     dist.init_process_group(backend, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=_JOIN_S))
     count = int(size) // 2 // int(world)
-    part = torch.ones(count, dtype=torch.bfloat16, device=device)
-    whole = torch.ones(count * int(world), dtype=torch.bfloat16, device=device)
+    shard = torch.ones(count, dtype=torch.bfloat16, device=device)
+    gathered = torch.ones(count * int(world), dtype=torch.bfloat16, device=device)
     seconds = {
-        "all-gather": _median(lambda: dist.all_gather_into_tensor(whole, part), device),
-        "reduce-scatter": _median(lambda: dist.reduce_scatter_tensor(part, whole), device),
+        "all-gather": _measure_median(lambda: dist.all_gather_into_tensor(gathered, shard), device),
+        "reduce-scatter": _measure_median(lambda: dist.reduce_scatter_tensor(shard, gathered), device),
     }
     Path(out).write_text(json.dumps(seconds))
     dist.destroy_process_group()
 
 
-def _median(call: Any, device: torch.device) -> float:
+def _measure_median(call: Any, device: torch.device) -> float:
     times = []
     for _ in range(_REPEATS + 1):  # the first call connects
         dist.barrier()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started)
     return sorted(times[1:])[_REPEATS // 2]

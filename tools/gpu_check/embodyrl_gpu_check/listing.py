@@ -11,18 +11,20 @@ from embodyrl.policies.tensors import cuda_problem
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
 _GIB = 2**30
-_MORE = "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit,ecc.mode.current"
+_DETAIL_FIELDS = (
+    "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit,ecc.mode.current"
+)
 
 
 def check_devices() -> GpuResult:
     """Compare the GPUs of CUDA, `nvidia-smi` and embodyrl, by UUID if possible, and read their free memory."""
     parts, visible, listed = GpuParts(), visible_gpus(), query_gpus()
-    parts.note("visible", list(visible))
-    parts.note("nvidia-smi", [f"{gpu.number} {gpu.uuid} {gpu.name}" for gpu in listed])
-    parts.note("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
-    parts.note("architectures", torch.cuda.get_arch_list())
+    parts.record("visible", list(visible))
+    parts.record("nvidia-smi", [f"{gpu.number} {gpu.uuid} {gpu.name}" for gpu in listed])
+    parts.record("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    parts.record("architectures", torch.cuda.get_arch_list())
     with parts.part("details of nvidia-smi"):
-        parts.note("details", details())
+        parts.record("details", details())
     if not torch.cuda.is_available():
         parts.failures.append(f"torch {torch.__version__} cannot use {len(visible)} GPUs: {cuda_problem()}")
         return parts.result("", TORCH_FIX)
@@ -36,18 +38,18 @@ def check_devices() -> GpuResult:
 
 def _compare(parts: GpuParts, visible: tuple[str, ...], listed: tuple[Gpu, ...]) -> None:
     count = torch.cuda.device_count()
-    found = [torch.cuda.get_device_properties(number) for number in range(count)]
-    parts.note("names", [one.name for one in found])
-    parts.note("capability", [f"{one.major}.{one.minor}" for one in found])
-    parts.note("processors", [one.multi_processor_count for one in found])
+    properties = [torch.cuda.get_device_properties(number) for number in range(count)]
+    parts.record("names", [gpu_properties.name for gpu_properties in properties])
+    parts.record("capability", [f"{gpu_properties.major}.{gpu_properties.minor}" for gpu_properties in properties])
+    parts.record("processors", [gpu_properties.multi_processor_count for gpu_properties in properties])
     memory = [torch.cuda.mem_get_info(number) for number in range(count)]
-    parts.note("free bytes", [free for free, _ in memory])
-    parts.note("total bytes", [total for _, total in memory])
-    parts.note("bfloat16", torch.cuda.is_bf16_supported())
+    parts.record("free bytes", [free for free, _ in memory])
+    parts.record("total bytes", [total for _, total in memory])
+    parts.record("bfloat16", torch.cuda.is_bf16_supported())
     if count != len(visible):
         parts.failures.append(f"CUDA has {count} GPUs, embodyrl counts {len(visible)} ({', '.join(visible)})")
-    uuids = [_uuid(one) for one in found]
-    parts.note("uuids of CUDA", uuids)
+    uuids = [_get_uuid(gpu_properties) for gpu_properties in properties]
+    parts.record("uuids of CUDA", uuids)
     if not listed:
         parts.warnings.append("nvidia-smi does not answer, so free memory and names are unknown before a run")
         return
@@ -65,7 +67,7 @@ def _compare(parts: GpuParts, visible: tuple[str, ...], listed: tuple[Gpu, ...])
         parts.warnings.append(f"less than 90 % of the memory is free on GPU {', '.join(map(str, low))}")
 
 
-def _uuid(properties: object) -> str:
+def _get_uuid(properties: object) -> str:
     """Return a GPU's UUID in the format of `nvidia-smi`; empty for versions of torch without UUIDs."""
     found = str(getattr(properties, "uuid", ""))
     return found if not found or found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
@@ -77,7 +79,7 @@ def details() -> str:
     if program is None:
         return "there is no nvidia-smi"
     said = []
-    for words in ([f"--query-gpu={_MORE}", "--format=csv"], ["-L"], ["topo", "-m"]):
+    for words in ([f"--query-gpu={_DETAIL_FIELDS}", "--format=csv"], ["-L"], ["topo", "-m"]):
         done = subprocess.run([program, *words], capture_output=True, text=True, timeout=20, check=False)
         said.append((done.stdout if done.returncode == 0 else done.stderr).strip())
     return "\n".join(said)

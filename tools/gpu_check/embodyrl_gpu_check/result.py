@@ -43,9 +43,9 @@ class GpuParts:
         except Exception as error:
             lines = str(error).strip().splitlines() or ["no message"]
             self.failures.append(f"{name}: {type(error).__name__}: {lines[0]}")
-            self.note(f"traceback of {name}", traceback.format_exc())
+            self.record(f"traceback of {name}", traceback.format_exc())
 
-    def note(self, name: str, value: Any) -> None:
+    def record(self, name: str, value: Any) -> None:
         """Store a measured value and print it to standard error."""
         self.values[name] = value
         print(f"{name}: {value}", file=sys.stderr, flush=True)
@@ -53,5 +53,5 @@ class GpuParts:
     def result(self, text: str, fix: str = "") -> GpuResult:
         """Return the result of the whole check: FAIL if a part failed, else warn if a part has a warning, else ok."""
         level = "FAIL" if self.failures else "warn" if self.warnings else "ok"
-        said = "; ".join([*self.failures, *self.warnings, *([text] if text else [])])
-        return GpuResult(level=level, text=said, fix=fix, values=self.values, measured=self.measured)
+        message = "; ".join([*self.failures, *self.warnings, *([text] if text else [])])
+        return GpuResult(level=level, text=message, fix=fix, values=self.values, measured=self.measured)

@@ -26,16 +26,16 @@ def check_batch() -> GpuResult:
         parts.failures.append(f"SAPIEN cannot render on the GPU: {problem}")
         return parts.result("", GPU_VULKAN_FIX)
     file = get_physx_path()
-    parts.note("PhysX", f"{file} {'exists' if file.is_file() else 'is downloaded'}")
-    done = run_isolated(DOWNLOAD_PHYSX_SCRIPT, timeout_s=_FETCH_S)
-    if done.code != 0:
-        parts.note("log of PhysX", done.log)
-        parts.failures.append(f"SAPIEN cannot load PhysX for GPUs: {done.reason}")
+    parts.record("PhysX", f"{file} {'exists' if file.is_file() else 'is downloaded'}")
+    process = run_isolated(DOWNLOAD_PHYSX_SCRIPT, timeout_s=_FETCH_S)
+    if process.code != 0:
+        parts.record("log of PhysX", process.log)
+        parts.failures.append(f"SAPIEN cannot load PhysX for GPUs: {process.reason}")
         return parts.result("", f"without internet access, copy {file} from another host")
-    said = ""
+    text = ""
     with parts.part("batch"):
-        said = _step(parts)
-    return parts.result(f"SAPIEN renders on the GPU; {said}")
+        text = _step(parts)
+    return parts.result(f"SAPIEN renders on the GPU; {text}")
 
 
 def _step(parts: GpuParts) -> str:
@@ -51,14 +51,14 @@ def _step(parts: GpuParts) -> str:
         env.reset(seed=[*range(_ENVS)])
         action = torch.zeros(_ENVS, env.single_action_space.shape[0], device=env.device)
         env.step(action)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(_STEPS):
             env.step(action)
         torch.cuda.synchronize()
-        rate = _ENVS * _STEPS / (time.perf_counter() - begun)
+        rate = _ENVS * _STEPS / (time.perf_counter() - started)
         used = (before - Gpus().free) / 2**20
-        parts.note(f"steps/s of {_ENVS} environments", round(rate, 1))
-        parts.note("MiB of the GPU", round(used, 1))
+        parts.record(f"steps/s of {_ENVS} environments", round(rate, 1))
+        parts.record("MiB of the GPU", round(used, 1))
     finally:
         env.close()
     return f"{rate:.0f} steps/s of {_ENVS} environments, {used:.0f} MiB"

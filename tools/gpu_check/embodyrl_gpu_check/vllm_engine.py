@@ -17,7 +17,7 @@ from embodyrl.errors import MissingDependencyError
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
 _GIB = 2**30
-_GAP = 0.1
+_TOLERANCE = 0.1
 """Maximum difference between log-probabilities of engine and module; above the rounding error of bfloat16."""
 _SIZES = {
     "hidden_size": 896,
@@ -30,8 +30,8 @@ _SIZES = {
     "tie_word_embeddings": True,
 }
 """Layer sizes of a Qwen2 model with 0.5B parameters."""
-_TEXTS = ("What is 3 plus 4?", "Name a colour.")
-_REPLY = 32
+_PROMPTS = ("What is 3 plus 4?", "Name a colour.")
+_REPLY_TOKENS = 32
 
 
 def check_vllm() -> GpuResult:
@@ -40,9 +40,9 @@ def check_vllm() -> GpuResult:
     Raises:
         MissingDependencyError: vLLM cannot be imported.
     """
-    parts, said = GpuParts(), list[str]()
+    parts, lines = GpuParts(), list[str]()
     with parts.part("versions"):
-        said.append(_versions(parts))
+        lines.append(_compare_versions(parts))
     try:
         import vllm  # pyright: ignore[reportMissingImports] # noqa: F401
     except ImportError as error:
@@ -51,22 +51,24 @@ def check_vllm() -> GpuResult:
         ) from error
     with tempfile.TemporaryDirectory() as name, parts.part("engine"):
         write_model(Path(name), _SIZES)
-        said.append(run_engine(parts, Path(name), "cuda:0"))
-    return parts.result("; ".join(said))
+        lines.append(run_engine(parts, Path(name), "cuda:0"))
+    return parts.result("; ".join(lines))
 
 
-def _versions(parts: GpuParts) -> str:
+def _compare_versions(parts: GpuParts) -> str:
     """Compare the installed versions with the requirements of the extra `vllm`; return the result as text."""
     version = metadata.version("vllm")
-    parts.note("vllm", version)
-    parts.note("transformers", metadata.version("transformers"))
+    parts.record("vllm", version)
+    parts.record("transformers", metadata.version("transformers"))
     try:
         required = [Requirement(text) for text in metadata.requires("embodyrl") or []]
     except metadata.PackageNotFoundError:
         return f"vLLM {version} (embodyrl is not installed, so its requirement is unknown)"
-    wanted = [one for one in required if one.name == "vllm"]
-    if wanted and not all(one.specifier.contains(version, prereleases=True) for one in wanted):
-        parts.warnings.append(f"vLLM {version} instead of {wanted[0].specifier}")
+    requirements = [requirement for requirement in required if requirement.name == "vllm"]
+    if requirements and not all(
+        requirement.specifier.contains(version, prereleases=True) for requirement in requirements
+    ):
+        parts.warnings.append(f"vLLM {version} instead of {requirements[0].specifier}")
     return f"vLLM {version}"
 
 
@@ -79,10 +81,12 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
     for path in source.iterdir():
         if path.name.startswith("tokenizer") or path.name in ("special_tokens_map.json", "chat_template.jinja"):
             shutil.copy(path, folder)
-    ends = json.loads((source / "config.json").read_text())
-    named = {key: ends[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in ends}
+    token_ids = json.loads((source / "config.json").read_text())
+    special_tokens = {
+        key: token_ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in token_ids
+    }
     torch.manual_seed(0)
-    config: Any = Qwen2Config(**sizes, **named)
+    config: Any = Qwen2Config(**sizes, **special_tokens)
     config.architectures = ["Qwen2ForCausalLM"]
     model: Any = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -100,26 +104,28 @@ def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vl
     from embodyrl.types import Observation
 
     free = {"before": Gpus().free}
-    cfg = CausalLMSettings(model_type="causal_lm", path=str(folder), precision=Precision.bf16, num_action_chunks=_REPLY)
+    cfg = CausalLMSettings(
+        model_type="causal_lm", path=str(folder), precision=Precision.bf16, num_action_chunks=_REPLY_TOKENS
+    )
     engine = {"enable_sleep_mode": True} if backend == "vllm" else {}
     request = PolicyRequest(env=ANY_TEXT, device=device, seed=0, backend=backend, engine=engine, engine_share=0.3)
     policy: Any = CAUSAL_LM.build(cfg, request)
     obs = Observation(
-        images=np.zeros((len(_TEXTS), 0, 0, 0, 3), np.uint8), state=np.zeros((len(_TEXTS), 0), np.float32),
-        instructions=_TEXTS,
+        images=np.zeros((len(_PROMPTS), 0, 0, 0, 3), np.uint8), state=np.zeros((len(_PROMPTS), 0), np.float32),
+        instructions=_PROMPTS,
     )  # fmt: skip
-    noise = np.random.default_rng(0).random((len(_TEXTS), _REPLY), dtype=np.float32)
+    noise = np.random.default_rng(0).random((len(_PROMPTS), _REPLY_TOKENS), dtype=np.float32)
     free["with the module"], seconds = Gpus().free, dict[str, float]()
 
     def act(name: str) -> float:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         out = policy.act(obs, noise=noise)
-        seconds[name] = round(time.perf_counter() - begun, 2)
+        seconds[name] = round(time.perf_counter() - started, 2)
         with torch.no_grad():
             scored = policy.score(obs, out.tokens).logprob.float().cpu().numpy()
         return float(np.abs(np.where(out.tokens >= 0, scored - out.logprob, 0.0)).max())
 
-    gaps = [act("first replies, with the start of the engine"), act("replies")]
+    differences = [act("first replies, with the start of the engine"), act("replies")]
     free["awake"] = Gpus().free
     policy.rest()
     free["asleep"] = Gpus().free
@@ -127,11 +133,11 @@ def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vl
         for weight in policy.module.parameters():
             weight.mul_(1.01)
     weights_changed(policy.module)
-    gaps.append(act("replies after new weights"))
-    parts.note("seconds", seconds)
-    parts.note("free GiB", {name: round(value / _GIB, 2) for name, value in free.items()})
-    parts.note("gaps of log-probabilities", gaps)
-    if not max(gaps) <= _GAP:
-        parts.failures.append(f"log-probabilities of engine and module differ by {max(gaps):.3g}")
-    slept = (free["asleep"] - free["awake"]) / _GIB
-    return f"sleep frees {slept:.1f} GiB, {seconds}, gap {max(gaps):.2g}"
+    differences.append(act("replies after new weights"))
+    parts.record("seconds", seconds)
+    parts.record("free GiB", {name: round(value / _GIB, 2) for name, value in free.items()})
+    parts.record("gaps of log-probabilities", differences)
+    if not max(differences) <= _TOLERANCE:
+        parts.failures.append(f"log-probabilities of engine and module differ by {max(differences):.3g}")
+    freed = (free["asleep"] - free["awake"]) / _GIB
+    return f"sleep frees {freed:.1f} GiB, {seconds}, gap {max(differences):.2g}"

@@ -40,7 +40,7 @@ def partly():
     with parts.part("first"):
         raise ValueError("odd")
     with parts.part("second"):
-        parts.note("rate", 3)
+        parts.record("rate", 3)
         parts.measured["Some GPU"] = {"flops": 2.0}
     return parts.result("second works")
 """

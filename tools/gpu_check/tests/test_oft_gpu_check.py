@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from embodyrl_gpu_check.openvla_oft import _settings, measure_policy, planned_bytes
+from embodyrl_gpu_check.openvla_oft import _build_settings, measure_policy, planned_bytes
 from embodyrl_gpu_check.result import GpuParts
 from embodyrl_gpu_check.synthetic import ENV, write_checkpoint
 
@@ -48,7 +48,7 @@ def test_weights_of_7b_are_generated_on_the_device(tmp_path):
 
 def test_weights_generated_on_a_cpu_device_match_the_cpu(tmp_path):
     write_checkpoint(tmp_path, "tiny", None)
-    cfg, request = _settings(tmp_path, adapted=False), PolicyRequest(env=ENV, device="cpu", seed=0)
+    cfg, request = _build_settings(tmp_path, is_lora=False), PolicyRequest(env=ENV, device="cpu", seed=0)
     usual = FACTORY.build(cfg, request).module.state_dict()
     config = json.loads((tmp_path / "config.json").read_text()) | {RANDOM_INIT_KEY: RANDOM_ON_DEVICE}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from embodyrl_migrate.report import Fact, compare, reasons, report_text
 from embodyrl_migrate.source import Source, read_source
-from embodyrl_migrate.tables import MigrationError, spell, systems
-from embodyrl_migrate.translate import Migration, translate, without_defaults
+from embodyrl_migrate.tables import MigrationError, format_value, systems
+from embodyrl_migrate.translate import Migration, remove_defaults, translate
 
 USAGE = "embodyrl-migrate FILE [key=value ...] [--from SYSTEM] [--to DIR] [--nearest] [--json]"
 
@@ -46,30 +46,36 @@ def _migrate(args: argparse.Namespace) -> int:
     source = read_source(path, args.words[1:])
     result = translate(source, args.source)
     facts = compare(result) if result.config is not None else []
-    why = reasons(result, facts, source)
+    reasons_ = reasons(result, facts, source)
     name = re.sub(r"[^\w.-]+", "_", path.stem)
     experiment = args.to / "experiment" / f"{name}.yaml"
     if experiment.exists():
         raise MigrationError(f"{experiment} exists; choose another folder with --to DIR.")
-    is_written = result.config is not None and (not why or args.nearest)
+    is_written = result.config is not None and (not reasons_ or args.nearest)
     experiment.parent.mkdir(parents=True, exist_ok=True)
     report = experiment.with_suffix(".md")
-    report.write_text(report_text(result, facts, why, source, path.name), encoding="utf-8")
+    report.write_text(report_text(result, facts, reasons_, source, path.name), encoding="utf-8")
     if is_written:
-        experiment.write_text(experiment_text(result, why, path.name), encoding="utf-8")
+        experiment.write_text(experiment_text(result, reasons_, path.name), encoding="utf-8")
     if args.json:
-        print(json.dumps(_data(result, facts, why, is_written), indent=1, default=str))
+        print(json.dumps(_build_json(result, facts, reasons_, is_written), indent=1, default=str))
     else:
-        _show(result, facts, why, source, path, experiment if is_written else None, report)
+        _print_result(result, facts, reasons_, source, path, experiment if is_written else None, report)
     return 0 if is_written else 2
 
 
-def _show(
-    result: Migration, facts: list[Fact], why: list[str], source: Source, path: Path, written: Path | None, report: Path
+def _print_result(
+    result: Migration,
+    facts: list[Fact],
+    reasons_: list[str],
+    source: Source,
+    path: Path,
+    written: Path | None,
+    report: Path,
 ) -> None:
     """Print the outcome, reasons first; to standard error if no experiment was written."""
     stream = sys.stdout if written else sys.stderr
-    for text in why:
+    for text in reasons_:
         print(f"not the same experiment: {text}" if written else f"embodyrl-migrate: error: {text}", file=stream)
     layout = f", layout {result.layout}" if result.layout else ""
     print(f"{path} is a {result.system.name} config with {sum(result.counts.values())} keys{layout}")
@@ -78,9 +84,12 @@ def _show(
         print(f"  {'setting':<22} {result.system.name:<26} embodyrl")
     for fact in facts:
         print(fact.line())
-    for v in result.verdicts:
-        if v.state == "unsupported" and not v.decides:
-            print(f"unsupported, without effect on the result: {v.key}={spell(v.value)}: {v.note}")
+    for verdict in result.verdicts:
+        if verdict.state == "unsupported" and not verdict.decides:
+            print(
+                f"unsupported, without effect on the result: {verdict.key}={format_value(verdict.value)}: "
+                f"{verdict.note}"
+            )
     for text in source.notes:
         print(f"note    {text}")
     print(f"report  {report}")
@@ -96,25 +105,25 @@ def _show(
         print("--nearest writes the nearest experiment with these differences", file=stream)
 
 
-def _data(result: Migration, facts: list[Fact], why: list[str], is_written: bool) -> dict[str, object]:
+def _build_json(result: Migration, facts: list[Fact], reasons_: list[str], is_written: bool) -> dict[str, object]:
     return {
         "system": result.system.folder,
         "layout": result.layout,
         "written": is_written,
-        "reasons": why,
+        "reasons": reasons_,
         "counts": result.counts,
         "facts": [dataclasses.asdict(fact) | {"same": fact.is_same, "mark": fact.mark} for fact in facts],
         "keys": [dataclasses.asdict(verdict) for verdict in result.verdicts],
     }
 
 
-def experiment_text(result: Migration, why: list[str], source: str) -> str:
+def experiment_text(result: Migration, reasons_: list[str], source: str) -> str:
     """Return the content of the experiment file: a defaults list of groups, and the settings that differ from
     defaults.
     """
     body = OmegaConf.create({"defaults": [{f"override /{group}": option} for group, option in result.groups.items()]})
-    for key, value in sorted(without_defaults(result).items()):
+    for key, value in sorted(remove_defaults(result).items()):
         OmegaConf.update(body, key, value, force_add=True)
     head = f"# @package _global_\n# Translated from {source} ({result.system.name})\n"
-    head += "".join(f"# Not the same experiment: {text}\n" for text in why)
+    head += "".join(f"# Not the same experiment: {text}\n" for text in reasons_)
     return head + OmegaConf.to_yaml(body)

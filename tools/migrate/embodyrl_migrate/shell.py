@@ -23,7 +23,7 @@ class Script:
 
     program: str = ""
     """Module or file that Python runs."""
-    words: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
     """Overrides of the form key=value."""
     config: str | None = None
     """Config file of the command."""
@@ -34,14 +34,14 @@ class Script:
 def read_shell(text: str) -> Script:
     r"""Find the training command and its arguments.
 
-    >>> read_shell("N=4\npython -m verl.trainer.main_ppo a.b=$N c.d=$((N * 2)) $@").words
+    >>> read_shell("N=4\npython -m verl.trainer.main_ppo a.b=$N c.d=$((N * 2)) $@").overrides
     ['a.b=4', 'c.d=8']
     """
     reader = _Reader()
     for line in _logical_lines(text):
         reader.read(line)
-    best = max(reader.scripts, key=lambda script: len(script.words), default=Script())
-    training = [script for script in reader.scripts if script.words]
+    best = max(reader.scripts, key=lambda script: len(script.overrides), default=Script())
+    training = [script for script in reader.scripts if script.overrides]
     if len(training) > 1:
         best.unclear.append(f"the script starts {len(training)} commands with overrides; keep one of them")
     used = [name for name in dict.fromkeys(reader.changed) if re.search(rf"\$\{{?{name}\b", text)]
@@ -53,18 +53,18 @@ def read_shell(text: str) -> Script:
 
 def _logical_lines(text: str) -> list[str]:
     """Return the lines without comments; continued lines, and arrays and quoted values of several lines, are joined."""
-    kept = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    uncommented = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
     # What another program would print is not known; the innermost first, for they may be nested.
-    while kept != (kept := re.sub(r"\$\((?!\()[^()`\n]*\)", "$COMMAND", kept)):
+    while uncommented != (uncommented := re.sub(r"\$\((?!\()[^()`\n]*\)", "$COMMAND", uncommented)):
         pass
-    found: list[str] = []
-    for line in re.sub(r"\\\n\s*", " ", kept).split("\n"):
-        open_array = found and _ARRAY.match(found[-1]) and found[-1].count("(") > found[-1].count(")")
-        if open_array or (found and _OPEN.fullmatch(found[-1])):
-            found[-1] += f"\n{line.strip()}"
+    lines: list[str] = []
+    for line in re.sub(r"\\\n\s*", " ", uncommented).split("\n"):
+        open_array = lines and _ARRAY.match(lines[-1]) and lines[-1].count("(") > lines[-1].count(")")
+        if open_array or (lines and _OPEN.fullmatch(lines[-1])):
+            lines[-1] += f"\n{line.strip()}"
         else:
-            found.append(line.strip())
-    return found
+            lines.append(line.strip())
+    return lines
 
 
 class _Reader:
@@ -87,27 +87,27 @@ class _Reader:
             return
         array = _ARRAY.fullmatch(line)
         if array and line.endswith(")"):
-            words = [_expand(word, self.variables) for word in _split(array[3][:-1])]
-            self.arrays[array[1]] = (self.arrays.get(array[1], []) if array[2] else []) + words
-        elif any(map(_is_launch, words := _words(line, self.variables, self.arrays))):
-            self.scripts.append(_command(words))
-        elif found := _ASSIGNED.fullmatch(line):
-            words = _split(found[2])
-            value = _expand(words[0] if words else "", self.variables)
-            if None in self.branches and self.variables.get(found[1], None) != value:
-                self.changed.append(found[1])
-            self.variables[found[1]] = value
+            arguments = [_expand(word, self.variables) for word in _split(array[3][:-1])]
+            self.arrays[array[1]] = (self.arrays.get(array[1], []) if array[2] else []) + arguments
+        elif any(map(_is_launch, arguments := _expand_words(line, self.variables, self.arrays))):
+            self.scripts.append(_parse_command(arguments))
+        elif match := _ASSIGNED.fullmatch(line):
+            arguments = _split(match[2])
+            value = _expand(arguments[0] if arguments else "", self.variables)
+            if None in self.branches and self.variables.get(match[1], None) != value:
+                self.changed.append(match[1])
+            self.variables[match[1]] = value
 
     def _branch(self, line: str) -> bool:
         """Process a line of a condition; return False if the line is not part of a condition."""
         word = line.split(";")[0].split(" ")[0]
         if word == "if" and not line.endswith("fi"):
-            self.branches.append(self._holds(line))
+            self.branches.append(self._condition_is_met(line))
             self.taken.append(self.branches[-1])
         elif word in ("elif", "else") and self.branches:
-            before = self.taken[-1]
-            now = None if before is None else not before and (word == "else" or self._holds(line))
-            self.branches[-1], self.taken[-1] = now, None if now is None else bool(before or now)
+            was_taken = self.taken[-1]
+            is_taken = None if was_taken is None else not was_taken and (word == "else" or self._condition_is_met(line))
+            self.branches[-1], self.taken[-1] = is_taken, None if is_taken is None else bool(was_taken or is_taken)
         elif word == "fi" and self.branches:
             self.branches.pop()
             self.taken.pop()
@@ -115,9 +115,9 @@ class _Reader:
             return False
         return True
 
-    def _holds(self, line: str) -> bool | None:
-        found = _TEST.fullmatch(line)
-        match [_expand(word, self.variables) for word in _split(found[1])] if found else []:
+    def _condition_is_met(self, line: str) -> bool | None:
+        match_ = _TEST.fullmatch(line)
+        match [_expand(word, self.variables) for word in _split(match_[1])] if match_ else []:
             case ["-z", value] if "$" not in value:
                 return not value
             case ["-n", value] if "$" not in value:
@@ -128,7 +128,7 @@ class _Reader:
 
 
 def _split(text: str) -> list[str]:
-    text = _SUM.sub(lambda found: re.sub(r"\s+", "", found[0]), text)
+    text = _SUM.sub(lambda match: re.sub(r"\s+", "", match[0]), text)
     try:
         return shlex.split(text, comments=True)
     except ValueError:  # a quotation that does not end on this line
@@ -142,49 +142,49 @@ def _is_launch(word: str) -> bool:
 def _expand(word: str, variables: dict[str, str]) -> str:
     """Substitute the values of variables; unknown variables are unchanged."""
 
-    def total(found: re.Match[str]) -> str:
-        inner = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda m: variables.get(m[1], m[0]), found[1])
+    def total(match: re.Match[str]) -> str:
+        inner = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda m: variables.get(m[1], m[0]), match[1])
         result = number(inner)
-        return found[0] if result is None else f"{int(result)}"
+        return match[0] if result is None else f"{int(result)}"
 
-    def value(found: re.Match[str]) -> str:
-        name = found["name"] or found["plain"]
-        known = variables.get(name)
-        if found["op"] and (known is None or (known == "" and ":" in found["op"])):
-            return _expand(found["else"], variables)
-        return f"${name}" if known is None else known
+    def value(match: re.Match[str]) -> str:
+        name = match["name"] or match["plain"]
+        current = variables.get(name)
+        if match["op"] and (current is None or (current == "" and ":" in match["op"])):
+            return _expand(match["else"], variables)
+        return f"${name}" if current is None else current
 
     return _VARIABLE.sub(value, _SUM.sub(total, word))
 
 
-def _words(line: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
+def _expand_words(line: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
     """Return the words of a command with arrays and variables substituted."""
-    plain: list[str] = []
+    result: list[str] = []
     for word in _split(line):
         if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word):
-            plain += [_expand(one, variables) for one in arrays.get(array[1], [])]
+            result += [_expand(item, variables) for item in arrays.get(array[1], [])]
         elif word not in ("$@", "$*", "\\"):
             value = _expand(word, variables)
             # What is not known is empty where the script runs.
-            several = [one for one in value.split() if not re.fullmatch(r"\$\w+", one)]
-            plain += several if " " in value.strip() and all(_WORD.match(one) for one in several) else [value]
-    return plain
+            items = [item for item in value.split() if not re.fullmatch(r"\$\w+", item)]
+            result += items if " " in value.strip() and all(_WORD.match(item) for item in items) else [value]
+    return result
 
 
-def _command(plain: list[str]) -> Script:
+def _parse_command(arguments: list[str]) -> Script:
     """Parse the words of one command."""
     script = Script()
-    start = next(i for i, word in enumerate(plain) if _is_launch(word))
+    start = next(i for i, word in enumerate(arguments) if _is_launch(word))
     options: dict[str, str] = {}
-    for at, word in enumerate(plain[start:], start=start):
-        flag, equals, value = word.partition("=")
-        following = plain[at + 1] if at + 1 < len(plain) else ""
+    for index, word in enumerate(arguments[start:], start=start):
+        flag, separator, value = word.partition("=")
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
         if flag in _PROGRAMS:
-            options[flag.strip("-").replace("_", "-")] = value if equals else following
-        elif not script.program and (plain[at - 1] == "-m" or word.endswith((".py", ".sh"))) and not equals:
+            options[flag.strip("-").replace("_", "-")] = value if separator else following
+        elif not script.program and (arguments[index - 1] == "-m" or word.endswith((".py", ".sh"))) and not separator:
             script.program = word
         elif _WORD.match(word) and "." in flag + value and not flag.isupper():
-            script.words.append(word)
+            script.overrides.append(word)
     if "config" in options:
         script.config = options["config"]
     elif "config-name" in options:

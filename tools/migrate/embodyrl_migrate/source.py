@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 from embodyrl_migrate.shell import read_shell
 from embodyrl_migrate.tables import MigrationError
 
-MOST_BYTES = 4 * 2**20
+MAX_BYTES = 4 * 2**20
 """Maximum size of a config in bytes."""
-MOST_FILES = 200
+MAX_FILES = 200
 """Maximum number of files in all defaults lists."""
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "multiply": lambda a, b: a * b,
@@ -52,28 +52,28 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
     """
     if not path.is_file():
         raise MigrationError(f"{path}: no such file.")
-    if path.stat().st_size > MOST_BYTES:
-        raise MigrationError(f"{path}: not readable: larger than {MOST_BYTES >> 20} MiB.")
+    if path.stat().st_size > MAX_BYTES:
+        raise MigrationError(f"{path}: not readable: larger than {MAX_BYTES >> 20} MiB.")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".sh", ".bash") or text.startswith("#!"):
             return _read_script(path, text, overrides)
         source = Source(values={})
         raw = OmegaConf.create(tomllib.loads(text)) if path.suffix == ".toml" else _Composer(path, source).compose()
-        _override(raw, overrides)
+        _apply_overrides(raw, overrides)
         for name, function in _ARITHMETIC.items():
             OmegaConf.register_new_resolver(name, function, replace=True)
-        source.values = _leaves(raw)
+        source.values = _flatten(raw)
     except (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError) as error:
-        why = "it is no text" if isinstance(error, UnicodeDecodeError) else str(error).partition("\n")[0]
-        raise MigrationError(f"{path}: not readable: {why}") from error
+        reason = "it is no text" if isinstance(error, UnicodeDecodeError) else str(error).partition("\n")[0]
+        raise MigrationError(f"{path}: not readable: {reason}") from error
     return source
 
 
 def _read_script(path: Path, text: str, overrides: Sequence[str]) -> Source:
     """Return the overrides of the command in a script, applied to the file of its flag --config, if any."""
     script = read_shell(text)
-    if not script.words and script.config is None:
+    if not script.overrides and script.config is None:
         raise MigrationError(
             f"{path}: not readable: the script starts no training with key=value overrides or --config FILE."
         )
@@ -81,29 +81,29 @@ def _read_script(path: Path, text: str, overrides: Sequence[str]) -> Source:
     if script.config is not None:
         # What a command such as $(pwd) would print is unknown: the rest is looked for in the folders above.
         name = re.sub(r"^\$\{?\w+\}?/", "", script.config)
-        below = [parent / name for parent in (path.parent, *path.parent.resolve().parents)]
-        found = next((file for file in below if file.is_file()), None)
-        if found is not None:
-            inner = read_source(found, [*script.words, *overrides])
+        candidates = [parent / name for parent in (path.parent, *path.parent.resolve().parents)]
+        config_path = next((file for file in candidates if file.is_file()), None)
+        if config_path is not None:
+            inner = read_source(config_path, [*script.overrides, *overrides])
             inner.program, inner.unclear = script.program, [*script.unclear, *inner.unclear]
             return inner
-        if not script.words:
+        if not script.overrides:
             raise MigrationError(f"{path}: the script starts {script.config}, which was not found. Give that file.")
         source.missing.append(script.config)
     raw = OmegaConf.create({})
-    _override(raw, [*script.words, *overrides])
-    source.values = _leaves(raw)
+    _apply_overrides(raw, [*script.overrides, *overrides])
+    source.values = _flatten(raw)
     return source
 
 
-def _override(raw: DictConfig, words: Sequence[str]) -> None:
-    for word in words:
-        if word.startswith("~"):
-            _remove(raw, word[1:].partition("=")[0])
+def _apply_overrides(raw: DictConfig, overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if override.startswith("~"):
+            _remove(raw, override[1:].partition("=")[0])
             continue
-        key, equals, value = word.lstrip("+").partition("=")
-        if not equals:
-            raise MigrationError(f"'{word}': arguments after the file must be overrides, key=value.")
+        key, separator, value = override.lstrip("+").partition("=")
+        if not separator:
+            raise MigrationError(f"'{override}': arguments after the file must be overrides, key=value.")
         key = key.partition("@")[0]
         try:
             parsed = OmegaConf.create(f"v: {value}").v
@@ -130,78 +130,78 @@ class _Composer:
 
     def compose(self) -> DictConfig:
         raw = self._load(self._path)
-        for place in OmegaConf.to_container(raw, resolve=False).get("hydra", {}).get("searchpath", []) or []:  # pyright: ignore
+        for search_path in OmegaConf.to_container(raw, resolve=False).get("hydra", {}).get("searchpath", []) or []:  # pyright: ignore
             # RLinf's ${oc.env:EMBODIED_PATH} is the folder above its configs.
-            filled = re.sub(r"\$\{oc\.env:\w+(,[^}]*)?\}", str(self._path.parent.resolve().parent), str(place))
-            self._roots.append(Path(filled.removeprefix("file://")))
-        return self._merged(raw, self._path, "")
+            resolved = re.sub(r"\$\{oc\.env:\w+(,[^}]*)?\}", str(self._path.parent.resolve().parent), str(search_path))
+            self._roots.append(Path(resolved.removeprefix("file://")))
+        return self._merge_defaults(raw, self._path, "")
 
     def _load(self, path: Path) -> DictConfig:
         self._files += 1
-        if self._files > MOST_FILES:
-            raise MigrationError(f"{self._path}: its defaults lists contain more than {MOST_FILES} files.")
+        if self._files > MAX_FILES:
+            raise MigrationError(f"{self._path}: its defaults lists contain more than {MAX_FILES} files.")
         raw = OmegaConf.load(path)
         if not isinstance(raw, DictConfig):
             raise MigrationError(f"{path}: not readable: it contains a list, not keys.")
         return raw
 
-    def _merged(self, raw: DictConfig, path: Path, package: str) -> DictConfig:
+    def _merge_defaults(self, raw: DictConfig, path: Path, package: str) -> DictConfig:
         """Merge a file's defaults and then the file below `package`, unless _self_ has another position."""
-        found = OmegaConf.create({})
+        merged = OmegaConf.create({})
         entries = OmegaConf.to_container(raw.get("defaults", OmegaConf.create([])), resolve=False)
         primary = path == self._path
-        own = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "defaults" or primary])
+        own_keys = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "defaults" or primary])
         assert isinstance(entries, list)
         for entry in [*entries, *([] if "_self_" in entries else ["_self_"])]:
             if entry == "_self_":
-                found.merge_with(_below(package, own))
+                merged.merge_with(_nest(package, own_keys))
                 continue
-            for name, place in _named(entry):
-                self._add(found, name, place, path, package)
-        return found
+            for name, package_ in _parse_entry(entry):
+                self._merge_entry(merged, name, package_, path, package)
+        return merged
 
-    def _add(self, found: DictConfig, name: str, place: str | None, path: Path, package: str) -> None:
+    def _merge_entry(self, merged: DictConfig, name: str, package_: str | None, path: Path, package: str) -> None:
         file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
         group = ".".join(part for part in name.lstrip("/").split("/")[:-1] if part != "..")
-        inner = {None: group, "_here_": "", "_global_": ""}.get(place, place) or ""
-        below = inner if place == "_global_" else ".".join(part for part in (package, inner) if part)
+        inner = {None: group, "_here_": "", "_global_": ""}.get(package_, package_) or ""
+        below = inner if package_ == "_global_" else ".".join(part for part in (package, inner) if part)
         relative = [path.parent / file] if not name.startswith("/") else []
-        for at in [*relative, *(root / file.lstrip("/") for root in self._roots)]:
-            if at.is_file():
-                head = re.match(r"\s*#\s*@package\s+(\S+)", at.read_text(encoding="utf-8"))
-                at_root = head is not None and head[1] == "_global_" and place is None
-                found.merge_with(self._merged(self._load(at), at, "" if at_root else below))
+        for candidate in [*relative, *(root / file.lstrip("/") for root in self._roots)]:
+            if candidate.is_file():
+                declaration = re.match(r"\s*#\s*@package\s+(\S+)", candidate.read_text(encoding="utf-8"))
+                at_root = declaration is not None and declaration[1] == "_global_" and package_ is None
+                merged.merge_with(self._merge_defaults(self._load(candidate), candidate, "" if at_root else below))
                 return
         self._source.missing.append(name.lstrip("/"))
 
 
-def _named(entry: Any) -> list[tuple[str, str | None]]:
+def _parse_entry(entry: Any) -> list[tuple[str, str | None]]:
     """Return the files of one entry of a defaults list, each with its package or None."""
     if isinstance(entry, str):
-        name, at, place = entry.partition("@")
-        return [(name, place if at else None)]
+        name, separator, package = entry.partition("@")
+        return [(name, package if separator else None)]
     pairs = []
     for group, option in entry.items() if isinstance(entry, dict) else ():
-        words = str(group).split()
-        if words[0] == "override" or option is None:
+        parts = str(group).split()
+        if parts[0] == "override" or option is None:
             continue
-        name, at, place = words[-1].partition("@")
+        name, separator, package = parts[-1].partition("@")
         options = option if isinstance(option, list) else [option]
-        pairs += [(f"{name}/{one}", place if at else None) for one in options]
+        pairs += [(f"{name}/{option_}", package if separator else None) for option_ in options]
     return pairs
 
 
-def _below(package: str, raw: DictConfig) -> DictConfig:
+def _nest(package: str, raw: DictConfig) -> DictConfig:
     if not package:
         return raw
-    found = OmegaConf.create({})
-    OmegaConf.update(found, package, raw, force_add=True)
-    return found
+    nested = OmegaConf.create({})
+    OmegaConf.update(nested, package, raw, force_add=True)
+    return nested
 
 
-def _leaves(raw: Any) -> dict[str, Any]:
+def _flatten(raw: Any) -> dict[str, Any]:
     """Yield dotted keys and values; an interpolation that cannot be resolved stays as text."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:
         for name in node:
@@ -215,7 +215,7 @@ def _leaves(raw: Any) -> dict[str, Any]:
             if isinstance(value, DictConfig) and len(value):
                 walk(value, f"{key}.")
             else:
-                found[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+                leaves[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
     walk(raw, "")
-    return found
+    return leaves

@@ -22,7 +22,7 @@ class MigrationError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-def spell(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for the command line: null, true, [0,1], {a:1}.
 
     >>> spell({"a": [None, True]})
@@ -31,9 +31,9 @@ def spell(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return f"[{','.join(map(spell, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{spell(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{format_value(one)}" for key, one in value.items()) + "}"
     return str(value)
 
 
@@ -62,12 +62,12 @@ def devices(value: Any) -> int | None:
     """
     if isinstance(value, list):
         return len(value)
-    ranges = [tuple(map(int, found.split(","))) for found in re.findall(r"range\(([\d,\s]+)\)", str(value))]
+    ranges = [tuple(map(int, match.split(","))) for match in re.findall(r"range\(([\d,\s]+)\)", str(value))]
     if any(len(bounds) > 3 or 0 in bounds[2:] for bounds in ranges):
         return None
     singles = re.findall(r"\[([\d,\s]+)\]", str(value))
     count = sum(len(range(*bounds)) for bounds in ranges)
-    return count + sum(len(re.findall(r"\d+", one)) for one in singles) or None
+    return count + sum(len(re.findall(r"\d+", text)) for text in singles) or None
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -80,7 +80,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Unknown(Exception):
+class UnknownValue(Exception):
     """A value is unknown or not a number."""
 
 
@@ -95,7 +95,7 @@ def evaluate(text: str, values: Mapping[str, Any]) -> Any:
     """
     try:
         return _Evaluator(values).value(ast.parse(text, mode="eval").body)
-    except (Unknown, ZeroDivisionError, TypeError, OverflowError, ValueError):
+    except (UnknownValue, ZeroDivisionError, TypeError, OverflowError, ValueError):
         return None
 
 
@@ -123,8 +123,8 @@ class _Evaluator:
                 return [self.value(part) for part in node.elts]
             case ast.BoolOp():
                 results = [self._or_none(part) for part in node.values]
-                wanted = isinstance(node.op, ast.Or)
-                return next((result for result in results if bool(result) is wanted), results[-1])
+                is_or = isinstance(node.op, ast.Or)
+                return next((result for result in results if bool(result) is is_or), results[-1])
             case ast.UnaryOp(op=ast.Not()):
                 return not self._or_none(node.operand)
             case ast.UnaryOp():
@@ -145,13 +145,13 @@ class _Evaluator:
     def _or_none(self, node: ast.expr) -> Any:
         try:
             return self.value(node)
-        except Unknown:
+        except UnknownValue:
             return None
 
     def _key(self, name: str) -> Any:
         value = self._values.get(name)
         if value is None or value == "" or (isinstance(value, str) and "$" in value):
-            raise Unknown(name)
+            raise UnknownValue(name)
         return value
 
 
@@ -206,8 +206,8 @@ def load_system(folder: str) -> System:
         raise MigrationError(f"--from {folder}: unknown system. Use one of {', '.join(systems())}.")
     parts = {name: read("systems", folder, f"{name}.yaml") for name in ("keys", "identity", "defaults", "facts")}
     facts = {name: rule for name, rule in parts.pop("facts").items() if name != "(sources)"}
-    cited = read("systems", folder, "facts.yaml")["(sources)"]
-    sources = {fact: place for place, named in cited.items() for fact in named}
+    facts_by_source = read("systems", folder, "facts.yaml")["(sources)"]
+    sources = {fact: location for location, names in facts_by_source.items() for fact in names}
     return System(folder=folder, facts=facts, sources=sources, **parts)
 
 
@@ -217,13 +217,13 @@ def detect(values: Mapping[str, Any]) -> str:
     Raises:
         MigrationError: no table contains a third of the keys.
     """
-    known = {}
+    known_keys = {}
     for system in systems():
         table = read("systems", system, "keys.yaml")
-        fitting = "signs" not in table or any(key in values for key in table["signs"])
-        known[system] = sum(find(table, key)[0] != "unknown" for key in values) if fitting else 0
-    best = max(known, key=lambda system: known[system])
-    if known[best] * 3 < len(values) or not values:
+        has_signs = "signs" not in table or any(key in values for key in table["signs"])
+        known_keys[system] = sum(find(table, key)[0] != "unknown" for key in values) if has_signs else 0
+    best = max(known_keys, key=lambda system: known_keys[system])
+    if known_keys[best] * 3 < len(values) or not values:
         raise MigrationError(f"not a config of {', '.join(systems())}: too few of its keys are known. Set --from.")
     return best
 
@@ -234,53 +234,53 @@ def find(table: Mapping[str, Any], key: str) -> tuple[str, Any]:
         return "mapped", table["keys"][key]
     # In this order: a harmless key may well fit the broad pattern of an unsupported section.
     for state in ("not needed", "unsupported", "without effect"):
-        for why, patterns in table.get(state, {}).items():
+        for reason, patterns in table.get(state, {}).items():
             if fits(key, patterns):
-                return state, why
+                return state, reason
     return "unknown", f"the reference of {table['name']} has no such key"
 
 
 def fits(key: str, patterns: Iterable[str]) -> bool:
     """Return whether a key matches one of the patterns (*, ?, {a,b})."""
-    return any(_compiled(pattern)(key) for pattern in patterns)
+    return any(_compile(pattern)(key) for pattern in patterns)
 
 
 @cache
-def _compiled(pattern: str) -> Any:
-    parts = _braces(pattern)
-    return lambda key: any(fnmatchcase(key, part) for part in parts)
+def _compile(pattern: str) -> Any:
+    alternatives = _expand_braces(pattern)
+    return lambda key: any(fnmatchcase(key, part) for part in alternatives)
 
 
-def _braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> list[str]:
     """Expand each {a,b} in a pattern."""
     match = re.match(r"(.*?)\{(.*?)\}(.*)", pattern)
     if match is None:
         return [pattern]
-    return [f"{match[1]}{part}{rest}" for part in match[2].split(",") for rest in _braces(match[3])]
+    return [f"{match[1]}{part}{suffix}" for part in match[2].split(",") for suffix in _expand_braces(match[3])]
 
 
-def holds(when: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+def conditions_are_met(when: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     """Return whether all conditions hold: patterns of a key's value, in lower case.
 
     Null is `none` and a missing key `absent`; patterns with * or ? match neither. A key with `*` holds if one of the
     matching keys has such a value.
     """
-    return all(_one_holds(key, wanted, values) for key, wanted in when.items())
+    return all(_condition_is_met(key, wanted, values) for key, wanted in when.items())
 
 
-def _one_holds(key: str, wanted: Any, values: Mapping[str, Any]) -> bool:
-    patterns = [str(one).lower() for one in (wanted if isinstance(wanted, list) else [wanted])]
+def _condition_is_met(key: str, expected: Any, values: Mapping[str, Any]) -> bool:
+    patterns = [str(pattern_).lower() for pattern_ in (expected if isinstance(expected, list) else [expected])]
     names = [name for name in values if fnmatchcase(name, key)] if "*" in key else [key]
-    said = [_said(values, name) for name in names] or ["absent"]
-    nothing = ("absent", "none")
+    values_ = [_format_setting(values, name) for name in names] or ["absent"]
+    unset = ("absent", "none")
     return any(
-        value in patterns if value in nothing else any(fnmatchcase(value, pattern) for pattern in patterns)
-        for value in said
+        value in patterns if value in unset else any(fnmatchcase(value, pattern) for pattern in patterns)
+        for value in values_
     )
 
 
-def _said(values: Mapping[str, Any], name: str) -> str:
+def _format_setting(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
         return "absent"
     value = values[name]
-    return "none" if value is None or value == "" else spell(value).lower()
+    return "none" if value is None or value == "" else format_value(value).lower()

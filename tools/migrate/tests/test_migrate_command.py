@@ -177,11 +177,11 @@ fi
 python -m verl.trainer.main_ppo model.path=m/$kind optim.lr=$lr
 """
     script = read_shell(text)
-    assert script.words[0] == "model.path=m/b"
+    assert script.overrides[0] == "model.path=m/b"
     if taken is None:
         assert "a condition on arguments or the machine sets lr" in script.unclear[0]
     else:
-        assert (script.words[1], script.unclear) == (f"optim.lr={taken}", [])
+        assert (script.overrides[1], script.unclear) == (f"optim.lr={taken}", [])
 
 
 def test_two_training_commands_are_reported_as_ambiguous() -> None:

@@ -15,9 +15,9 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import json_text, write_atomically
 from embodyrl.reports.card import CARD_JSON, CARD_TEXT
 from embodyrl_results.drift import compare, differences
-from embodyrl_results.foreign import read_foreign
+from embodyrl_results.foreign import import_result
 from embodyrl_results.page import PAGE, page_text, summary
-from embodyrl_results.queue import OUTDATED, Job, jobs_of, run_queue
+from embodyrl_results.queue import OUTDATED, Job, list_jobs, run_queue
 from embodyrl_results.table import (
     AFTER,
     BEFORE,
@@ -78,20 +78,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _show(args: argparse.Namespace, names: list[str]) -> int:
+def _show_table(args: argparse.Namespace, names: list[str]) -> int:
     table = open_table(args.table)
     rows = [
         {"name": row.name, "cards": len(row.cards)}
-        | {word: score_text(row.cards, end) for word, end in (("before", BEFORE), ("after", AFTER))}
+        | {column: score_text(row.cards, end) for column, end in (("before", BEFORE), ("after", AFTER))}
         for row in table.rows()
     ]
     show_result(args, rows, summary(table))
     return 0
 
 
-def _run(args: argparse.Namespace, names: list[str]) -> int:
+def _run_recipes(args: argparse.Namespace, names: list[str]) -> int:
     table = open_table(args.table)
-    jobs = jobs_of(table.select(names, all_of_them=args.all), args.out)
+    jobs = list_jobs(table.select(names, all_of_them=args.all), args.out)
     failed = run_queue(jobs, Console(file=sys.stderr))
     lines = [f"{len(jobs) - len(failed)} of {len(jobs)} runs have a card in {args.out}"]
     lines += [f"failed  {job.run}" for job in failed] or [f"next    embodyrl-results check --out {args.out}"]
@@ -99,60 +99,62 @@ def _run(args: argparse.Namespace, names: list[str]) -> int:
     return int(bool(failed))
 
 
-def _check(args: argparse.Namespace, names: list[str]) -> int:
+def _check_drift(args: argparse.Namespace, names: list[str]) -> int:
     """Compare new result cards with stored cards; return exit code 3 if a recipe drifted."""
     table = open_table(args.table)
-    found, lines = [], []
+    comparisons, lines = [], []
     for recipe in table.select(names, all_of_them=not names):
-        new, stored = _new_cards(recipe, args.out), table.stored(recipe)
+        new, stored = _read_new_cards(recipe, args.out), table.stored(recipe)
         if not new:
             continue
         if not stored:
             lines.append(f"{recipe.name}: no stored card; store the new cards: embodyrl-results accept {recipe.name}")
             continue
-        compared = compare(recipe.name, stored, new)
-        found += compared
-        lines += [*map(str, compared), *differences(stored, new)]
+        new_comparisons = compare(recipe.name, stored, new)
+        comparisons += new_comparisons
+        lines += [*map(str, new_comparisons), *differences(stored, new)]
     if not lines:
         raise ConfigError(_NO_CARD.format(out=args.out))
-    drifted = list(dict.fromkeys(one.name for one in found if one.drifted))
+    drifted = list(dict.fromkeys(comparison.name for comparison in comparisons if comparison.drifted))
     lines.append(f"drift: {', '.join(drifted)}" if drifted else "no drift")
-    show_result(args, [asdict(one) | {"drift": one.drifted} for one in found], lines)
+    show_result(args, [asdict(comparison) | {"drift": comparison.drifted} for comparison in comparisons], lines)
     return 3 if drifted else 0
 
 
-def _new_cards(recipe: Recipe, out: Path) -> list[Card]:
-    return [read_card(job.run / CARD_JSON) for job in _finished([recipe], out)]
+def _read_new_cards(recipe: Recipe, out: Path) -> list[Card]:
+    return [read_card(job.run / CARD_JSON) for job in _list_finished([recipe], out)]
 
 
-def _finished(recipes: Sequence[Recipe], out: Path) -> list[Job]:
+def _list_finished(recipes: Sequence[Recipe], out: Path) -> list[Job]:
     """Return the jobs with a result card.
 
     Raises:
         ConfigError: a card is of another command than the recipe's.
     """
-    jobs = [job for job in jobs_of(recipes, out) if job.done]
-    if old := [str(job.run) for job in jobs if job.outdated]:
-        raise ConfigError(f"{', '.join(old)}: {OUTDATED}. Remove the folders, and run `embodyrl-results run` again.")
+    jobs = [job for job in list_jobs(recipes, out) if job.done]
+    if outdated := [str(job.run) for job in jobs if job.outdated]:
+        raise ConfigError(
+            f"{', '.join(outdated)}: {OUTDATED}. Remove the folders, and run `embodyrl-results run` again."
+        )
     return jobs
 
 
-def _accept(args: argparse.Namespace, names: list[str]) -> int:
+def _accept_cards(args: argparse.Namespace, names: list[str]) -> int:
     """Store new result cards in the table, and write the Markdown page."""
     table = open_table(args.table)
-    jobs = _finished(table.select(names, all_of_them=args.all), args.out)
+    jobs = _list_finished(table.select(names, all_of_them=args.all), args.out)
     if not jobs:
         raise ConfigError(_NO_CARD.format(out=args.out))
-    place = table.folder / CARDS
-    place.mkdir(exist_ok=True)
+    folder = table.folder / CARDS
+    folder.mkdir(exist_ok=True)
     for job in jobs:
         read_card(job.run / CARD_JSON)
         for name, end in ((CARD_JSON, ".json"), (CARD_TEXT, ".md")):
-            write_atomically(place / f"{job.run.name}{end}", (job.run / name).read_bytes())
-    return _write_page(args, table, [f"card  {place / job.run.name}.json" for job in jobs])
+            write_atomically(folder / f"{job.run.name}{end}", (job.run / name).read_bytes())
+    return _write_page(args, table, [f"card  {folder / job.run.name}.json" for job in jobs])
 
 
-def _import(args: argparse.Namespace, names: list[str]) -> int:
+def _import_result(args: argparse.Namespace, names: list[str]) -> int:
     table = open_table(args.table)
     if len(names) != 1:
         raise ConfigError(
@@ -166,18 +168,18 @@ def _import(args: argparse.Namespace, names: list[str]) -> int:
     if name in table.run_names or (target.is_file() and "imported" not in read_card(target)):
         raise ConfigError(f"--name {name}: the card of this name belongs to a run of embodyrl. Choose another name.")
     target.parent.mkdir(exist_ok=True)
-    write_atomically(target, json_text(read_foreign(path, args.protocol)))
+    write_atomically(target, json_text(import_result(path, args.protocol)))
     return _write_page(args, table, [f"card  {target}"])
 
 
-def _export(args: argparse.Namespace, names: list[str]) -> int:
+def _export_result(args: argparse.Namespace, names: list[str]) -> int:
     if len(names) < 2:
         raise ConfigError(
             "embodyrl-results export takes a file and runs: embodyrl-results export results.json runs/my_eval."
         )
-    target, found = Path(names[0]), vla_eval_result([Path(name) for name in names[1:]])
-    write_atomically(target, json_text(found))
-    count = sum(task["num_episodes"] for task in found["tasks"])
+    target, result = Path(names[0]), vla_eval_result([Path(name) for name in names[1:]])
+    write_atomically(target, json_text(result))
+    count = sum(task["num_episodes"] for task in result["tasks"])
     show_result(args, {"file": target, "episodes": count}, [f"{count} episodes in the layout of vla-eval: {target}"])
     return 0
 
@@ -194,5 +196,11 @@ def _write_page(args: argparse.Namespace, table: Table, lines: list[str]) -> int
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
-    "show": _show, "run": _run, "check": _check, "accept": _accept, "import": _import, "export": _export, "page": _page
-}  # fmt: skip
+    "show": _show_table,
+    "run": _run_recipes,
+    "check": _check_drift,
+    "accept": _accept_cards,
+    "import": _import_result,
+    "export": _export_result,
+    "page": _page,
+}

@@ -36,8 +36,8 @@ class Comparison:
             stored, new, low, high = (f"{100 * v:.1f}" for v in (self.stored, self.new, self.low, self.high))
         else:
             stored, new, low, high = (f"{v:.4g}" for v in (self.stored, self.new, self.low, self.high))
-        verdict = "DRIFT" if self.drifted else "ok"
-        return f"{self.name}: {self.end} {stored} stored, {new} new, interval [{low}, {high}]: {verdict}"
+        outcome = "DRIFT" if self.drifted else "ok"
+        return f"{self.name}: {self.end} {stored} stored, {new} new, interval [{low}, {high}]: {outcome}"
 
 
 def compare(name: str, stored: Sequence[Card], new: Sequence[Card]) -> list[Comparison]:
@@ -45,14 +45,14 @@ def compare(name: str, stored: Sequence[Card], new: Sequence[Card]) -> list[Comp
     ends = [("after", AFTER)]
     if all(len(card["figures"]) > 1 for card in (*stored, *new)):
         ends.insert(0, ("before", BEFORE))
-    found = []
-    for word, end in ends:
+    comparisons = []
+    for label, end in ends:
         old, now = ([score_row(card, end) for card in cards] for cards in (stored, new))
         low, high = prediction_interval(old, len(now))
         stored_mean, new_mean = (fmean(row["value"] for row in rows) for rows in (old, now))
         success = old[0]["kind"] == "success"
-        found.append(Comparison(name, word, stored_mean, new_mean, low, high, success))
-    return found
+        comparisons.append(Comparison(name, label, stored_mean, new_mean, low, high, success))
+    return comparisons
 
 
 def prediction_interval(rows: Sequence[dict[str, Any]], count: int) -> tuple[float, float]:
@@ -62,11 +62,11 @@ def prediction_interval(rows: Sequence[dict[str, Any]], count: int) -> tuple[flo
     deviation over the stored seeds. For one seed or equal scores, s is the standard error of one evaluation and t 1.96.
     """
     values, n = [row["value"] for row in rows], len(rows)
-    spread = stdev(values) if n > 1 else 0.0
+    deviation = stdev(values) if n > 1 else 0.0
     # Equal scores are one evaluation of a common checkpoint.
-    scale = student_t(n - 1) * spread if spread else 1.96 * math.sqrt(fmean(map(_variance, rows)))
-    half = scale * math.sqrt(1 / n + 1 / count)
-    return fmean(values) - half, fmean(values) + half
+    scale = student_t(n - 1) * deviation if deviation else 1.96 * math.sqrt(fmean(map(_variance, rows)))
+    half_width = scale * math.sqrt(1 / n + 1 / count)
+    return fmean(values) - half_width, fmean(values) + half_width
 
 
 def _variance(row: dict[str, Any]) -> float:
@@ -85,8 +85,8 @@ def _variance(row: dict[str, Any]) -> float:
 
 def differences(stored: Sequence[Card], new: Sequence[Card]) -> list[str]:
     """Return the conditions that differ between stored and new cards: possible causes of drift."""
-    facts = {
-        "command": lambda card: _plain(card["command"]),
+    conditions = {
+        "command": lambda card: _remove_seed(card["command"]),
         "config": lambda card: card["config_sha256"][:16],
         "own code": lambda card: ", ".join(map(" ".join, card.get("sources", {}).items())) or "none",
         "weights": lambda card: card["model"]["weights"],
@@ -95,7 +95,7 @@ def differences(stored: Sequence[Card], new: Sequence[Card]) -> list[str]:
         "torch": lambda card: card["machine"].get("torch"),
     }
     lines = []
-    for name, value in facts.items():
+    for name, value in conditions.items():
         old, now = ({str(value(card)) for card in cards} for cards in (stored, new))
         if old != now:
             lines.append(f"  {name}: {', '.join(sorted(old))} stored, {', '.join(sorted(now))} new")
@@ -105,10 +105,10 @@ def differences(stored: Sequence[Card], new: Sequence[Card]) -> list[str]:
     return lines
 
 
-def _plain(command: str) -> str:
+def _remove_seed(command: str) -> str:
     """Return a command without the seed and the output folder."""
-    own = ("seed=", "runner.output_dir=", "runner.experiment_name=", "runner.on_existing=")
-    return " ".join(word for word in command.split(" ") if not word.startswith(own))
+    excluded = ("seed=", "runner.output_dir=", "runner.experiment_name=", "runner.on_existing=")
+    return " ".join(argument for argument in command.split(" ") if not argument.startswith(excluded))
 
 
 def _mean_cpu(cards: Sequence[Card]) -> float:

@@ -28,67 +28,72 @@ def page_text(table: Table) -> str:
     """Return the table of results as a Markdown page."""
     rows = table.rows()
     measured = [row for row in rows if row.recipe and row.cards]
-    lines = [_INTRO, *_markdown(_COLUMNS, map(_cells, measured))]
+    lines = [_INTRO, *_format_markdown(_COLUMNS, map(_build_cells, measured))]
     if claimed := [row.recipe for row in rows if row.recipe and not row.cards]:
         lines += ["", "## Without a card", "", "Not run, or the run folders no longer exist.", ""]
-        cells = ((_title(one), one.claimed or "not run") for one in claimed)
-        lines += _markdown(("recipe", "claimed"), cells)
+        cells = ((_format_title(recipe), recipe.claimed or "not run") for recipe in claimed)
+        lines += _format_markdown(("recipe", "claimed"), cells)
     if imported := [row for row in rows if row.recipe is None and "imported" in row.cards[0]]:
-        lines += ["", "## Results of other tools", "", *_markdown(_IMPORTED, map(_imported, imported))]
+        lines += [
+            "",
+            "## Results of other tools",
+            "",
+            *_format_markdown(_IMPORTED, map(_build_imported_cells, imported)),
+        ]
     if others := [row for row in rows if row.recipe is None and "imported" not in row.cards[0]]:
         lines += ["", "## Other cards", "", "Controls and single runs, named on the pages of results.", ""]
         cells = (
             (f"[{r.name}]({CARDS}/{r.name}.md)", *(score_text(r.cards, end) for end in (BEFORE, AFTER))) for r in others
         )
-        lines += _markdown(("card", "before", "after"), cells)
+        lines += _format_markdown(("card", "before", "after"), cells)
     return "\n".join(lines) + "\n"
 
 
 def summary(table: Table) -> list[str]:
     """Return the table of results as lines of text for a terminal."""
-    found = [("recipe", "before", "after", "cards")]
+    rows = [("recipe", "before", "after", "cards")]
     for row in table.rows():
-        wanted = len(row.recipe.seeds) if row.recipe else 1
+        expected = len(row.recipe.seeds) if row.recipe else 1
         ends = score_text(row.cards, BEFORE), score_text(row.cards, AFTER)
-        found.append((row.name, *ends, f"{len(row.cards)}/{wanted}"))
-    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in found]
+        rows.append((row.name, *ends, f"{len(row.cards)}/{expected}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def _format_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for cells in rows:
         yield f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in cells)} |"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _build_cells(row: Row) -> tuple[str, ...]:
     recipe, cards = row.recipe, row.cards
     assert recipe is not None
     links = [f"[{card['seeds']['run']}]({CARDS}/{recipe.run_name(card['seeds']['run'])}.md)" for card in cards]
     links += [f"[video]({recipe.video})"] if recipe.video else []
     return (
-        _title(recipe),
+        _format_title(recipe),
         score_text(cards, BEFORE),
         score_text(cards, AFTER),
-        _cpu_seconds(cards),
+        _format_cpu_seconds(cards),
         ", ".join(links),
     )
 
 
-def _imported(row: Row) -> tuple[str, ...]:
+def _build_imported_cells(row: Row) -> tuple[str, ...]:
     card = row.cards[0]
     score, dropped = card["figures"][AFTER]["rows"][0], card.get("dropped_episodes", 0)
     episodes = str(score["episodes"]) + (f", {dropped} with errors excluded" if dropped else "")
     return row.name, score["text"], episodes, card["protocol"]["name"], card["imported"]
 
 
-def _title(recipe: Recipe) -> str:
+def _format_title(recipe: Recipe) -> str:
     """Return the title of a recipe, linked to its page, and its name, the target of links to the row."""
     title = f"[{recipe.title}]({recipe.page})" if recipe.page else recipe.title
     return f'{title}<br><a id="{recipe.name}"></a>`{recipe.name}`'
 
 
-def _cpu_seconds(cards: Sequence[Card]) -> str:
+def _format_cpu_seconds(cards: Sequence[Card]) -> str:
     hours = [card["costs"].get("cpu_hours") for card in cards]
     return ", ".join("-" if value is None else f"{3600 * value:.0f}" for value in hours)

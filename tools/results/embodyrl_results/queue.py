@@ -55,11 +55,13 @@ class Job:
         """True if the result card is of another command than the recipe's, for example of an earlier version."""
         if not self.done:
             return False
-        typed = shlex.split(read_card(self.run / CARD_JSON)["command"].partition(" && ")[0])
-        typed = typed[typed.index("embodyrl") + 2 :]
-        _, *words = shlex.split(self.recipe.command)  # the first word of the card may be eval (runner.only_eval)
-        fixed = {word for word in words if "{out}" not in word and "{seed}" not in word}
-        return len(typed) + 1 != len(self.steps()[-1][1]) or not fixed <= {*typed}
+        card_arguments = shlex.split(read_card(self.run / CARD_JSON)["command"].partition(" && ")[0])
+        card_arguments = card_arguments[card_arguments.index("embodyrl") + 2 :]
+        _, *recipe_arguments = shlex.split(
+            self.recipe.command
+        )  # the first word of the card may be eval (runner.only_eval)
+        required = {argument for argument in recipe_arguments if "{out}" not in argument and "{seed}" not in argument}
+        return len(card_arguments) + 1 != len(self.steps()[-1][1]) or not required <= {*card_arguments}
 
     def steps(self) -> list[tuple[Path, list[str]]]:
         """Return the log path (without suffix) and the arguments of each command, first preparation, then training.
@@ -67,16 +69,16 @@ class Job:
         The arguments start a run, or resume an interrupted run from its newest checkpoint. `data filter` has no run
         folder, and `recap` resumes by itself.
         """
-        place = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
+        folder_overrides = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
         steps = self.recipe.preparations(self.seed, self.out)
-        steps.append((self.run.name, [*self.recipe.words(self.seed, self.out), *place]))
+        steps.append((self.run.name, [*self.recipe.arguments(self.seed, self.out), *folder_overrides]))
         return [
-            (self.out / name, [*words, "runner.on_existing=resume"] if words[0] in _RUNNERS else words)
-            for name, words in steps
+            (self.out / name, [*arguments, "runner.on_existing=resume"] if arguments[0] in _RUNNERS else arguments)
+            for name, arguments in steps
         ]
 
 
-def jobs_of(recipes: Sequence[Recipe], out: Path) -> list[Job]:
+def list_jobs(recipes: Sequence[Recipe], out: Path) -> list[Job]:
     """Return one job for each recipe and seed."""
     return [Job(recipe, seed, out) for recipe in recipes for seed in recipe.seeds]
 
@@ -98,7 +100,7 @@ def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
                 continue
             job.out.mkdir(parents=True, exist_ok=True)
             run = job.run
-            for run, step in _run(job):
+            for run, step in _run_job(job):
                 bar.update(task, description=run.name + (f", step {step}" if step is not None else ""))
             if job.done:
                 bar.advance(task)
@@ -109,7 +111,7 @@ def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
     return failed
 
 
-def _run(job: Job) -> Iterator[tuple[Path, int | None]]:
+def _run_job(job: Job) -> Iterator[tuple[Path, int | None]]:
     """Run a job and write its result card; yield the run folder and training step about once a second.
 
     Preparations that the queue lists as finished with the same arguments are skipped.
@@ -117,39 +119,39 @@ def _run(job: Job) -> Iterator[tuple[Path, int | None]]:
     try:
         rows = read_rows(job.out / QUEUE_FILE)
         finished = [(row.get("run"), row.get("arguments")) for row in rows if row.get("exit") == 0]
-        for run, words in job.steps():
-            if run != job.run and (run.name, shlex.join(words)) in finished:
+        for run, arguments in job.steps():
+            if run != job.run and (run.name, shlex.join(arguments)) in finished:
                 continue
-            if (yield from _attempt(run, words)):
+            if (yield from _run_command(run, arguments)):
                 return
         write_card(job.run)
     except OSError as error:
         raise EmbodyError(f"Cannot write to {job.out}: {error.strerror}. Choose another folder with --out.") from error
 
 
-def _attempt(run: Path, words: Sequence[str]) -> Generator[tuple[Path, int | None], None, int]:
+def _run_command(run: Path, arguments: Sequence[str]) -> Generator[tuple[Path, int | None], None, int]:
     """Run one command, append a row to the log, and return the exit code."""
     yield run, None
-    began = time.time()
-    with open(f"{run}.log", "ab") as log, _process(words, log.fileno()) as process:
+    started = time.time()
+    with open(f"{run}.log", "ab") as log, _start_process(arguments, log.fileno()) as process:
         while process.poll() is None:
             try:
                 process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 yield run, newest_values(run / METRICS_FILE, ("step",))[0]
-    row = {"run": run.name, "arguments": shlex.join(words), "exit": process.returncode}
-    row["wall_s"] = round(time.time() - began, 1)
+    row = {"run": run.name, "arguments": shlex.join(arguments), "exit": process.returncode}
+    row["wall_s"] = round(time.time() - started, 1)
     with open(run.parent / QUEUE_FILE, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     return process.returncode
 
 
 @contextmanager
-def _process(words: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
+def _start_process(arguments: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start the process of a run; a process still running at the end of the block saves a checkpoint and stops."""
     # Without a terminal signal of its own: this process forwards the interruption once.
     process = subprocess.Popen(
-        [sys.executable, "-m", "embodyrl.cli.main", *words],
+        [sys.executable, "-m", "embodyrl.cli.main", *arguments],
         stdout=log,
         stderr=log,
         stdin=subprocess.DEVNULL,

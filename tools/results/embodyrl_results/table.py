@@ -40,17 +40,17 @@ class Recipe:
     claimed: str = ""
     """Text of an earlier result without a result card."""
 
-    def words(self, seed: int, out: Path) -> list[str]:
+    def arguments(self, seed: int, out: Path) -> list[str]:
         """Return the arguments of `embodyrl` for one seed; `{out}` is replaced by `out`."""
-        return [*_filled(self.command, seed, out), f"seed={seed}"]
+        return [*_fill_placeholders(self.command, seed, out), f"seed={seed}"]
 
     def preparations(self, seed: int, out: Path) -> list[tuple[str, list[str]]]:
         """Return the run name and the arguments of `embodyrl` for each preparation of one seed."""
-        found: list[tuple[str, list[str]]] = []
+        preparations: list[tuple[str, list[str]]] = []
         for number, command in enumerate(self.prepare, 1):
-            own = f"_seed{seed}" if "{seed}" in command else ""
-            found.append((f"{self.name}_prepare{number}{own}", _filled(command, seed, out)))
-        return found
+            suffix = f"_seed{seed}" if "{seed}" in command else ""
+            preparations.append((f"{self.name}_prepare{number}{suffix}", _fill_placeholders(command, seed, out)))
+        return preparations
 
     def run_name(self, seed: int) -> str:
         """Return the name of the run, which is also the name of its card."""
@@ -102,8 +102,8 @@ class Table:
     def rows(self) -> list[Row]:
         """Return all rows: first the recipes in the order of the file, then the other cards by name."""
         rows = [Row(recipe.name, self.stored(recipe), recipe) for recipe in self.recipes.values()]
-        cards, named = sorted((self.folder / CARDS).glob("*.json")), self.run_names
-        others = [path for path in cards if path.stem not in named]
+        cards, run_names = sorted((self.folder / CARDS).glob("*.json")), self.run_names
+        others = [path for path in cards if path.stem not in run_names]
         return rows + [Row(path.stem, (read_card(path),)) for path in others]
 
 
@@ -121,7 +121,7 @@ def open_table(folder: Path | None) -> Table:
         )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        recipes = {name: _recipe(name, entry) for name, entry in raw.items()}
+        recipes = {name: _parse_recipe(name, entry) for name, entry in raw.items()}
     except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: {error}. The keys of a recipe are title, command, prepare, seeds, page, video, claimed."
@@ -129,11 +129,11 @@ def open_table(folder: Path | None) -> Table:
     return Table(folder, recipes)
 
 
-def _filled(command: str, seed: int, out: Path) -> list[str]:
+def _fill_placeholders(command: str, seed: int, out: Path) -> list[str]:
     return [word.replace("{out}", str(out)).replace("{seed}", str(seed)) for word in shlex.split(command)]
 
 
-def _recipe(name: str, entry: dict[str, Any]) -> Recipe:
+def _parse_recipe(name: str, entry: dict[str, Any]) -> Recipe:
     lists = {key: tuple(entry.get(key, default)) for key, default in (("seeds", (0,)), ("prepare", ()))}
     recipe = Recipe(**{**entry, **lists, "name": name})
     if not recipe.command.startswith("train ") or not recipe.seeds:
@@ -150,10 +150,12 @@ def read_card(path: Path) -> Card:
     try:
         card = read_json(path)
         rows = [figures["rows"][0] for figures in card["figures"]]
-        good = bool(rows) and all({"kind", "value", "low", "high", "episodes", "text"} <= row.keys() for row in rows)
+        is_valid = bool(rows) and all(
+            {"kind", "value", "low", "high", "episodes", "text"} <= row.keys() for row in rows
+        )
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
-        good = False
-    if not good:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(f"{path} is not a result card with an evaluation. Create a card with `embodyrl card RUN`.")
     return card
 
@@ -174,10 +176,10 @@ def score_text(cards: Sequence[Card], end: int) -> str:
     if len(rows) == 1 or (end == BEFORE and len({row["text"] for row in rows}) == 1):  # one checkpoint for all seeds
         return rows[0]["text"]
     values = [row["value"] for row in rows]
-    known = [(row["low"], row["high"]) for row in rows if row["low"] is not None]
-    mean, low, high = mean_interval(values, known)
+    intervals = [(row["low"], row["high"]) for row in rows if row["low"] is not None]
+    mean, low, high = mean_interval(values, intervals)
     if rows[0]["kind"] != "success":
         bounds = f" [{low:.4g}, {high:.4g}]" if low < high else ""
         return f"{mean:.4g}{bounds} ({', '.join(f'{value:.4g}' for value in values)})"
-    each = ", ".join(f"{100 * value:.1f}" for value in values)
-    return f"{100 * mean:.1f} % [{100 * max(low, 0):.1f}, {100 * min(high, 1):.1f}] ({each})"
+    seeds_text = ", ".join(f"{100 * value:.1f}" for value in values)
+    return f"{100 * mean:.1f} % [{100 * max(low, 0):.1f}, {100 * min(high, 1):.1f}] ({seeds_text})"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from embodyrl_results.command import main
-from embodyrl_results.foreign import read_foreign
+from embodyrl_results.foreign import import_result
 
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.intervals import wilson
@@ -45,7 +45,7 @@ def written(folder: Path, content: object) -> Path:
 
 
 def test_vla_eval_result_becomes_a_card(tmp_path: Path) -> None:
-    card = read_foreign(written(tmp_path, vla_eval()), None)
+    card = import_result(written(tmp_path, vla_eval()), None)
     rows = card["figures"][0]["rows"]
     assert (rows[0]["value"], rows[0]["low"], rows[0]["high"]) == (pytest.approx(4 / 6), *wilson(4, 6))
     assert [(row["name"], row["episodes"]) for row in rows] == [("all tasks", 6), ("a", 5), ("b", 1)]
@@ -56,8 +56,8 @@ def test_vla_eval_result_becomes_a_card(tmp_path: Path) -> None:
 def test_lerobot_result_needs_a_protocol(tmp_path: Path) -> None:
     path = written(tmp_path, lerobot())
     with pytest.raises(ConfigError, match="--protocol"):
-        read_foreign(path, None)
-    card = read_foreign(path, "libero_object, 2 episodes a task")
+        import_result(path, None)
+    card = import_result(path, "libero_object, 2 episodes a task")
     assert card["figures"][0]["rows"][0]["text"] == "50.0 % [15.0, 85.0] (2/4)"
     assert card["protocol"]["name"] == "libero_object, 2 episodes a task"
 
@@ -65,35 +65,35 @@ def test_lerobot_result_needs_a_protocol(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [[], {"per_task": [{"metrics": {}}]}, {"harness_version": "0.8", "tasks": []}])
 def test_result_files_of_unknown_tools_are_refused(tmp_path: Path, content: object) -> None:
     with pytest.raises(ConfigError):
-        read_foreign(written(tmp_path, content), "p")
+        import_result(written(tmp_path, content), "p")
 
 
 def test_success_must_be_a_boolean(tmp_path: Path) -> None:
     content = lerobot()
     content["per_task"][0]["metrics"]["successes"] = [0.5]  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"but is 0\.5"):
-        read_foreign(written(tmp_path, content), "p")
+        import_result(written(tmp_path, content), "p")
 
 
 def test_episodes_of_equally_named_tasks_are_joined(tmp_path: Path) -> None:
     content = vla_eval()
     content["tasks"][1]["task"] = "a"  # type: ignore[index]
-    rows = read_foreign(written(tmp_path, content), "p")["figures"][0]["rows"]
+    rows = import_result(written(tmp_path, content), "p")["figures"][0]["rows"]
     assert [row["episodes"] for row in rows] == [6]
     content = lerobot()
     content["per_task"][1]["task_id"] = 0  # type: ignore[index]
-    assert read_foreign(written(tmp_path, content), "p")["figures"][0]["rows"][0]["episodes"] == 4
+    assert import_result(written(tmp_path, content), "p")["figures"][0]["rows"][0]["episodes"] == 4
 
 
 def test_result_of_lerobot_eval_with_one_task_is_imported(tmp_path: Path) -> None:
     episodes = [{"episode_ix": k, "sum_reward": 1.0, "success": k > 0, "seed": k} for k in range(3)]
     content = {"per_episode": episodes, "aggregated": {"pc_success": 66.7}}
-    assert read_foreign(written(tmp_path, content), "p")["figures"][0]["rows"][0]["value"] == pytest.approx(2 / 3)
+    assert import_result(written(tmp_path, content), "p")["figures"][0]["rows"][0]["value"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("config", [None, {"params": None}])
 def test_vla_eval_result_without_parameters_is_imported(tmp_path: Path, config: object) -> None:
-    card = read_foreign(written(tmp_path, vla_eval() | {"config": config}), None)
+    card = import_result(written(tmp_path, vla_eval() | {"config": config}), None)
     assert card["protocol"]["name"] == "LIBEROBenchmark, sync mode"
 
 
@@ -102,8 +102,8 @@ def test_missing_keys_of_a_result_file_are_named(tmp_path: Path) -> None:
     del content["mode"]
     path = written(tmp_path, content)
     with pytest.raises(ConfigError, match="the key 'mode' is missing"):
-        read_foreign(path, None)
-    assert read_foreign(path, "p")["protocol"]["name"] == "p"
+        import_result(path, None)
+    assert import_result(path, "p")["protocol"]["name"] == "p"
 
 
 def test_import_keeps_the_cards_of_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_recipes_compose() -> None:
 
     for recipe in TABLE.recipes.values():
         if "ckpt=" not in recipe.command:
-            assert load_config("train", recipe.words(recipe.seeds[0], Path("runs"))[1:]).seed == recipe.seeds[0]
+            assert load_config("train", recipe.arguments(recipe.seeds[0], Path("runs"))[1:]).seed == recipe.seeds[0]
 
 
 def card(value: float, episodes: int = 100) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from embodyrl_results.command import main
-from embodyrl_results.foreign import read_foreign
+from embodyrl_results.foreign import import_result
 from embodyrl_results.vla_eval import vla_eval_result
 
 from embodyrl.errors import ConfigError
@@ -56,7 +56,7 @@ def test_evaluations_are_joined_in_one_result_of_vla_eval(tmp_path: Path, monkey
     assert [one["episode_id"] for one in found["tasks"][0]["episodes"]] == [0, 1, 2, 3, 4]
     assert (found["benchmark"], found["mean_success"]) == ("tabletop", 0.6667)
     assert found["config"]["params"] == {"model": "mlp", "weights": "assets/start"}
-    row = read_foreign(tmp_path / "found.json", None)["figures"][0]["rows"][0]
+    row = import_result(tmp_path / "found.json", None)["figures"][0]["rows"][0]
     assert (row["episodes"], row["value"]) == (6, pytest.approx(4 / 6))
 
 
