@@ -82,8 +82,8 @@ BUGS = {
     "a wait in every micro-batch": Bug(
         "waits",
         "embodyrl.learners.training",
-        "losses.append(share.detach())",
-        "losses.append(share.detach()); share.item()",
+        "losses.append(micro_batch_loss.detach())",
+        "losses.append(micro_batch_loss.detach()); micro_batch_loss.item()",
     ),
     "a copy waits for all that was asked before": Bug(
         "waits", "embodyrl.policies.tensors", "host.pin_memory().to(device, non_blocking=True)", "host.to(device)"
@@ -130,7 +130,7 @@ BUGS = {
     "every rank recomputes the whole batch": Bug(
         "speed",
         "embodyrl.learners.policy_gradient",
-        "for part in self._ranks.rank_info.share(len(batch.records), self._cfg.micro_batch_size):\n"
+        "for part in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):\n"
         "            records = batch.records[part]",
         "for start in range(0, len(batch.records), self._cfg.micro_batch_size):\n"
         "            part = slice(start, start + self._cfg.micro_batch_size)\n"
