@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, RecordState, records_of
+from embodyrl.channels.arena import Arena, RecordState, get_record_indices
 from embodyrl.channels.layout import STATE, Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, WorkerReady
 from embodyrl.cluster.protocol import Event
@@ -142,11 +142,11 @@ class SimulatedLauncher:
     def _work(self, worker: str, request: Request) -> tuple[Reply, float]:
         arena = self._arena
         if isinstance(request, EnvRequest):
-            records = records_of(request.sources)
+            records = get_record_indices(request.sources)
             for name in (Record.terminated, Record.truncated, Record.success):
                 arena[name][records] = False
             arena[Record.valid][records] = True
-            arena[STATE][records_of(request.observed)] = RecordState.READY
+            arena[STATE][get_record_indices(request.observed)] = RecordState.READY
             report = EnvReport(sequence=request.sequence, stage=request.stage, sim_s=0.0, render_s=0.0, reset_s=0.0)
             return report, STEP_S
         assert isinstance(request, InferRequest)

@@ -37,7 +37,7 @@ from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.workers.weights import describe_weights, publish, take
+from embodyrl.workers.weights import describe_weights, load_bucket, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "gpu_check"))
 from embodyrl_gpu_check.speed import Limits, measure_limits, measure_seconds
@@ -118,7 +118,7 @@ def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]
             publish(
                 PublishRequest(sequence=0, ticket=ticket, parts=parts), policy.module, Ranks(RankInfo()), bucket_arena
             )
-            take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), policy.module, bucket_arena)
+            load_bucket(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), policy.module, bucket_arena)
             bucket_arena.free([ticket])
 
     def copy() -> None:

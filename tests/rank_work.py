@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from toy_runs import toy_config
 
-from embodyrl.channels.arena import Arena, records_of
+from embodyrl.channels.arena import Arena, get_record_indices
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.channels.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.learners import policy_gradient
@@ -102,7 +102,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     host = PolicyHost(replace(build_policy_init(run_plan, arena, None), rank_info=rank_info))
     tickets = fill(arena, run_plan, host)
     if job.poison:
-        arena[Record.advantage][records_of(tickets[0])] = np.nan
+        arena[Record.advantage][get_record_indices(tickets[0])] = np.nan
     if job.load is not None:
         list(host.handle(LoadRequest(sequence=0, folder=str(job.load))))
     metrics = []

@@ -33,15 +33,15 @@ class RecordState:
 # high bits a sequence number, so all tickets of an arena are unique. A signed 64-bit integer has room for the index of
 # 67 million records and for 10^11 sequence numbers.
 _RECORD_BITS = 26
-_RECORDS = (1 << _RECORD_BITS) - 1
+_RECORD_MASK = (1 << _RECORD_BITS) - 1
 
 
 Tickets = Sequence[int] | npt.NDArray[np.int64]
 
 
-def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
+def get_record_indices(tickets: Tickets) -> npt.NDArray[np.int64]:
     """Return the record indices [n] of tickets [n], which may be stale. They index the first axis of each field."""
-    return np.asarray(tickets, np.int64) & _RECORDS
+    return np.asarray(tickets, np.int64) & _RECORD_MASK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Arena:
         _, size = layout.offsets(capacity)
         available = available_bytes()
         # A ticket has a limited number of bits for the record.
-        if size > available or capacity > _RECORDS:
+        if size > available or capacity > _RECORD_MASK:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "
                 f"{layout.record_bytes / 2**10:.0f} KiB), but only {available / 2**30:.2f} GiB of memory is free. "
@@ -149,18 +149,18 @@ class Arena:
         self._num_free -= count
         # Reversed, so that tickets are in the order of single allocations.
         records = self._free[self._num_free : self._num_free + count][::-1].copy()
-        sequences = np.arange(self._next_sequence, self._next_sequence + count)
+        sequence_numbers = np.arange(self._next_sequence, self._next_sequence + count)
         self._next_sequence += count
-        self._fields[STATE][records], self._fields[SEQUENCE][records] = RecordState.ALLOCATED, sequences
+        self._fields[STATE][records], self._fields[SEQUENCE][records] = RecordState.ALLOCATED, sequence_numbers
         # Sequence numbers are unique, so a stale ticket is detected.
-        return records | sequences << _RECORD_BITS
+        return records | sequence_numbers << _RECORD_BITS
 
     def free(self, tickets: Tickets) -> None:
         """Free records (owner only); their tickets become stale.
 
         This includes records whose writer died while writing.
         """
-        records = self._valid(tickets)
+        records = self._check_tickets(tickets)
         # A record that is twice on the free list would be allocated twice.
         ordered = np.sort(records)
         assert (ordered[1:] != ordered[:-1]).all(), "a record was freed twice"
@@ -177,7 +177,7 @@ class Arena:
     @contextmanager
     def write_all(self, tickets: Tickets) -> Iterator[npt.NDArray[np.int64]]:
         """Open several records for writing and yield their indices [n] (see `write`)."""
-        records, state = self._valid(tickets), self._fields[STATE]
+        records, state = self._check_tickets(tickets), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
         # Not in a `finally`: after an error the record stays unreadable until it is freed.
@@ -189,23 +189,23 @@ class Arena:
         Raises:
             StaleTicketError: a record was freed, or not completely written.
         """
-        records = self._valid(tickets)
-        unready = records[self._fields[STATE].take(records) != RecordState.READY]
-        for record in unready[:1].tolist():
+        records = self._check_tickets(tickets)
+        not_ready = records[self._fields[STATE].take(records) != RecordState.READY]
+        for record in not_ready[:1].tolist():
             state = ("FREE", "ALLOCATED", "WRITING", "READY")[self._fields[STATE][record]]
             raise StaleTicketError(f"Record {record} cannot be read: its state is {state} instead of READY.")
         return records
 
-    def _valid(self, tickets: Tickets) -> npt.NDArray[np.int64]:
+    def _check_tickets(self, tickets: Tickets) -> npt.NDArray[np.int64]:
         """Return the record indices of tickets after checking that no ticket is stale."""
         numbers = np.asarray(tickets, np.int64)
-        records = numbers & _RECORDS
-        free, now = self._fields[STATE].take(records) == RecordState.FREE, self._fields[SEQUENCE].take(records)
-        for i in np.flatnonzero(free | (now != numbers >> _RECORD_BITS))[:1].tolist():
-            what = "was freed" if free[i] else f"has sequence {now[i]}"
+        records = numbers & _RECORD_MASK
+        free, current = self._fields[STATE].take(records) == RecordState.FREE, self._fields[SEQUENCE].take(records)
+        for i in np.flatnonzero(free | (current != numbers >> _RECORD_BITS))[:1].tolist():
+            reason = "was freed" if free[i] else f"has sequence {current[i]}"
             raise StaleTicketError(
                 f"The ticket of record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: the record "
-                f"{what}."
+                f"{reason}."
             )
         return records
 
@@ -220,11 +220,11 @@ class Arena:
 
 def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[str, ...]:
     """Return the instruction of each of the n records."""
-    words = fields[Record.instruction].take(records, 0)
+    encoded = fields[Record.instruction].take(records, 0)
     # Common case: one instruction for all records; comparing 64-bit numbers is far faster than decoding all.
-    numbers = words.view(np.uint64)
-    same = len(words) > 0 and (numbers == numbers[0]).all()
-    return (decode_instruction(words[0]),) * len(words) if same else tuple(map(decode_instruction, words))
+    numbers = encoded.view(np.uint64)
+    all_equal = len(encoded) > 0 and (numbers == numbers[0]).all()
+    return (decode_instruction(encoded[0]),) * len(encoded) if all_equal else tuple(map(decode_instruction, encoded))
 
 
 def read_observation(fields: Fields, records: IntArray) -> Observation:

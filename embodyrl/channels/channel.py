@@ -13,7 +13,7 @@ from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 _LENGTH = struct.Struct("!Q")
 """Format of the prefix of each message, which contains the message's length in bytes."""
-_PART = 1 << 16
+_READ_BYTES = 1 << 16
 """Maximum number of bytes per read."""
 
 
@@ -27,11 +27,11 @@ class PipeChannel:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._end = socket.socket(fileno=os.dup(connection.fileno()))
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
-        self._part = memoryview(bytearray(_PART))
-        self._begun = bytearray()
+        self._read_buffer = memoryview(bytearray(_READ_BYTES))
+        self._incomplete = bytearray()
         """Received bytes of an incomplete message."""
         self.arrived: deque[Any] = deque()
         """Messages that were received during a blocked `put`; `get` returns these messages first."""
@@ -51,24 +51,24 @@ class PipeChannel:
         try:
             while rest:
                 try:
-                    rest = rest[self._end.send(rest, socket.MSG_DONTWAIT) :]
+                    rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
-                    self._wait_for_room(timeout_s)
+                    self._wait_until_writable(timeout_s)
         except (EOFError, OSError) as error:
             raise ChannelClosed(f"The other end of the channel is closed: {error}.") from error
 
-    def _wait_for_room(self, timeout_s: float | None) -> None:
+    def _wait_until_writable(self, timeout_s: float | None) -> None:
         """Wait until the pipe has room; if there is a deadline, also read incoming messages."""
         # The other end may be blocked in `put`, too. Exactly one end must read: with both pipes full, neither could
         # finish.
-        reads = select.POLLIN if timeout_s is not None else 0
+        read_event = select.POLLIN if timeout_s is not None else 0
         descriptor = self.connection.fileno()
-        self._poll.modify(descriptor, select.POLLOUT | reads)
+        self._poll.modify(descriptor, select.POLLOUT | read_event)
         ready = self._poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
         self._poll.modify(descriptor, select.POLLIN)
         if not ready:
             raise ChannelTimeout(f"The receiver did not read from the channel for {timeout_s:g} s.")
-        if ready[0][1] & reads:
+        if ready[0][1] & read_event:
             self._read()
 
     def get(self, timeout_s: float) -> Any:
@@ -89,19 +89,19 @@ class PipeChannel:
 
     def _read(self) -> None:
         """Read available bytes, and store complete messages in `arrived`."""
-        count = self._end.recv_into(self._part)
+        count = self._socket.recv_into(self._read_buffer)
         if not count:
             raise EOFError
-        self._begun += self._part[:count]
-        while len(self._begun) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._begun)[0]
-            if len(self._begun) < end:
+        self._incomplete += self._read_buffer[:count]
+        while len(self._incomplete) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._incomplete)[0]
+            if len(self._incomplete) < end:
                 return
-            with memoryview(self._begun) as begun:
-                self.arrived.append(pickle.loads(begun[_LENGTH.size : end]))
-            del self._begun[:end]
+            with memoryview(self._incomplete) as view:
+                self.arrived.append(pickle.loads(view[_LENGTH.size : end]))
+            del self._incomplete[:end]
 
     def close(self) -> None:
         """Close this end of the channel; idempotent."""
-        self._end.close()
+        self._socket.close()
         self.connection.close()

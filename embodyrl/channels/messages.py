@@ -13,8 +13,8 @@ from embodyrl.channels.arena import Tickets
 from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_RESULT, Record, WeightInfo, WeightPart
 from embodyrl.types import EpisodeStart, IntArray
 
-_LIST_LENGTH = 64
-"""Maximum length of arrays that `portable` converts to lists; longer arrays are pickled faster than lists."""
+_MAX_LIST_LENGTH = 64
+"""Maximum length of arrays that `to_list_if_short` converts to lists; longer arrays are pickled faster than lists."""
 POLICY_FOLDER = "policy"
 """Name of the subfolder with the policy in the folder of a SaveRequest."""
 
@@ -51,13 +51,13 @@ class ResetRequest:
     """Episodes whose video is kept: all or failures."""
 
 
-def portable(values: IntArray) -> Sequence[int] | IntArray:
+def to_list_if_short(values: IntArray) -> Sequence[int] | IntArray:
     """Convert a short array to a list, which is pickled several times faster; return a long array unchanged."""
-    return values.tolist() if len(values) <= _LIST_LENGTH else values
+    return values.tolist() if len(values) <= _MAX_LIST_LENGTH else values
 
 
-class Use(NamedTuple):
-    """Use of records by a request: the tickets of the records, and the fields that the worker reads or writes."""
+class RecordAccess(NamedTuple):
+    """Access of a request to records: the tickets of the records, and the fields that the worker reads or writes."""
 
     tickets: Tickets
     fields: tuple[str, ...] | None = ()
@@ -84,23 +84,25 @@ class Request:
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
     """Record fields that the worker writes, by name of the request attribute that contains the records' tickets."""
     pool: ClassVar[int] = 0
-    """Index of the shared memory that contains the records (see `Use.pool`)."""
+    """Index of the shared memory that contains the records (see `RecordAccess.pool`)."""
 
     @property
     def label(self) -> str:
         """Name of the request for log messages and traces."""
         return type(self).__name__.removesuffix("Request").lower()
 
-    def reads(self) -> tuple[Use, ...]:
+    def get_read_access(self) -> tuple[RecordAccess, ...]:
         """Return the record fields that the worker reads."""
-        return self._uses(self.read_fields)
+        return self._get_accesses(self.read_fields)
 
-    def writes(self) -> tuple[Use, ...]:
+    def get_write_access(self) -> tuple[RecordAccess, ...]:
         """Return the record fields that the worker writes."""
-        return self._uses(self.written_fields)
+        return self._get_accesses(self.written_fields)
 
-    def _uses(self, fields: Mapping[str, tuple[str, ...] | None]) -> tuple[Use, ...]:
-        return tuple(Use(np.atleast_1d(getattr(self, name)), names, self.pool) for name, names in fields.items())
+    def _get_accesses(self, fields: Mapping[str, tuple[str, ...] | None]) -> tuple[RecordAccess, ...]:
+        return tuple(
+            RecordAccess(np.atleast_1d(getattr(self, name)), names, self.pool) for name, names in fields.items()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +271,9 @@ class BucketRequest(Request):
 
     pool = 1
 
-    def _uses(self, fields: Mapping[str, tuple[str, ...] | None]) -> tuple[Use, ...]:
+    def _get_accesses(self, fields: Mapping[str, tuple[str, ...] | None]) -> tuple[RecordAccess, ...]:
         # A small policy fills a small part of its only bucket.
-        return tuple(use._replace(length=self.parts[-1].end) for use in super()._uses(fields))
+        return tuple(access._replace(length=self.parts[-1].end) for access in super()._get_accesses(fields))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +323,6 @@ class RankInfo:
     """Timeout of a collective operation in seconds."""
 
     # Round-robin: the numbers of slices of the ranks differ by at most one.
-    def share(self, count: int, size: int) -> list[slice]:
+    def get_slices(self, count: int, size: int) -> list[slice]:
         """Split `count` items into slices of at most `size` items, and return the slices of this rank."""
         return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]

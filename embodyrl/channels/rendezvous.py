@@ -66,10 +66,10 @@ def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
     return Rendezvous(replace(rank_info, port=proxy.getsockname()[1], secret=secret), store, proxy)
 
 
-_HANDSHAKE_S = 30.0
-_MOST_PENDING = 128
+_HANDSHAKE_TIMEOUT_S = 30.0
+_MAX_PENDING = 128
 """Maximum number of connections in the handshake; each further connection closes the oldest connection."""
-_NONCE = 32
+_NONCE_BYTES = 32
 
 
 def open_proxy(host: str, port: int, secret: bytes) -> socket.socket:
@@ -84,30 +84,30 @@ def forward_to_proxy(host: str, port: int, secret: bytes) -> socket.socket:
 
 def _authenticate(port: int, secret: bytes, client: socket.socket) -> socket.socket:
     # A new nonce for each connection prevents replay attacks.
-    nonce = secrets.token_bytes(_NONCE)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     client.sendall(nonce)
     if not hmac.compare_digest(_receive(client), hmac.digest(secret, nonce, "sha256")):
         raise ConnectionError("A client of the rendezvous proxy sent a wrong secret.")
-    return socket.create_connection((LOOPBACK, port), _HANDSHAKE_S)
+    return socket.create_connection((LOOPBACK, port), _HANDSHAKE_TIMEOUT_S)
 
 
 def _connect(host: str, port: int, secret: bytes, _: socket.socket) -> socket.socket:
-    proxy = socket.create_connection((host, port), _HANDSHAKE_S)
+    proxy = socket.create_connection((host, port), _HANDSHAKE_TIMEOUT_S)
     proxy.sendall(hmac.digest(secret, _receive(proxy), "sha256"))
     return proxy
 
 
 def _receive(peer: socket.socket) -> bytes:
-    received, deadline = b"", time.monotonic() + _HANDSHAKE_S
-    while len(received) < _NONCE:
+    received, deadline = b"", time.monotonic() + _HANDSHAKE_TIMEOUT_S
+    while len(received) < _NONCE_BYTES:
         peer.settimeout(max(0.001, deadline - time.monotonic()))
-        if not (part := peer.recv(_NONCE - len(received))):
+        if not (part := peer.recv(_NONCE_BYTES - len(received))):
             raise ConnectionError("The other side closed the connection during the handshake.")
         received += part
     return received
 
 
-def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socket]) -> socket.socket:
+def _serve(listener: socket.socket, connect: Callable[[socket.socket], socket.socket]) -> socket.socket:
     pending: deque[socket.socket] = deque()
 
     def accept() -> None:
@@ -118,30 +118,30 @@ def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socke
                 return
             pending.append(peer)
             # A legitimate client completes the handshake at once, so silent clients are the oldest.
-            if len(pending) > _MOST_PENDING:
+            if len(pending) > _MAX_PENDING:
                 _disconnect(pending.popleft())
             Thread(target=join, args=(peer,), daemon=True).start()
 
-    def join(near: socket.socket) -> None:
-        with near:
+    def join(client: socket.socket) -> None:
+        with client:
             try:
-                far = dial(near)
+                server = connect(client)
             except OSError:  # the peer is notified only by the end of the connection
                 return
             finally:
                 with suppress(ValueError):  # disconnected above
-                    pending.remove(near)
-            with far:
-                back = Thread(target=_pump, args=(far, near), daemon=True)
-                back.start()
-                _pump(near, far)
-                back.join()
+                    pending.remove(client)
+            with server:
+                reverse = Thread(target=_copy_stream, args=(server, client), daemon=True)
+                reverse.start()
+                _copy_stream(client, server)
+                reverse.join()
 
     Thread(target=accept, daemon=True).start()
     return listener
 
 
-def _pump(source: socket.socket, sink: socket.socket) -> None:
+def _copy_stream(source: socket.socket, sink: socket.socket) -> None:
     """Copy data from `source` to `sink` until one side closes; there is no idle timeout."""
     try:
         source.settimeout(None)

@@ -82,22 +82,22 @@ def read_manifest(folder: Path) -> Manifest:
             f"to {FORMAT}. Upgrade embodyrl."
         )
     for name in manifest.files:
-        _require_plain_name(path, name)
+        _check_file_name(path, name)
     return manifest
 
 
-def _require_plain_name(path: Path, name: str) -> None:
+def _check_file_name(path: Path, name: str) -> None:
     parts = PurePosixPath(name).parts
-    tricky = not parts or name.startswith("/") or "\\" in name or ":" in name or "\0" in name
+    is_unsafe = not parts or name.startswith("/") or "\\" in name or ":" in name or "\0" in name
     # Files are opened by these names; a name with `..` could be any file of this host.
-    if tricky or name != "/".join(parts) or {".", ".."} & set(parts) or name == MANIFEST_NAME:
+    if is_unsafe or name != "/".join(parts) or {".", ".."} & set(parts) or name == MANIFEST_NAME:
         raise CheckpointError(
             f"{path}: the file name {name!r} is not a relative path inside the checkpoint. The checkpoint was tampered "
             "with; do not use it."
         )
 
 
-def contents(folder: Path) -> Iterator[tuple[str, Path]]:
+def list_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield all files of a folder except the manifest as (name, path), sorted by name.
 
     Raises:
@@ -130,10 +130,10 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: a file is missing, unexpected, a link, or of a wrong size or content; the message names it.
     """
-    found = dict(contents(folder))
+    existing = dict(list_files(folder))
     for name, entry in manifest.files.items():
         path = folder / name
-        if name not in found:
+        if name not in existing:
             raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.")
         size = path.stat().st_size
         if size != entry.size:
@@ -141,9 +141,9 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
                 f"{path} has {size} bytes instead of {entry.size}: it is truncated or changed. Use another checkpoint."
             )
     # Before hashing, which takes minutes: most damage shows in sizes and names.
-    if surplus := sorted(found.keys() - manifest.files.keys()):
+    if unlisted := sorted(existing.keys() - manifest.files.keys()):
         raise CheckpointError(
-            f"{folder / surplus[0]} is not listed in {MANIFEST_NAME} ({len(surplus)} such files). "
+            f"{folder / unlisted[0]} is not listed in {MANIFEST_NAME} ({len(unlisted)} such files). "
             "Delete or move the file."
         )
     for name, entry in manifest.files.items():
@@ -164,8 +164,8 @@ def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
         loop = read_json(folder / LOOP_FILE)
         step, best, best_step = loop["step"], loop["best"], loop["best_step"]
         best = [best] if isinstance(best, float) else best  # written by older versions
-        numbers = all(type(number) is int for number in (step, 0 if best_step is None else best_step))
-        if not numbers or not all(type(score) is float for score in ([] if best is None else best)):
+        are_numbers = all(type(number) is int for number in (step, 0 if best_step is None else best_step))
+        if not are_numbers or not all(type(score) is float for score in ([] if best is None else best)):
             raise ValueError("step, best or best_step has a wrong type")
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / LOOP_FILE} cannot be read: {error}. Use another checkpoint.") from error
@@ -194,12 +194,14 @@ class CheckpointStore:
 
     def set_aside(self) -> list[str]:
         """Rename folders without a manifest, so that their steps can be saved again; return one warning per folder."""
-        said: list[str] = []
+        warnings: list[str] = []
         for step in {*self.folders()} - {*self.steps()}:
-            aside = self.path(step).with_name(f"damaged-{time.strftime('%Y%m%d-%H%M%S')}-{self.path(step).name}")
-            os.replace(self.path(step), aside)
-            said.append(f"{self.path(step)} is damaged ({MANIFEST_NAME} is missing) and was renamed to {aside.name}")
-        return said
+            damaged = self.path(step).with_name(f"damaged-{time.strftime('%Y%m%d-%H%M%S')}-{self.path(step).name}")
+            os.replace(self.path(step), damaged)
+            warnings.append(
+                f"{self.path(step)} is damaged ({MANIFEST_NAME} is missing) and was renamed to {damaged.name}"
+            )
+        return warnings
 
     def latest(self) -> Path | None:
         """Return the folder of the newest complete checkpoint without verification; None: there is no checkpoint."""
@@ -237,11 +239,11 @@ class CheckpointStore:
         needed = int(HEADROOM * size_bytes(newest)) if newest else 0
         free = shutil.disk_usage(self.root).free
         if needed > free:
-            raise CheckpointError(_full_disk(target, needed=needed, free=free))
+            raise CheckpointError(_format_full_disk_error(target, needed=needed, free=free))
         scratch = self._scratch(step)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        with self._cleaned_up(step, needed):
+        with self._clean_up_on_error(step, needed):
             fill(scratch)
 
     def commit(self, step: int, meta: Mapping[str, Any]) -> Path:
@@ -255,16 +257,16 @@ class CheckpointStore:
             CheckpointError: the disk is full; the scratch folder is deleted.
         """
         target = self.path(step)
-        with self._cleaned_up(step):
-            _seal(self._scratch(step), step, meta)
+        with self._clean_up_on_error(step):
+            _write_manifest(self._scratch(step), step, meta)
             # A rename in the same folder is atomic.
             os.replace(self._scratch(step), target)
         # The rename itself must be flushed, too.
-        _sync(self.root)
+        _flush_to_disk(self.root)
         return target
 
     @contextmanager
-    def _cleaned_up(self, step: int, needed: int = 0) -> Iterator[None]:
+    def _clean_up_on_error(self, step: int, needed: int = 0) -> Iterator[None]:
         """Delete the scratch folder if the block fails, and report a full disk."""
         scratch = self._scratch(step)
         try:
@@ -275,7 +277,7 @@ class CheckpointStore:
             # A dead worker is not a checkpoint error: training cannot continue without it.
             if _is_full_disk(error) and not isinstance(error, WorkerError):
                 free = shutil.disk_usage(self.root).free
-                text = _full_disk(self.path(step), needed=max(needed, written), free=free, cause=error)
+                text = _format_full_disk_error(self.path(step), needed=max(needed, written), free=free, cause=error)
                 raise CheckpointError(text) from error
             raise
 
@@ -321,26 +323,26 @@ class CheckpointStore:
         return self.root / f".tmp-{self.path(step).name}-{os.getpid()}"
 
 
-def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
+def _write_manifest(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
     """Flush the files to disk, write the manifest, and flush the folder."""
     files = {}
-    for name, path in contents(folder):
+    for name, path in list_files(folder):
         # Hashes of the written files: later changes on the disk are detected on use.
         files[name] = describe(path)
-        _sync(path)
+        _flush_to_disk(path)
     assert files, "fill wrote no file"
     assert not (folder / MANIFEST_NAME).exists(), f"fill must not write {MANIFEST_NAME}"
     for path in folder.rglob("*"):
         if path.is_dir():
-            _sync(path)
+            _flush_to_disk(path)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = Manifest(step=step, version=__version__, created=created, files=files, meta=dict(meta))
     text = json.dumps(manifest.model_dump(), indent=1, allow_nan=False)
     (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
-    _sync(folder / MANIFEST_NAME)
+    _flush_to_disk(folder / MANIFEST_NAME)
     for name in files:  # safetensors creates files with mode 600
         (folder / name).chmod((folder / MANIFEST_NAME).stat().st_mode)
-    _sync(folder)
+    _flush_to_disk(folder)
 
 
 def size_bytes(folder: Path) -> int:
@@ -348,7 +350,7 @@ def size_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-def _sync(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -358,24 +360,24 @@ def _sync(path: Path) -> None:
 
 def _is_full_disk(error: BaseException) -> bool:
     """Return True for disk-full errors, including wrapped errors; safetensors keeps only the error text."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _FULL_DISK:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _FULL_DISK:
             return True
-        if any(f"os error {code}" in str(seen) for code in _FULL_DISK):
+        if any(f"os error {code}" in str(cause) for code in _FULL_DISK):
             return True
-        seen = seen.__cause__
+        cause = cause.__cause__
     return False
 
 
-def _full_disk(target: Path, *, needed: int, free: int, cause: BaseException | None = None) -> str:
+def _format_full_disk_error(target: Path, *, needed: int, free: int, cause: BaseException | None = None) -> str:
     reason = f"No space left on device for {target}" + (f" ({cause})" if cause else "")
-    need = f"needs {'more than ' if cause else ''}{needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+    requirement = f"needs {'more than ' if cause else ''}{needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
     if needed <= free:
-        need = "the disk has free space, so a quota or file-size limit is reached"
-    others = [folder for folder in target.parent.glob("step_*") if folder.name != target.name]
-    fewer = ", or set checkpoint.keep=1" if len(others) > 1 else ""
-    return f"{reason}: {need}; older checkpoints are intact. Free some space{fewer}."
+        requirement = "the disk has free space, so a quota or file-size limit is reached"
+    other_folders = [folder for folder in target.parent.glob("step_*") if folder.name != target.name]
+    hint = ", or set checkpoint.keep=1" if len(other_folders) > 1 else ""
+    return f"{reason}: {requirement}; older checkpoints are intact. Free some space{hint}."
 
 
 def _is_other_process(pid: int) -> bool:

@@ -31,15 +31,15 @@ def writing(folder: Path) -> Iterator[None]:
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write tensors, moved to the CPU, as one safetensors file; tensors that share memory are written in full."""
-    seen: set[int] = set()
-    plain: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    copies: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
         storage = copy.untyped_storage().data_ptr()
         # safetensors rejects tensors that share memory; tied tensors are written twice and are separate after loading.
-        plain[name] = copy.clone() if storage in seen else copy
-        seen.add(storage)
-    save_file(plain, path)
+        copies[name] = copy.clone() if storage in storages else copy
+        storages.add(storage)
+    save_file(copies, path)
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -109,8 +109,8 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore a state returned by `rng_state`; CUDA states are restored for devices that exist in both processes."""
     torch.set_rng_state(state["torch"])
-    for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(one, index)
+    for index, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda_state, index)
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 

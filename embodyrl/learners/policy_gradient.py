@@ -66,7 +66,7 @@ class PolicyGradientLearner(Learner):
         """Write the reference policy's log-probabilities into the records."""
         assert self._reference is not None, "there is no reference policy"
         size = self._cfg.micro_batch_size
-        for part in self._ranks.rank_info.share(len(request.tickets), size):
+        for part in self._ranks.rank_info.get_slices(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])
             with torch.no_grad():
                 scores = self._reference.score(
@@ -171,7 +171,7 @@ class PolicyGradientLearner(Learner):
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
         logprob = torch.zeros_like(behaviour)
-        for part in self._ranks.rank_info.share(len(batch.records), self._cfg.micro_batch_size):
+        for part in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):
             records = batch.records[part]
             with torch.no_grad():
                 scores = self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])

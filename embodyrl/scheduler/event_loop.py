@@ -12,7 +12,7 @@ import numpy as np
 from embodyrl.algorithms.metrics import token_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
-from embodyrl.channels.arena import Arena, hash_observations, records_of
+from embodyrl.channels.arena import Arena, get_record_indices, hash_observations
 from embodyrl.channels.layout import BUCKET, Record, WeightInfo, WeightPart, fill_buckets
 from embodyrl.channels.messages import (
     ContinueRequest,
@@ -360,7 +360,7 @@ class Actors:
         # A batch contains record numbers; a request contains tickets, which detect reused records.
         ticket_by_record = np.zeros(self._arena.capacity, np.int64)
         tickets = np.concatenate(list(collection.tickets.values()))
-        ticket_by_record[records_of(tickets)] = tickets
+        ticket_by_record[get_record_indices(tickets)] = tickets
         algorithm = self._algorithm
         finals = [e for e in collection.episodes if e.final_record >= 0] if algorithm.estimator.needs_replay else []
         partial_episodes = collection.episodes if algorithm.settings.needs_all_ends and collection.continues else []

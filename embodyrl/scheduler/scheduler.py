@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, read_instructions, records_of
+from embodyrl.channels.arena import Arena, get_record_indices, read_instructions
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import (
     Done,
@@ -20,7 +20,7 @@ from embodyrl.channels.messages import (
     ResetRequest,
     ValueRequest,
     WorkerReady,
-    portable,
+    to_list_if_short,
 )
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
@@ -283,14 +283,14 @@ class RolloutScheduler(EventLoop):
         slots = self._slots
         slots.phase[rows] = Phase.INFERRING
         request = InferRequest(
-            tickets=portable(slots.current[rows]),
-            noise_seeds=portable(slots.noise_seed[rows]),
-            chunks=portable(slots.chunks[rows]),
+            tickets=to_list_if_short(slots.current[rows]),
+            noise_seeds=to_list_if_short(slots.noise_seed[rows]),
+            chunks=to_list_if_short(slots.chunks[rows]),
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,
             padded_size=self._padded_size,
-            rows=portable(rows),
+            rows=to_list_if_short(rows),
         )
         self._policy.submit(request, partial(self._on_inference_done, rows))
 
@@ -331,7 +331,7 @@ class RolloutScheduler(EventLoop):
             self._slots.advance(np.array(resets))
 
     def _on_step_done(self, rows: IntArray, recordings: Mapping[int, Recording]) -> None:
-        records = records_of(self._slots.current[rows])
+        records = get_record_indices(self._slots.current[rows])
         terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _END_FIELDS)
         # `store_chunks` must get every row: it counts the chunks of the quota.
         ended = self._slots.store_chunks(rows) | terminated | truncated
@@ -341,7 +341,7 @@ class RolloutScheduler(EventLoop):
         rows, terminated, truncated = rows[ended], terminated[ended], truncated[ended]
         finals = self._slots.target[rows]
         videos = [recording.path if (recording := recordings.get(row)) else None for row in rows.tolist()]
-        instructions = read_instructions(self._arena, records_of(finals))
+        instructions = read_instructions(self._arena, get_record_indices(finals))
         # The observation after a time limit or a cut has no action; it is kept for its value.
         discards_final = (
             (terminated & (not self._needs_terminal_observations))
@@ -351,7 +351,9 @@ class RolloutScheduler(EventLoop):
         finished = self._slots.finish(rows, terminated, truncated, discards_final, instructions, videos)
         for i, (rollout, episode, tickets) in enumerate(finished):
             if rollout.continues and episode.cut:
-                observation = {str(name): self._arena[name][records_of(finals[i])].copy() for name in OBSERVATION}
+                observation = {
+                    str(name): self._arena[name][get_record_indices(finals[i])].copy() for name in OBSERVATION
+                }
                 self._slots.each[rows[i]].cut_episode = CutEpisode(executed=episode.whole, observation=observation)
             # Lost attempts are not counted; otherwise a crash would change metrics of a deterministic run.
             self._stats.env_steps += episode.length
@@ -411,6 +413,6 @@ class RolloutScheduler(EventLoop):
         tickets = np.array([result.tickets[e.spec.episode_id][-1] for e in truncated])
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.send_to_rollout_processes(request).complete)
-        for episode, values in zip(truncated, self._arena[Record.value][records_of(tickets)], strict=True):
+        for episode, values in zip(truncated, self._arena[Record.value][get_record_indices(tickets)], strict=True):
             index = following_action(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
             episode.bootstrap_value[:] = values[index]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, records_of
+from embodyrl.channels.arena import Arena, get_record_indices
 from embodyrl.channels.layout import Record
-from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest, portable
+from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest, to_list_if_short
 from embodyrl.plan.run_plan import WorkerSlots
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, EpisodeStart, IntArray
@@ -184,7 +184,7 @@ class Slots:
             chunks = slot.rollout.replayed[slot.episode.episode_id]
             # A simulator that is not reproducible may run for longer than the recording.
             chunk = chunks[min(int(self.chunks[row]), len(chunks) - 1)]
-            self._arena[Record.action][records_of(self.current[row])] = chunk
+            self._arena[Record.action][get_record_indices(self.current[row])] = chunk
             self.phase[row] = Phase.ACTED
 
     def step(self, rows: IntArray) -> None:
@@ -200,7 +200,7 @@ class Slots:
         self.chunks[rows] += 1
         self._remaining_quota[rows] -= 1
         if len(copied := rows[~self.keeps[rows]]):
-            records = records_of(self.current[copied])
+            records = get_record_indices(self.current[copied])
             # Copy before the records are freed: they may be reallocated immediately.
             columns = [self._arena[name][records] for name in COPIED_FIELDS]
             for row, *values in zip(copied.tolist(), *columns, strict=True):
@@ -226,13 +226,13 @@ class Slots:
         counts, cut = np.where(self.keeps[rows], lengths, 0), ~(terminated | truncated)
         sizes = counts + ~discards_final
         # Arrays of all episodes together, of which an episode has slices; they remain valid after records are freed.
-        records = records_of(tickets := self._tickets(rows, counts, sizes))
+        records = get_record_indices(tickets := self._tickets(rows, counts, sizes))
         columns: dict[str, Any] = {name: self._arena[name].take(records, 0) for name in COPIED_FIELDS}
         outcomes: dict[str, Any] = {
             "terminated": terminated,
             "truncated": truncated | cut,
             "cut": cut,
-            "final_record": np.where(discards_final, -1, records_of(targets)),
+            "final_record": np.where(discards_final, -1, get_record_indices(targets)),
             "solved_at_reset": self.solved[rows],
             "duration_s": time.perf_counter() - self._started[rows],
         }
@@ -360,9 +360,9 @@ class Stages:
         request = self.busy[key] = EnvRequest(
             sequence=self._sequence,
             stage=stage,
-            slots=portable(acted - first),
-            sources=portable(sources),
-            targets=portable(targets),
+            slots=to_list_if_short(acted - first),
+            sources=to_list_if_short(sources),
+            targets=to_list_if_short(targets),
             resets=resets,
         )
         return request

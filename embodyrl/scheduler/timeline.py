@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, records_of
+from embodyrl.channels.arena import Arena, get_record_indices
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Request, UpdateRequest
 from embodyrl.cluster.protocol import Message
@@ -78,7 +78,7 @@ class Timeline:
         self._pending.setdefault(worker, deque()).append((request.label, self._now(), _count_items(request)))
         # Read before the update, because the records may be reused afterwards.
         if isinstance(request, UpdateRequest):
-            versions = self._arena[Record.version].take(records_of(request.tickets))
+            versions = self._arena[Record.version].take(get_record_indices(request.tickets))
             counts = np.bincount(request.step - versions).tolist()
             self._staleness.update({age: count for age, count in enumerate(counts) if count})
 
@@ -179,7 +179,9 @@ def _count_items(request: Request) -> int:
     """Return the number of slots, observations or records of a request."""
     if isinstance(request, EnvRequest):
         return len(request.slots) + len(request.resets)
-    return len(request.tickets) if isinstance(request, InferRequest) else sum(len(u.tickets) for u in request.reads())
+    if isinstance(request, InferRequest):
+        return len(request.tickets)
+    return sum(len(access.tickets) for access in request.get_read_access())
 
 
 def _merge_intervals(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

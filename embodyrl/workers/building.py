@@ -29,11 +29,16 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     """Join the process group of the actor ranks and shard the policy's weights (collective)."""
     if not init.shards:
         return Ranks(init.rank_info)
-    sync = init.gradient_sync or init.actor.fsdp.gradient_sync
+    gradient_sync = init.gradient_sync or init.actor.fsdp.gradient_sync
     from embodyrl.learners.fsdp import ShardedRanks
 
     return ShardedRanks(
-        policy.module, init.rank_info, init.actor.fsdp, gradient_sync=sync, bfloat16=init.model.half, acts=init.acts
+        policy.module,
+        init.rank_info,
+        init.actor.fsdp,
+        gradient_sync=gradient_sync,
+        bfloat16=init.model.half,
+        acts=init.acts,
     )
 
 
@@ -73,8 +78,8 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
         return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))
     path = (init.objective if init.algorithm is None else init.algorithm).reference_path
     if path is None:
-        whole = build_policy(init)
-        reference = getattr(whole, "alone", whole)
+        initial_policy = build_policy(init)
+        reference = getattr(initial_policy, "alone", initial_policy)
         if casts_to_bfloat16(init, policy):
             cast_to_bfloat16(reference.module, sharded=init.shards)
         return reference

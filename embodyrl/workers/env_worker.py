@@ -80,12 +80,12 @@ class EnvWorker:
     def _step(self, request: EnvRequest) -> list[Recording]:
         arena, slots = self._arena, np.asarray(request.slots, np.int64).tolist()
         records = arena.read(request.sources)
-        film = self._film if self._recorded else None
+        record_frame = self._record_frame if self._recorded else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
         if self._init.scripted or self._init.labelled:
-            acted = None if self._init.scripted else arena[Record.action][records, :length]
+            policy_actions = None if self._init.scripted else arena[Record.action][records, :length]
             actions, result = self._env.expert_chunk(
-                slots, length, noise=self._init.expert_noise, instead=acted, after_step=film
+                slots, length, noise=self._init.expert_noise, instead=policy_actions, after_step=record_frame
             )
             arena[Record.action][records, :length] = actions
         else:
@@ -93,7 +93,7 @@ class EnvWorker:
                 replies = [decode_instruction(row) for row in arena[Record.reply][records]]
                 cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
             # The policy wrote the actions into the record of the observation.
-            result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=film)
+            result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=record_frame)
         rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
             if rest:
@@ -116,14 +116,14 @@ class EnvWorker:
         if self._recordings is not None:
             for request in requests:
                 self._recordings.discard(request.slot)  # the episode was cut
-        slots = [o.slot for o in requests]
-        self._env.reset(slots, [o.start for o in requests])
+        slots = [request.slot for request in requests]
+        self._env.reset(slots, [request.start for request in requests])
         if not self._converses:
             self._read_instructions(slots)
         for request in requests:
             if request.video_stem is not None:
                 self._start_recording(request)
-        self._observe(slots, [o.target for o in requests])
+        self._observe(slots, [request.target for request in requests])
         return self._env.solved_at_reset(slots) if isinstance(self._env, ReportsSolvedStarts) else ()
 
     def _observe(self, slots: list[int], targets: Tickets) -> None:
@@ -133,10 +133,10 @@ class EnvWorker:
         images, state = arena[Record.images], arena[Record.observed_state]
         with arena.write_all(targets) as records:
             self._env.observe(slots, images, state, records)
-            seen = state.take(records, 0)
-            if not np.isfinite(seen).all():
-                row = int(np.flatnonzero(~np.isfinite(seen).all(axis=1))[0])
-                raise EnvError(_not_finite(self._env, slots[row], seen[row]))
+            states = state.take(records, 0)
+            if not np.isfinite(states).all():
+                row = int(np.flatnonzero(~np.isfinite(states).all(axis=1))[0])
+                raise EnvError(_format_non_finite_error(self._env, slots[row], states[row]))
             if self._converses:
                 self._read_instructions(slots)
             arena[Record.instruction][records] = self._instructions.take(slots, 0)
@@ -160,7 +160,7 @@ class EnvWorker:
             problem = Recording(slot=request.slot, path=None, problem=str(error))
         self._problems += [problem] if problem else []
 
-    def _film(self, slot: int, success: bool) -> None:
+    def _record_frame(self, slot: int, success: bool) -> None:
         started = time.perf_counter()
         if self._recordings is not None and (problem := self._recordings.add(slot, success)):
             self._problems.append(problem)
@@ -176,7 +176,7 @@ class EnvWorker:
             self._arena.close()
 
 
-def _not_finite(env: Env, slot: int, state: FloatArray) -> str:
+def _format_non_finite_error(env: Env, slot: int, state: FloatArray) -> str:
     return (
         f"env '{env.spec.name}', slot {slot} ('{env.instruction(slot)}'): state {state.tolist()}; expected finite "
         f"numbers. Likely cause: the physics diverged."

@@ -30,7 +30,7 @@ from embodyrl.process_cleanup import end_children_at_exit, signal_at_parents_end
 
 _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _LARGE_BYTES = 2**27, 2**25
+_MAX_FREED_BYTES, _MMAP_THRESHOLD_BYTES = 2**27, 2**25
 _IDLE_LIMIT_S = 24 * 3600.0  # longest silence of a driver before it counts as hung; its death is detected immediately
 
 
@@ -196,7 +196,7 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     # Two checks for the driver's death: the kernel's also kills a worker that is stuck in C with the interpreter lock.
     signal_at_parents_end(signal.SIGKILL)
     keep_freed_memory()
-    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
 
 
 def ignore_sigterm_except_in_children() -> None:
@@ -221,11 +221,11 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _MAX_FREED_BYTES)
 
 
-def _die_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

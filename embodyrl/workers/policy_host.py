@@ -45,11 +45,11 @@ from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray
 from embodyrl.workers.building import build_learner, build_policy, casts_to_bfloat16, open_ranks
 from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.noise import token_noise
-from embodyrl.workers.weights import describe_weights, publish, take
+from embodyrl.workers.weights import describe_weights, load_bucket, publish
 
 
 class PolicyHost:
-    """Policy process with inference (`RolloutWorker`), a learner, or both."""
+    """Policy process with inference (`PolicyInference`), a learner, or both."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         torch.set_num_threads(init.threads)
@@ -58,7 +58,7 @@ class PolicyHost:
         self._arena = init.open_arena()
         self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
         self.policy = build_policy(init)
-        self._rollout = RolloutWorker(
+        self._rollout = PolicyInference(
             self.policy, self._arena, init.request.env.action.gripper, init.rank_info, single_step=init.single_step
         )
         self._ranks = Ranks(init.rank_info)
@@ -95,7 +95,7 @@ class PolicyHost:
         started = time.perf_counter()
         error = ""
         try:
-            metrics = self._carry_out(request)
+            metrics = self._execute(request)
         # Report the error in the reply: the driver may continue without this checkpoint.
         except CheckpointError as problem:
             metrics, error = {}, str(problem)
@@ -103,7 +103,7 @@ class PolicyHost:
         finished = metrics is not None
         yield Done(sequence=request.sequence, seconds=seconds, metrics=metrics or {}, error=error, finished=finished)
 
-    def _carry_out(self, request: Request) -> dict[str, float] | None:
+    def _execute(self, request: Request) -> dict[str, float] | None:
         """Execute a request; return metrics, or None if the update is not finished."""
         # Free the engine's GPU memory for scoring and training until the next inference.
         if isinstance(request, ScoreRequest | UpdateRequest) and isinstance(self.policy, HasEngine):
@@ -117,13 +117,13 @@ class PolicyHost:
                 self._learner.score(request)
             case UpdateRequest() | ImitateRequest() if self._learner is not None:
                 self._update = self._learner.update(cast(Any, request))  # the learner accepts this kind of request
-                return self._go_on(in_parts=isinstance(request, UpdateRequest) and request.in_parts)
+                return self._continue_update(in_parts=isinstance(request, UpdateRequest) and request.in_parts)
             case ContinueRequest():
-                return self._go_on(in_parts=True)
+                return self._continue_update(in_parts=True)
             case PublishRequest() if self._bucket_arena is not None:
                 publish(request, self.policy.module, self._ranks, self._bucket_arena)
             case LoadWeightsRequest() if self._bucket_arena is not None:
-                take(request, self.policy.module, self._bucket_arena)
+                load_bucket(request, self.policy.module, self._bucket_arena)
             case SaveRequest() if self._trainer is not None:
                 self._save(self._trainer, Path(request.folder))
             case LoadRequest() if self._trainer is not None:
@@ -134,14 +134,14 @@ class PolicyHost:
                 raise AssertionError(f"this policy process does not support the request {request!r}")
         return {}
 
-    def _go_on(self, *, in_parts: bool) -> dict[str, float] | None:
+    def _continue_update(self, *, in_parts: bool) -> dict[str, float] | None:
         assert self._update is not None, "no update to continue"
         while True:
             try:
                 next(self._update)
-            except StopIteration as end:
+            except StopIteration as stop:
                 self._update = None
-                return end.value
+                return stop.value
             if in_parts:
                 return None
 
@@ -170,7 +170,7 @@ class PolicyHost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RunningChunk:
     """A sampled chunk of a slot, from which one action per record is executed."""
 
     episode: int
@@ -181,7 +181,7 @@ class _Plan:
     """[K, A] actions of the chunk."""
 
 
-class RolloutWorker:
+class PolicyInference:
     """Inference with a policy: computes action chunks and values. The learner may share the policy's module."""
 
     def __init__(
@@ -198,8 +198,8 @@ class RolloutWorker:
         self._rank_info = rank_info
         self._arena = arena
         self._gripper = gripper
-        self._steps = policy.spec.num_action_chunks if single_step else 1
-        self._plans: dict[int, _Plan] = {}
+        self._steps_per_chunk = policy.spec.num_action_chunks if single_step else 1
+        self._running_chunks: dict[int, _RunningChunk] = {}
 
     def infer(self, request: InferRequest) -> None:
         """Compute one chunk per ticket and write it into the record of its observation.
@@ -210,81 +210,90 @@ class RolloutWorker:
         """
         arena, policy = self._arena, self._policy
         steps = request.chunks
-        if self._steps > 1:
-            request, steps = self._go_on(request)
+        if self._steps_per_chunk > 1:
+            request, steps = self._continue_chunks(request)
         if not len(request.tickets):
             return
         records = arena.read(request.tickets)
         # In a deterministic run each slot has a fixed row: results of a row depend on its position, too.
-        rows = _rows(request.rows, request.padded_size, len(records))
+        rows = _get_batch_rows(request.rows, request.padded_size, len(records))
         noise = None
         if not request.greedy:
             noise = token_noise(request.noise_seeds, request.chunks, policy.spec.tokens_per_chunk)
             noise = _pad(noise, rows, request.padded_size)
         # Padding rows are copies of a real observation, so they are numerically harmless.
         observation = read_observation(arena, _pad(records, rows, request.padded_size))
-        out = policy.act(observation, noise=noise, temperature=request.temperature)
-        own = rows if request.padded_size else slice(None)
-        actions, logprob, value = np.array(out.actions[own]), out.logprob[own], out.value[own]
-        for what, values in (("action", actions), ("log-probability", logprob), ("value", value)):
+        output = policy.act(observation, noise=noise, temperature=request.temperature)
+        batch_rows = rows if request.padded_size else slice(None)
+        actions, logprob, value = (
+            np.array(output.actions[batch_rows]),
+            output.logprob[batch_rows],
+            output.value[batch_rows],
+        )
+        for quantity, values in (("action", actions), ("log-probability", logprob), ("value", value)):
             if not np.isfinite(values).all():
                 raise NonFiniteError(
-                    f"The policy produced a non-finite {what}. Likely cause: diverged weights (lower "
+                    f"The policy produced a non-finite {quantity}. Likely cause: diverged weights (lower "
                     "actor.optim.lr, actor.optim.value_lr or actor.optim.clip_grad), or broken action statistics. "
                     "Older checkpoints are intact."
                 )
         # After the check: the gripper conversion would hide a NaN.
         convert_gripper(actions, policy.spec.gripper, self._gripper)
         arena[Record.action][records] = actions
-        if self._steps > 1:
-            about = zip(request.rows, request.noise_seeds, steps, actions, strict=True)
-            self._plans |= {int(row): _Plan(int(seed), int(step), own) for row, seed, step, own in about}
-        arena[Record.tokens][records] = out.tokens[own]
+        if self._steps_per_chunk > 1:
+            new_chunks = zip(request.rows, request.noise_seeds, steps, actions, strict=True)
+            self._running_chunks |= {
+                int(row): _RunningChunk(int(seed), int(step), chunk_actions)
+                for row, seed, step, chunk_actions in new_chunks
+            }
+        arena[Record.tokens][records] = output.tokens[batch_rows]
         arena[Record.logprob][records] = logprob
         arena[Record.value][records] = value
         arena[Record.version][records] = request.version
-        arena[Record.cost][records] = 1 if out.cost is None else out.cost[own]
+        arena[Record.cost][records] = 1 if output.cost is None else output.cost[batch_rows]
         if width := arena[Record.reply].shape[1]:
-            assert out.cut_off is not None
-            arena[Record.reply][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
-            arena[Record.cut_off][records] = out.cut_off[rows]
+            assert output.cut_off is not None
+            arena[Record.reply][records] = np.stack([encode_reply(output.replies[row], width) for row in rows])
+            arena[Record.cut_off][records] = output.cut_off[rows]
         if width := arena[Record.top].shape[1]:
-            arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
+            arena[Record.top][records] = np.stack([encode_reply(output.top[row], width) for row in rows])
 
-    def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
+    def _continue_chunks(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
         """Write the next action of slots with a running chunk; return request and env steps of the remaining slots."""
-        waiting: list[int] = []
-        about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
-        for place, (row, seed, step) in enumerate(about):
-            plan = self._plans.get(int(row))
-            done = 0 if plan is None or plan.episode != int(seed) else int(step) - plan.begin
-            if plan is not None and 0 < done < self._steps:
-                (record,) = self._arena.read(request.tickets[place : place + 1])
-                self._arena[Record.action][record, 0] = plan.actions[done]
+        remaining: list[int] = []
+        entries = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
+        for index, (row, seed, step) in enumerate(entries):
+            running_chunk = self._running_chunks.get(int(row))
+            steps_done = (
+                0 if running_chunk is None or running_chunk.episode != int(seed) else int(step) - running_chunk.begin
+            )
+            if running_chunk is not None and 0 < steps_done < self._steps_per_chunk:
+                (record,) = self._arena.read(request.tickets[index : index + 1])
+                self._arena[Record.action][record, 0] = running_chunk.actions[steps_done]
                 for name in (Record.tokens, Record.logprob, Record.value):
                     self._arena[name][record] = 0  # clear values of the record's earlier content
             else:
-                waiting.append(place)
-        picked = {name: np.asarray(getattr(request, name))[waiting] for name in ("tickets", "noise_seeds", "rows")}
-        steps = np.asarray(request.chunks)[waiting]
+                remaining.append(index)
+        selected = {name: np.asarray(getattr(request, name))[remaining] for name in ("tickets", "noise_seeds", "rows")}
+        steps = np.asarray(request.chunks)[remaining]
         # The noise of a chunk is that of an evaluation, which counts chunks.
-        return replace(request, chunks=steps // self._steps, **picked), steps
+        return replace(request, chunks=steps // self._steps_per_chunk, **selected), steps
 
     def values(self, request: ValueRequest) -> None:
         """Compute the values of final observations for bootstrapping, and write the values into the records."""
         size = request.padded_size or ROWS_AT_A_TIME
-        for part in self._rank_info.share(len(request.tickets), size):
+        for part in self._rank_info.get_slices(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])
             rows = np.arange(len(records))
             padded = _pad(records, rows, request.padded_size)
             self._arena[Record.value][records] = self._policy.values(read_observation(self._arena, padded))[rows]
 
 
-def _rows(wanted: Sequence[int] | IntArray, padded_size: int, count: int) -> IntArray:
+def _get_batch_rows(requested: Sequence[int] | IntArray, padded_size: int, count: int) -> IntArray:
     if not padded_size:
         return np.arange(count)
-    rows = np.asarray(wanted, dtype=np.int64)
-    assert len(np.unique(rows)) == count, f"two tickets have the same row: {wanted}"
+    rows = np.asarray(requested, dtype=np.int64)
+    assert len(np.unique(rows)) == count, f"two tickets have the same row: {requested}"
     assert rows.max() < padded_size, f"row {rows.max()} of {padded_size}"
     return rows
 

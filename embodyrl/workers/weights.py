@@ -31,26 +31,26 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
     """Write parts of the weights into a bucket, in the receiver's dtype. All ranks call this; the first rank writes."""
     names = dict.fromkeys(part.name for part in request.parts)
     # Gathering is collective: ranks that do not write take part, too.
-    whole = {name: ranks.gather(_weight(module, name)).detach() for name in names}
+    tensors = {name: ranks.gather(_weight(module, name)).detach() for name in names}
     if ranks.rank_info.rank == 0:
         with bucket_arena.write(request.ticket) as record:
             bucket = _bucket(request.parts, bucket_arena, record)
             # One copy from the device: each copy into memory that is not pinned waits for the device.
-            staged = torch.empty_like(bucket, device=whole[request.parts[0].name].device)
-            staged = bucket if staged.is_cpu else staged
-            for part, target in _views(request.parts, staged):
-                target.copy_(whole[part.name].reshape(-1)[part.start : part.stop])
-            if staged is not bucket:
-                bucket.copy_(staged)
+            staging = torch.empty_like(bucket, device=tensors[request.parts[0].name].device)
+            staging = bucket if staging.is_cpu else staging
+            for part, target in _views(request.parts, staging):
+                target.copy_(tensors[part.name].reshape(-1)[part.start : part.stop])
+            if staging is not bucket:
+                bucket.copy_(staging)
 
 
-def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
+def load_bucket(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
     """Copy the parts of weights in a bucket into the module's tensors."""
     (record,) = bucket_arena.read([request.ticket])
     device = _weight(module, request.parts[0].name).device
-    staged = _bucket(request.parts, bucket_arena, int(record)).to(device)
+    staging = _bucket(request.parts, bucket_arena, int(record)).to(device)
     with torch.no_grad():
-        for part, source in _views(request.parts, staged):
+        for part, source in _views(request.parts, staging):
             # In place: CUDA graphs and compiled code reference these tensors.
             _weight(module, part.name).view(-1)[part.start : part.stop].copy_(source)
     # A vLLM engine and a separate critic check this before inference.

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from embodyrl.channels.arena import Arena, ArenaFullError, ArenaHandle, records_of
+from embodyrl.channels.arena import Arena, ArenaFullError, ArenaHandle, get_record_indices
 from embodyrl.channels.layout import Field, Record, RecordLayout
 from embodyrl.errors import EmbodyError, StaleTicketError
 
@@ -44,7 +44,7 @@ def test_ticket_of_a_freed_record_is_invalid(arena):
         with pytest.raises(StaleTicketError, match="stale"):
             use()
     tickets = [arena.allocate() for _ in range(3)]
-    assert records_of([old])[0] in records_of(tickets)
+    assert get_record_indices([old])[0] in get_record_indices(tickets)
     with pytest.raises(StaleTicketError):
         arena.read([old])
 
@@ -55,8 +55,8 @@ def test_ticket_of_a_reused_record_is_invalid(arena):
     with arena.write(old):
         pass
     arena.free([old])
-    record = records_of([old])[0]
-    new = next(t for t in (arena.allocate() for _ in range(3)) if records_of([t])[0] == record)
+    record = get_record_indices([old])[0]
+    new = next(t for t in (arena.allocate() for _ in range(3)) if get_record_indices([t])[0] == record)
     with arena.write(new):
         pass
     assert arena.read([new]) == [record]

@@ -13,7 +13,7 @@ import torch
 from rank_work import RECORDS, fill
 from toy_runs import TOY_OFT, toy_config
 
-from embodyrl.channels.arena import Arena, records_of
+from embodyrl.channels.arena import Arena, get_record_indices
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
 from embodyrl.errors import NonFiniteError
@@ -34,7 +34,7 @@ class Actor:
     tickets: IntArray
 
     def __setitem__(self, field: str, values: object) -> None:
-        self.arena[field][records_of(self.tickets)] = values
+        self.arena[field][get_record_indices(self.tickets)] = values
 
     def update(self, step: int = 0) -> dict[str, float]:
         """Train on the records, one episode each."""
@@ -97,7 +97,7 @@ def test_importance_weights_are_per_sample(make: Make):
     actor = make(*words, "algorithm.behave_weight_level=geometric", *HALVES)
     drift, advantage = np.array([0.0, 0.3, -0.4, 1.0, -0.8, 0.5]), np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])
     actor["advantage"] = advantage[:, None]
-    actor.arena[Record.logprob][records_of(actor.tickets)] += drift[:, None]
+    actor.arena[Record.logprob][get_record_indices(actor.tickets)] += drift[:, None]
     assert actor.update()["policy_loss"] == pytest.approx(-np.mean(advantage * np.exp(-drift)), rel=1e-3)
 
 
@@ -236,7 +236,7 @@ def test_samples_are_shuffled_per_step_and_epoch():
 def test_value_clipping_is_relative_to_rollout_values(make: Make):
     """The estimate is right, but 1 below the rollout's value and may change by 0.1: half of 0.9 squared."""
     actor = make("algorithm=ppo", "actor.optim.lr=0", "actor.optim.value_lr=0", "algorithm.value_clip=0.1")
-    now = actor.arena[Record.value][records_of(actor.tickets)].copy()
+    now = actor.arena[Record.value][get_record_indices(actor.tickets)].copy()
     actor["advantage"], actor["returns"], actor["value"] = 0.0, now, now + 1.0
     assert actor.update()["value_loss"] == pytest.approx(0.5 * 0.9**2, rel=1e-3)
 
@@ -279,7 +279,7 @@ def test_reference_log_probs_cover_every_sample(make: Make):
     """In micro-batches of two; before the first update the reference equals the policy."""
     actor = make("algorithm.kl_beta=0.1", "actor.micro_batch_size=2")
     list(actor.host.handle(ScoreRequest(tickets=actor.tickets)))
-    records = records_of(actor.tickets)
+    records = get_record_indices(actor.tickets)
     scored, acted = (actor.arena[name][records] for name in (Record.ref_logprob, Record.logprob))
     np.testing.assert_allclose(scored, acted, atol=1e-4)
     assert scored.any(axis=1).all()
@@ -312,7 +312,7 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
     actor["advantage"] = np.array([1, -2, 4, -8, 3, 1])[:, None]
     learner = actor.host._learner
     assert isinstance(learner, PolicyGradientLearner)
-    batch = learner._build_batch(records_of(actor.tickets), np.arange(RECORDS))
+    batch = learner._build_batch(get_record_indices(actor.tickets), np.arange(RECORDS))
     proximal = returned(learner._proximal(batch))
     (parts,) = learner._plan_micro_batches(batch, proximal, [np.arange(RECORDS)])
     found = []
@@ -328,7 +328,7 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     actor = make("actor.max_tokens_per_mbs=20", *HALVES)
     costs = np.array([20, 1, 1, 20, 1, 5])
     actor["cost"], actor["advantage"] = costs, np.array([1, -2, 4, -8, 0, 1])[:, None]
-    learner, records = actor.host._learner, records_of(actor.tickets)
+    learner, records = actor.host._learner, get_record_indices(actor.tickets)
     assert isinstance(learner, PolicyGradientLearner)
     batch = learner._build_batch(records, np.arange(RECORDS))
     planned = [np.array([1, 3, 5]), np.array([2, 4, 0])]

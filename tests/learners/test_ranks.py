@@ -149,8 +149,8 @@ def test_token_budget_holds_on_every_rank(world):
 
 
 def test_rank_batches_partition_the_global_batch():
-    whole = RankInfo().share(11, 3)
-    shared = [part for rank in range(2) for part in RankInfo(rank=rank, world=2).share(11, 3)]
+    whole = RankInfo().get_slices(11, 3)
+    shared = [part for rank in range(2) for part in RankInfo(rank=rank, world=2).get_slices(11, 3)]
     assert sorted(shared, key=lambda part: part.start) == whole
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_runs import Stage, running_crew
 
-from embodyrl.channels.arena import records_of
+from embodyrl.channels.arena import get_record_indices
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import EnvRequest
 from embodyrl.errors import WorkerError
@@ -46,7 +46,7 @@ def test_episodes_return_in_plan_order_and_records_are_freed(tmp_path):
             assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
             assert rollout.dropped == 0
             assert rollout.tally.env_steps == sum(e.length for e in rollout.episodes)
-            held = records_of(np.concatenate(list(rollout.tickets.values()))).tolist()
+            held = get_record_indices(np.concatenate(list(rollout.tickets.values()))).tolist()
             assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
             assert len(set(held)) == len(held)
             assert stage.workers.arena.num_free == stage.workers.arena.capacity - len(held)

@@ -10,7 +10,7 @@ from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.learners.ranks import Ranks
 from embodyrl.policies.protocol import weights_version
-from embodyrl.workers.weights import describe_weights, publish, take
+from embodyrl.workers.weights import describe_weights, load_bucket, publish
 
 
 def module(dtype, seed):
@@ -30,7 +30,7 @@ def test_weights_are_cast_to_the_dtype_of_the_receiver(size, dtype):
         assert all(part.offset + (part.stop - part.start) * 2 <= size for part in parts)
         ticket = bucket_arena.allocate()
         publish(PublishRequest(sequence=0, ticket=ticket, parts=parts), trained, Ranks(RankInfo()), bucket_arena)
-        take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), acting, bucket_arena)
+        load_bucket(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), acting, bucket_arena)
         bucket_arena.free([ticket])
     for (name, a), b in zip(trained.named_parameters(), acting.parameters(), strict=True):
         assert torch.equal(a.to(b.dtype), b), name
@@ -53,7 +53,7 @@ def test_weight_transfer_updates_the_version():
     (parts,) = fill_buckets(describe_weights(acting), 4096)
     request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
     publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), acting, Ranks(RankInfo()), bucket_arena)
-    take(request, acting, bucket_arena)
+    load_bucket(request, acting, bucket_arena)
     assert weights_version(acting) > before
     bucket_arena.close()
 
@@ -73,7 +73,7 @@ def test_running_statistics_are_transferred():
     (parts,) = fill_buckets(weights, 4096)
     request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
     publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), trained, Ranks(RankInfo()), bucket_arena)
-    take(request, acting, bucket_arena)
+    load_bucket(request, acting, bucket_arena)
     assert torch.equal(acting.mean, trained.mean)
     assert not torch.equal(acting.table, trained.table)
     bucket_arena.close()

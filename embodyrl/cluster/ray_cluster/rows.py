@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, RecordState, records_of
+from embodyrl.channels.arena import Arena, RecordState, get_record_indices
 from embodyrl.channels.layout import BUCKET, SEQUENCE, STATE
-from embodyrl.channels.messages import Request, ScoreRequest, Use, ValueRequest
+from embodyrl.channels.messages import RecordAccess, Request, ScoreRequest, ValueRequest
 
 RANK_SPLIT_REQUESTS = (ValueRequest, ScoreRequest)
 """Requests whose records the ranks divide among themselves; each rank writes a part."""
@@ -32,7 +32,10 @@ class Rows:
 
 def copy_in(pools: Pools, request: Request) -> list[Rows]:
     """Return the record fields that a worker reads to execute a request."""
-    return [_copy(pools[use.pool], use, records_of(use.tickets), HEADER) for use in request.reads()]
+    return [
+        _copy(pools[access.pool], access, get_record_indices(access.tickets), HEADER)
+        for access in request.get_read_access()
+    ]
 
 
 def copy_out(pools: Pools, request: Request) -> list[Rows]:
@@ -43,24 +46,24 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
     `mark_unwritten`.
     """
     rows = []
-    for use in request.writes():
-        records, arena = records_of(use.tickets), pools[use.pool]
+    for access in request.get_write_access():
+        records, arena = get_record_indices(access.tickets), pools[access.pool]
         written = arena[STATE][records] == RecordState.READY
         if isinstance(request, RANK_SPLIT_REQUESTS):
             written &= ~np.logical_and.reduce(
-                [_get_smallest_bytes(arena[name][records]) == _UNWRITTEN_BYTE for name in use.fields or ()]
+                [_get_smallest_bytes(arena[name][records]) == _UNWRITTEN_BYTE for name in access.fields or ()]
             )
-        rows.append(_copy(arena, use, records[written]))
+        rows.append(_copy(arena, access, records[written]))
     return rows
 
 
 def mark_unwritten(pools: Pools, request: Request) -> None:
     """Fill fields with `_UNWRITTEN_BYTE` before a request in `RANK_SPLIT_REQUESTS`, for `copy_out`."""
     if isinstance(request, RANK_SPLIT_REQUESTS):
-        for use in request.writes():
-            for name in use.fields or ():
-                values = pools[use.pool][name]
-                values[records_of(use.tickets)] = np.full(values.itemsize, _UNWRITTEN_BYTE, np.uint8).view(
+        for access in request.get_write_access():
+            for name in access.fields or ():
+                values = pools[access.pool][name]
+                values[get_record_indices(access.tickets)] = np.full(values.itemsize, _UNWRITTEN_BYTE, np.uint8).view(
                     values.dtype
                 )[0]
 
@@ -82,7 +85,7 @@ def write_rows(pools: Pools, rows: Sequence[Rows]) -> None:
                 field[part.records, : values.shape[1]] = values
 
 
-def _copy(arena: Arena, use: Use, records: np.ndarray, header: tuple[str, ...] = ()) -> Rows:
-    names = (field.name for field in arena.layout.fields) if use.fields is None else use.fields
-    used = {BUCKET: (records, slice(use.length))}
-    return Rows(use.pool, records, {name: arena[name][used.get(name, records)] for name in (*names, *header)})
+def _copy(arena: Arena, access: RecordAccess, records: np.ndarray, header: tuple[str, ...] = ()) -> Rows:
+    names = (field.name for field in arena.layout.fields) if access.fields is None else access.fields
+    used = {BUCKET: (records, slice(access.length))}
+    return Rows(access.pool, records, {name: arena[name][used.get(name, records)] for name in (*names, *header)})

@@ -11,20 +11,20 @@ from embodyrl.workers.recording.video import VideoRecorder
 
 
 class Mp4Recordings:
-    """Records episodes of an env worker as MP4 files, with one `VideoRecorder` per slot (see `Recordings`)."""
+    """Records episodes of an env worker as MP4 files, with one `VideoRecorder` per slot."""
 
     def __init__(self, env: Env, video: VideoSettings) -> None:
         self._env, self._video = env, video
-        self._open: dict[int, tuple[VideoRecorder, str]] = {}
+        self._recorders: dict[int, tuple[VideoRecorder, str]] = {}
         """Recorder of each slot, and the episode outcomes for which the video is kept (`ResetRequest.keep_video`)."""
 
     @property
     def slots(self) -> Set[int]:
         """Slots whose current episode is recorded."""
-        return self._open.keys()
+        return self._recorders.keys()
 
     def begin(self, request: ResetRequest) -> Recording | None:
-        """Record the episode that has just begun (see `Recordings.begin`)."""
+        """Record the episode that has just begun."""
         assert request.video_stem is not None
         try:
             recorder = VideoRecorder(
@@ -37,23 +37,23 @@ class Mp4Recordings:
             )
         except (EmbodyError, OSError) as error:
             return Recording(slot=request.slot, path=None, problem=str(error))
-        self._open[request.slot] = recorder, request.keep_video
+        self._recorders[request.slot] = recorder, request.keep_video
         return None
 
     def add(self, slot: int, success: bool) -> Recording | None:
-        """Append the current frame of a slot, if its episode is recorded (see `Recordings.add`)."""
-        if slot not in self._open:
+        """Append the current frame of a slot, if its episode is recorded."""
+        if slot not in self._recorders:
             return None
         try:
-            self._open[slot][0].add(self._env.render(slot), success)
+            self._recorders[slot][0].add(self._env.render(slot), success)
         except (EmbodyError, OSError) as error:
             self.discard(slot)
             return Recording(slot=slot, path=None, problem=str(error))
         return None
 
     def end(self, slot: int) -> Recording:
-        """Complete the recording of an ended episode (see `Recordings.end`)."""
-        recorder, keep = self._open.pop(slot)
+        """Complete the recording of an ended episode."""
+        recorder, keep = self._recorders.pop(slot)
         if keep == "failures" and recorder.success:
             recorder.discard()
             return Recording(slot=slot, path=None)
@@ -65,5 +65,5 @@ class Mp4Recordings:
 
     def discard(self, slot: int) -> None:
         """Stop and delete the recording of a slot, if there is one."""
-        if slot in self._open:
-            self._open.pop(slot)[0].discard()
+        if slot in self._recorders:
+            self._recorders.pop(slot)[0].discard()

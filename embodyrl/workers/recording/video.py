@@ -19,11 +19,11 @@ FONT_SIZE = 22
 """Font size for frames of at least `_WIDTH_OF_FONT` pixels; smaller in proportion for smaller frames."""
 _WIDTH_OF_FONT, _SMALLEST_FONT = 512, 10
 _MARGIN = 10
-_BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
-_PERSON = (242, 163, 60)
-_SHORTEST_S = 4.0
+_BAND_COLOR, _TEXT_COLOR, _SUCCESS_COLOR, _FAILURE_COLOR = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
+_HUMAN_COLOR = (242, 163, 60)
+_MIN_DURATION_S = 4.0
 """Minimum duration of the video of an episode with `horizon` steps, in seconds."""
-_STILL_S = 1.0
+_LAST_FRAME_S = 1.0
 """Duration of the last frame, which shows the outcome, in seconds."""
 _FAILURES = (OSError, RuntimeError, ValueError)
 """Errors that imageio raises if ffmpeg is missing, the disk is full, or the folder is not writable."""
@@ -46,13 +46,13 @@ class VideoRecorder:
     ) -> None:
         """Start the encoder; `judged`: the environment reports success."""
         remove_videos(path_stem)
-        self._stem = path_stem
+        self._path_stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
         self._instruction = instruction
         self._info = info
         self._judged = judged
         self._fps = fps
-        self._repeats = max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1
+        self._repeats = max(1, math.ceil(_MIN_DURATION_S * fps / horizon)) if info and horizon else 1
         self._writer: Any = None
         self._shape: tuple[int, ...] = ()
         self._canvas: ByteArray | None = None
@@ -92,17 +92,17 @@ class VideoRecorder:
         if self._writer is None:
             self._fail("no frame was added")
         if self._info and self._last is not None:
-            self._write(self._compose(self._last, at_end=True), math.ceil(_STILL_S * self._fps))
+            self._write(self._compose(self._last, at_end=True), math.ceil(_LAST_FRAME_S * self._fps))
         outcome = "success" if self.success else "fail"
-        target = self._stem.with_name(f"{self._stem.name}_{outcome}_{self._frames}steps.mp4")
+        target = self._path_stem.with_name(f"{self._path_stem.name}_{outcome}_{self._frames}steps.mp4")
         try:
             self._close()
             import imageio_ffmpeg
 
             # An encoder may exit without an error on a full disk, so count its frames.
-            written = imageio_ffmpeg.count_frames_and_secs(str(self._partial))[0] or 0
-            if written != self._written:
-                self._fail(f"only {written} of {self._written} frames were written; is the disk full?")
+            num_written = imageio_ffmpeg.count_frames_and_secs(str(self._partial))[0] or 0
+            if num_written != self._written:
+                self._fail(f"only {num_written} of {self._written} frames were written; is the disk full?")
             # The name contains the outcome, which is known only at the end.
             os.replace(self._partial, target)
         except _FAILURES as error:
@@ -117,15 +117,15 @@ class VideoRecorder:
         with contextlib.suppress(OSError):
             self._partial.unlink()
 
-    def _write(self, picture: ByteArray, times: int) -> None:
+    def _write(self, image: ByteArray, count: int) -> None:
         try:
             if self._writer is None:
                 self._writer = self._open()
-            for _ in range(times):
-                self._writer.append_data(picture)
+            for _ in range(count):
+                self._writer.append_data(image)
         except _FAILURES as error:
             self._fail(_first_line(error), error)
-        self._written += times
+        self._written += count
 
     def _open(self) -> Any:
         import imageio
@@ -162,8 +162,8 @@ class VideoRecorder:
         if self._canvas is None:
             self._canvas = self._draw_caption(*frame.shape[:2])
         canvas, (height, width) = self._canvas.copy(), frame.shape[:2]
-        band = canvas[self._top + height :]
-        canvas[self._top : self._top + height, :width] = frame
+        band = canvas[self._frame_offset + height :]
+        canvas[self._frame_offset : self._frame_offset + height, :width] = frame
         if self._info:
             band[:] = self._draw_band(band.shape[0], band.shape[1], at_end=at_end)
         return canvas
@@ -175,42 +175,46 @@ class VideoRecorder:
         size = min(FONT_SIZE, max(_SMALLEST_FONT, FONT_SIZE * width // _WIDTH_OF_FONT))
         self._font, line, self._margin = ImageFont.load_default(size), size + 8, min(_MARGIN, size // 2)
         lines = self._wrap(width) if self._info else []
-        self._top, bottom = (len(lines) * line + self._margin, line + self._margin) if self._info else (0, 0)
+        self._frame_offset, bottom = (len(lines) * line + self._margin, line + self._margin) if self._info else (0, 0)
         # yuv420p stores colour for blocks of 2x2 pixels, so both sides are even.
-        total = (width + width % 2, (self._top + height + bottom + 1) // 2 * 2)
-        canvas = Image.new("RGB", total, _BAND)
+        total = (width + width % 2, (self._frame_offset + height + bottom + 1) // 2 * 2)
+        canvas = Image.new("RGB", total, _BAND_COLOR)
         for row, text in enumerate(lines):
             place = (self._margin, row * line + self._margin // 2)
-            ImageDraw.Draw(canvas).text(place, text, fill=_TEXT, font=self._font)
+            ImageDraw.Draw(canvas).text(place, text, fill=_TEXT_COLOR, font=self._font)
         return np.asarray(canvas)
 
     def _draw_band(self, height: int, width: int, *, at_end: bool) -> ByteArray:
         """Return the band below the image, with the step or the outcome."""
         from PIL import Image, ImageDraw
 
-        ground, ink, text = _BAND, _TEXT, f"step {self._frames}" + f" · {self._actor}" * bool(self._actor)
+        background, color, text = (
+            _BAND_COLOR,
+            _TEXT_COLOR,
+            f"step {self._frames}" + f" · {self._actor}" * bool(self._actor),
+        )
         if self._highlighted:
-            ground, ink = _PERSON, _BAND
-        ends = at_end and (self._judged or self.success)
-        if ends:
-            ground, ink = _GOOD if self.success else _BAD, _BAND
+            background, color = _HUMAN_COLOR, _BAND_COLOR
+        shows_outcome = at_end and (self._judged or self.success)
+        if shows_outcome:
+            background, color = _SUCCESS_COLOR if self.success else _FAILURE_COLOR, _BAND_COLOR
             text = f"{'success' if self.success else 'failure'} after {self._frames} steps"
-        band = Image.new("RGB", (width, height), ground)
+        band = Image.new("RGB", (width, height), background)
         draw, y = ImageDraw.Draw(band), self._margin // 2
-        if self.success and not ends:
-            draw.text((width - self._margin, y), "success", fill=_GOOD, font=self._font, anchor="ra")
-        draw.text((self._margin, y), text, fill=ink, font=self._font)
+        if self.success and not shows_outcome:
+            draw.text((width - self._margin, y), "success", fill=_SUCCESS_COLOR, font=self._font, anchor="ra")
+        draw.text((self._margin, y), text, fill=color, font=self._font)
         return np.asarray(band)
 
     def _wrap(self, width: int) -> list[str]:
         """Split the instruction into lines that fit; a word longer than a line is not split."""
         lines = [""]
         for word in self._instruction.split():
-            longer = f"{lines[-1]} {word}".strip()
-            if lines[-1] and self._font.getlength(longer) > width - 2 * self._margin:
+            candidate = f"{lines[-1]} {word}".strip()
+            if lines[-1] and self._font.getlength(candidate) > width - 2 * self._margin:
                 lines.append(word)
             else:
-                lines[-1] = longer
+                lines[-1] = candidate
         return lines
 
 

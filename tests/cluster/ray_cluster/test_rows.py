@@ -14,7 +14,7 @@ from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.cluster.ray_cluster.rows import Rows, copy_in, copy_out, write_rows
 from embodyrl.learners.ranks import Ranks
-from embodyrl.workers.weights import describe_weights, publish, take
+from embodyrl.workers.weights import describe_weights, load_bucket, publish
 
 SIZE = 1 << 20
 """Bytes of a bucket."""
@@ -55,7 +55,7 @@ def test_weight_transfer_sends_exactly_the_weights(trained_only):
     write_rows(pools["b"], rows)
     rows, second = sent(copy_in(pools["b"], read))
     write_rows(pools["c"], rows)
-    take(read, acting, arenas["c"])
+    load_bucket(read, acting, arenas["c"])
     size = sum(weight.count * weight.item_bytes for weight in wanted)
     assert size < 10_000 or not trained_only
     for count in (first, second):

@@ -11,7 +11,7 @@ import torch
 from rank_work import RECORDS, Rollout, fill, losses, run_ranks, state
 from toy_runs import TOY_COLLECT, TOY_OFT, toy_config
 
-from embodyrl.channels.arena import Arena, records_of
+from embodyrl.channels.arena import Arena, get_record_indices
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.commands.collect import collect
@@ -40,7 +40,7 @@ def make(tmp_path):
         arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
         host = PolicyHost(build_policy_init(run_plan, arena, None))
         tickets = fill(arena, run_plan, host)
-        arena[Record.advantage][records_of(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
+        arena[Record.advantage][get_record_indices(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
         made.append((host, arena))
         assert isinstance(host._learner, FilteredLearner)
         return host, host._learner, arena, tickets
@@ -59,7 +59,7 @@ def update(host: PolicyHost, tickets: np.ndarray, step: int = 0) -> dict[str, fl
 def test_chunks_of_successful_episodes_are_stored(make):
     """Unexecuted actions are not stored; after the end of an episode its last action repeats, as in demonstrations."""
     host, actor, arena, tickets = make("algorithm.learning_starts=1000")
-    records = records_of(tickets)
+    records = get_record_indices(tickets)
     arena[Record.advantage][records] = np.repeat([1.0, 0.0, 1.0], 2)[:, None]
     arena[Record.valid][records] = np.arange(4) < np.array([4, 2, 4, 4, 4, 4])[:, None]
     actor._horizon = 6  # of a policy that executes four
@@ -76,7 +76,7 @@ def test_chunks_of_successful_episodes_are_stored(make):
 def test_actions_of_a_delayed_chunk_start_at_its_observation(make):
     """The first two actions after the observation are those of the previous chunk."""
     _, actor, arena, tickets = make("algorithm.learning_starts=1000")
-    records = records_of(tickets)[:2]
+    records = get_record_indices(tickets)[:2]
     arena[Record.valid][records] = [[True] * 4, [False] * 2 + [True] * 2]
     first, second = actor._collect_executed_actions(records, np.array([0, 0]))
     done = arena[Record.action][records].copy()
@@ -129,7 +129,7 @@ def test_filtered_bc_update_matches_sft(make):
 
 def test_filtered_bc_without_successful_episode_changes_no_weights(make):
     host, actor, arena, tickets = make("actor.optim.lr=0.1")
-    arena[Record.advantage][records_of(tickets)] = 0.0
+    arena[Record.advantage][get_record_indices(tickets)] = 0.0
     before = deepcopy(actor._policy.module.state_dict())
     assert update(host, tickets) == {"replay_size": 0.0, "optimizer_steps": 0.0}
     assert all(torch.equal(before[name], now) for name, now in actor._policy.module.state_dict().items())
