@@ -217,7 +217,7 @@ def _is_set_by(setting: Setting, groups: Mapping[str, str]) -> bool:
     return fits_weights and any(group in folders for group in groups)
 
 
-_IMAGES = [f"env.init_params.camera_{part}" for part in ("heights", "widths", "names")]
+_IMAGES = [*(f"env.init_params.camera_{part}" for part in ("heights", "widths", "names")), "env.texture_colorspace"]
 _CHUNK, _NUM_IMAGES = "model.num_action_chunks", "model.num_images_in_input"
 _HORIZONS = ["env.train.max_episode_steps", "env.eval.max_episode_steps"]
 _TASKS = ["env.train.task_ids", "env.eval.task_ids"]
@@ -228,7 +228,9 @@ _TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
 def settings_of_weights(
     command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool
 ) -> tuple[list[Setting], list[str]]:
-    """Return image size, chunk length, time limit and tasks of the weights, and a warning about typed values.
+    """Return the images' size and colours, chunk length, time limit and tasks of the weights, and a warning.
+
+    The warning is about typed values that differ.
 
     These settings replace values of presets, but not values of the file that sets `model.path`. Time limit, tasks and
     images are those of the same environment. With `fetch`, the description of weights on the hub is downloaded.

@@ -54,9 +54,7 @@ def test_textures_and_frames_are_those_of_mujoco_3_3_2(path):
 
 def test_four_texture_files_have_an_srgb_chunk():
     assets = install.libero_path("assets")
-    files = {
-        path.relative_to(assets).as_posix() for path in assets.rglob("*.png") if b"sRGB" in path.read_bytes()[:200]
-    }
+    marked = [path for path in assets.rglob("*.png") if b"sRGB" in path.read_bytes()[:200]]
     assert {path.relative_to(assets).as_posix() for path in marked} == {
         "stable_hope_objects/new_salad_dressing/texture_map.png",
         "stable_hope_objects/salad_dressing/texture_map.png",
