@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.policies.flow.layouts import TRANSFORMERS
-from embodyrl.policies.flow.likelihood import follow_ode
+from embodyrl.policies.flow.likelihood import integrate_ode
 from embodyrl.policies.flow.model import FlowInputs
 from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, VisionSpec
 from embodyrl.policies.flow.vla.build import save_weights
@@ -94,7 +94,7 @@ class Side:
             found = self.ours.denoise(memory, x, time)
             return found.velocity, found.hidden
 
-        return follow_ode(velocity, x.float(), STEPS)
+        return integrate_ode(velocity, x.float(), STEPS)
 
     def _loss(self, observed: FlowInputs, noise: Tensor, actions: Tensor, time: Tensor) -> Tensor:
         t = time[:, None, None]

@@ -83,7 +83,7 @@ def write_side_files(folder: Path, model: str, size: str) -> Callable[[str], str
 
 
 def _public_name(layout: Layout, name: str) -> str:
-    return layout.tied if name == EMBEDDING and layout.tied else layout.theirs(name)
+    return layout.tied if name == EMBEDDING and layout.tied else layout.to_external(name)
 
 
 def write_statistics(folder: Path, model: str) -> None:

@@ -12,7 +12,7 @@ Direction = tuple[int, float]
 _PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
 _PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
 """Decreasing key, increasing key and gamepad axis of each action dimension; empty: no gamepad axis."""
-_UPWARDS = ("axis1", "axis3")
+_INVERTED_AXES = ("axis1", "axis3")
 """Gamepad axes whose value is negative when the stick is pushed up."""
 
 
@@ -28,14 +28,16 @@ def arm_controls(
         gripper: values that open and close the gripper, and its action dimension.
         turns: action dimension and value of each rotation.
     """
-    moves = [("left", "right", right), ("back", "away", away), ("down", "up", up)]
-    moves += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
-    pads = ("axis0", "axis1", "axis3", "", "", "axis2")  # a hand that points down turns about z
-    found = []
-    for (less, more, (index, value)), (low, high, _), pad in zip(moves, _PAIRS, pads, strict=False):
-        found += _pair((less, more), index, (-value, value), (low, high), pad)
-    fingers = [("close", gripper.closed, "KeyX", "button0"), ("open", gripper.open, "KeyZ", "button1")]
-    return (*found, *(Control(label=n, index=gripper.index, value=v, key=k, pad=p) for n, v, k, p in fingers))
+    motions = [("left", "right", right), ("back", "away", away), ("down", "up", up)]
+    motions += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
+    axes = ("axis0", "axis1", "axis3", "", "", "axis2")  # a hand that points down turns about z
+    controls = []
+    for (low_label, high_label, (index, value)), (low_key, high_key, _), pad in zip(
+        motions, _PAIRS, axes, strict=False
+    ):
+        controls += _build_pair((low_label, high_label), index, (-value, value), (low_key, high_key), pad)
+    gripper_inputs = [("close", gripper.closed, "KeyX", "button0"), ("open", gripper.open, "KeyZ", "button1")]
+    return (*controls, *(Control(label=n, index=gripper.index, value=v, key=k, pad=p) for n, v, k, p in gripper_inputs))
 
 
 def controls_of(action: ActionSpec) -> tuple[Control, ...]:
@@ -48,17 +50,17 @@ def controls_of(action: ActionSpec) -> tuple[Control, ...]:
         )
     if action.kind is not ActionKind.box:
         return ()
-    found = []
-    for index, (low, high, (less, more, pad)) in enumerate(zip(*action.bounds, _PAIRS, strict=False)):
-        ends = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
-        found += _pair((f"{index} -", f"{index} +"), index, ends, (less, more), pad)
-    return tuple(found)
+    controls = []
+    for index, (low, high, (low_key, high_key, pad)) in enumerate(zip(*action.bounds, _PAIRS, strict=False)):
+        limits = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
+        controls += _build_pair((f"{index} -", f"{index} +"), index, limits, (low_key, high_key), pad)
+    return tuple(controls)
 
 
-def _pair(
+def _build_pair(
     labels: tuple[str, str], index: int, values: tuple[float, float], keys: tuple[str, str], pad: str
 ) -> list[Control]:
-    ends = ("+", "-") if pad in _UPWARDS else ("-", "+")
-    pads = [f"{pad}{end}" if pad else "" for end in ends]
+    signs = ("+", "-") if pad in _INVERTED_AXES else ("-", "+")
+    pads = [f"{pad}{sign}" if pad else "" for sign in signs]
     rows = zip(labels, values, keys, pads, strict=True)
     return [Control(label=label, index=index, value=value, key=key, pad=pad) for label, value, key, pad in rows]

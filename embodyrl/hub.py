@@ -41,10 +41,10 @@ def download(key: str, path: str, kind: str, programs: bool = False, *, files: S
 
 
 @contextmanager
-def hub_errors(before: str, after: str) -> Iterator[None]:
+def hub_errors(prefix: str, suffix: str) -> Iterator[None]:
     """Convert errors of `huggingface_hub` in the block to a ConfigError.
 
-    The message consists of `before`, the reason and `after`.
+    The message consists of `prefix`, the reason and `suffix`.
 
     Raises:
         ConfigError: the block raised an error of the hub or of the network.
@@ -52,23 +52,26 @@ def hub_errors(before: str, after: str) -> Iterator[None]:
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    of_http = HfHubHTTPError.__bases__[0]
+    http_error = HfHubHTTPError.__bases__[0]
     """Base class of errors of the HTTP library; the library differs between versions of `huggingface_hub`."""
     try:
         yield
     except HfHubHTTPError as error:
         code = error.response.status_code
-        denied = "denies access or has no such repository or revision (log in: `hf auth login`, or HF_TOKEN)"
-        reason = denied if code in (401, 403, 404) else f"answered {code}"
+        denied_reason = "denies access or has no such repository or revision (log in: `hf auth login`, or HF_TOKEN)"
+        reason = denied_reason if code in (401, 403, 404) else f"answered {code}"
         cause = error
     except LocalEntryNotFoundError as error:
-        reason, cause = f"cannot be reached ({_why(error.__cause__ or error)}) and its cache lacks files", error
-    except (of_http, OSError, ValueError, RuntimeError) as error:  # type: ignore[misc]
-        reason, cause = f"cannot be used ({_why(error)})", error
+        reason, cause = (
+            f"cannot be reached ({_describe_error(error.__cause__ or error)}) and its cache lacks files",
+            error,
+        )
+    except (http_error, OSError, ValueError, RuntimeError) as error:  # type: ignore[misc]
+        reason, cause = f"cannot be used ({_describe_error(error)})", error
     else:
         return
-    raise ConfigError(f"{before} the hub at {constants.ENDPOINT} {reason}. {after}") from cause
+    raise ConfigError(f"{prefix} the hub at {constants.ENDPOINT} {reason}. {suffix}") from cause
 
 
-def _why(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return one_line(error).rstrip(".") or type(error).__name__

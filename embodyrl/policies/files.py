@@ -59,20 +59,20 @@ def check_keys(
         CheckpointError: a key is unknown, or has an unsupported value; the message names all of them.
     """
     supported = only or {}
-    unread = {key: value for key, value in raw.items() if not any(fnmatchcase(key, name) for name in ignored)}
-    wrong = {key: v for key, v in unread.items() if (v not in supported[key] if key in supported else v)}
-    if wrong:
-        shown = ", ".join(f"{key}={json.dumps(value)[:80]}" for key, value in wrong.items())
-        raise CheckpointError(f"{where}: {shown} is not supported. {fix}")
+    unchecked = {key: value for key, value in raw.items() if not any(fnmatchcase(key, name) for name in ignored)}
+    unsupported = {key: v for key, v in unchecked.items() if (v not in supported[key] if key in supported else v)}
+    if unsupported:
+        listing = ", ".join(f"{key}={json.dumps(value)[:80]}" for key, value in unsupported.items())
+        raise CheckpointError(f"{where}: {listing} is not supported. {fix}")
 
 
 def merged_problem(adapter: Path) -> str | None:
     """Return an error if the folder of an adapter is inside a folder with the weights of a whole model."""
     kinds = ("model*.safetensors*", "pytorch_model*.bin*")
-    for place in (adapter, *adapter.parents[:2]):
-        if any(path for kind in kinds for path in place.glob(kind)):
+    for candidate in (adapter, *adapter.parents[:2]):
+        if any(path for kind in kinds for path in candidate.glob(kind)):
             return (
-                f"{place} contains full weights, into which its adapter is already merged. Remove model.lora.path to "
-                "use these weights, or copy the adapter to another folder to merge it into other weights."
+                f"{candidate} contains full weights, into which its adapter is already merged. Remove model.lora.path "
+                "to use these weights, or copy the adapter to another folder to merge it into other weights."
             )
     return None

@@ -54,7 +54,7 @@ def ragged_episodes(value_dim: int) -> list[Episode]:
     return episodes
 
 
-def scores_of(batch: PreparedBatch, value_dim: int) -> tuple[torch.Tensor, PolicyScores]:
+def compute_scores(batch: PreparedBatch, value_dim: int) -> tuple[torch.Tensor, PolicyScores]:
     """A differentiable policy output for every sample; the leaf is [B, 3, L]."""
     size, tokens = len(batch.records), K * D
     raw = torch.randn(size, 3, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -91,7 +91,7 @@ def rows(inputs: LossInputs, part: list[int]) -> LossInputs:
 
 
 def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts: list[list[int]]):
-    leaf, scores = scores_of(batch, value_dim)
+    leaf, scores = compute_scores(batch, value_dim)
     inputs = inputs_of(algorithm, batch, value_dim)
     measured, total = [], torch.zeros((), dtype=torch.float64)
     for part in parts:
@@ -147,7 +147,7 @@ def test_unexecuted_actions_do_not_affect_the_loss(level: TokenLevel):
     cfg = gae_config(logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01)
     algorithm = Algorithm(cfg)
     batch = algorithm.prepare(ragged_episodes(1))
-    leaf, scores = scores_of(batch, 1)
+    leaf, scores = compute_scores(batch, 1)
     inputs = inputs_of(algorithm, batch, 1)
     dead = ~torch.from_numpy(batch.valid).repeat_interleave(D, dim=1)
     assert dead.sum() == 2 * D
@@ -412,7 +412,7 @@ def test_batch_with_zero_advantages_has_zero_gradient(level: TokenLevel):
     flat = [make_episode(np.ones((2, K)) / K, episode_id=i, first_record=2 * i) for i in range(3)]
     batch = algorithm.prepare(flat)
     assert not batch.has_signal
-    leaf, scores = scores_of(batch, 0)
+    leaf, scores = compute_scores(batch, 0)
     loss, _ = algorithm.loss(scores, inputs_of(algorithm, batch, 0))
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert (gradient == 0).all()
@@ -437,7 +437,7 @@ def test_samples_without_gradient_are_detected_exactly(changes: dict):
         for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
     ]
     batch = algorithm.prepare(episodes)
-    leaf, scores = scores_of(batch, 0)
+    leaf, scores = compute_scores(batch, 0)
     loss, _ = algorithm.loss(scores, inputs_of(algorithm, batch, 0))
     (gradient,) = torch.autograd.grad(loss, leaf)
     without = (gradient == 0).flatten(1).all(dim=1).numpy()
@@ -479,7 +479,7 @@ def test_kl_without_reference_fails_an_assertion():
     algorithm = Algorithm(algorithm_of(kl_beta=0.1))
     assert algorithm.needs_reference
     batch = algorithm.prepare(ragged_episodes(0))
-    _, scores = scores_of(batch, 0)
+    _, scores = compute_scores(batch, 0)
     inputs = inputs_of(algorithm, batch, 0)
     without = LossInputs(**{name: getattr(inputs, name) for name in inputs.__slots__} | {"ref_logprob": None})
     with pytest.raises(AssertionError, match="needs reference"):
@@ -491,7 +491,7 @@ def test_reference_kl_is_scaled_by_kl_beta():
     for beta in (0.0, 0.3):
         algorithm = Algorithm(algorithm_of(kl_beta=beta))
         batch = algorithm.prepare(ragged_episodes(0))
-        _, scores = scores_of(batch, 0)
+        _, scores = compute_scores(batch, 0)
         inputs = inputs_of(algorithm, batch, 0)
         loss, measured = algorithm.loss(scores, inputs)
         losses.append(loss.item())
@@ -524,4 +524,4 @@ def test_loss_with_wrong_shape_is_refused(reduce, message):
     batch = algorithm.prepare(ragged_episodes(K))
     algorithm._loss = PolicyLoss(compute=compute)
     with pytest.raises(ConfigError, match=message):
-        algorithm.loss(scores_of(batch, K)[1], inputs_of(algorithm, batch, K))
+        algorithm.loss(compute_scores(batch, K)[1], inputs_of(algorithm, batch, K))

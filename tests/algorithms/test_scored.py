@@ -10,7 +10,7 @@ import pytest
 import torch
 from algorithm_cases import make_episode
 from settings import algorithm_of
-from test_policy_gradient import D, K, gae_config, inputs_of, ragged_episodes, scores_of
+from test_policy_gradient import D, K, compute_scores, gae_config, inputs_of, ragged_episodes
 
 from embodyrl.algorithms.metrics import compute_metrics, merge_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
@@ -30,7 +30,7 @@ def outcome(algorithm: Algorithm, *, pad: bool) -> tuple[Any, ...]:
     """Return loss, gradient, factors and metrics of the same samples, with or without empty columns."""
     widen = padded if pad else torch.clone
     batch = algorithm.prepare(ragged_episodes(1))
-    leaf, scores = scores_of(batch, 1)
+    leaf, scores = compute_scores(batch, 1)
     inputs = inputs_of(algorithm, batch, 1)
     behaviour = inputs.old_logprob + 0.3 * torch.randn(
         inputs.old_logprob.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
@@ -125,7 +125,7 @@ def test_estimators_ignore_columns_without_log_prob(adv_type: str, in_reward: bo
         )
         batch = algorithm.prepare(episodes, scores)
         weights = algorithm.weights(batch, range(len(batch.records)))
-        leaf, score = scores_of(batch, value_dim)
+        leaf, score = compute_scores(batch, value_dim)
         inputs = inputs_of(algorithm, batch, value_dim)
         assert inputs.ref_logprob is not None
         inputs = replace(inputs, old_logprob=widen(inputs.old_logprob), ref_logprob=widen(inputs.ref_logprob))

@@ -16,8 +16,8 @@ from embodyrl.data.statistics import scaling_text
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
-from embodyrl.policies.flow.small.config import units_of
-from embodyrl.policies.flow.vla.folder import read_units
+from embodyrl.policies.flow.small.config import read_bounds
+from embodyrl.policies.flow.vla.folder import read_normalizer
 from embodyrl.policies.lerobot.config import Feature
 from embodyrl.policies.lerobot.files import _own_statistics
 from embodyrl.policies.lerobot.units import Units
@@ -48,7 +48,7 @@ def flow(mode: str, folder: Path):
     kind = "pi05" if mode == "quantiles" else "smolvla"
     (folder / "config.json").write_text("{}")
     cfg = POLICIES.get(kind).settings.model_validate({"model_type": kind, "path": str(folder)})
-    units = read_units(folder, cfg, 5, 5)
+    units = read_normalizer(folder, cfg, 5, 5)
     return units.actions.normalise, units.actions.unnormalise, units.state.normalise
 
 
@@ -68,11 +68,11 @@ def small(mode: str, folder: Path):
     from embodyrl.policies.vla.records import ChunkShape
 
     shape = ChunkShape(horizon=1, width=5, executed=1, action_dim=5)
-    network = SmallFlow(SmallConfig(state_dim=5, action_width=5), shape, units_of(ENV, None, folder), words=1)
+    network = SmallFlow(SmallConfig(state_dim=5, action_width=5), shape, read_bounds(ENV, None, folder), words=1)
     return (
         lambda x: network.from_actions(x, None),
         lambda x: network.to_actions(x, None),
-        lambda x: network._state(torch.as_tensor(x)).numpy(),
+        lambda x: network._normalise_state(torch.as_tensor(x)).numpy(),
     )
 
 

@@ -218,9 +218,9 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
     from embodyrl.config.paths import resolve_asset
     from embodyrl.policies.causal_lm import policy, prompts
 
-    real = policy.load, prompts.Reader._encode
+    real = policy.load, prompts.PromptReader._encode
 
-    def load(folder: Path, *, seed: int | None, dtype: torch.dtype, sees: bool) -> tuple[Any, Any]:
+    def load(folder: Path, *, seed: int | None, dtype: torch.dtype, reads_images: bool) -> tuple[Any, Any]:
         with torch.device("meta"):
             net: Any = Qwen2ForCausalLM(AutoConfig.from_pretrained(folder)).to(dtype)
         net = net.to_empty(device="cpu")
@@ -230,11 +230,11 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
     def encode(self: Any, instruction: str, bits: bytes, shape: tuple[int, ...]) -> prompts.Prompt:
         return prompts.Prompt([7] * prompt)
 
-    policy.load, prompts.Reader._encode = load, encode  # type: ignore[assignment]
+    policy.load, prompts.PromptReader._encode = load, encode  # type: ignore[assignment]
     try:
         yield
     finally:
-        policy.load, prompts.Reader._encode = real  # type: ignore[assignment]
+        policy.load, prompts.PromptReader._encode = real  # type: ignore[assignment]
 
 
 def fill(arena: Any, count: int, policy: Any, task: str) -> Any:

@@ -187,7 +187,7 @@ def test_gaussian_gradients_match_torch_distributions(rows, asked):
     log_std = torch.randn(4 if rows == "one deviation for all" else (9, 2, 4), dtype=torch.float64, generator=draw)
     leaves, found = [mean.requires_grad_(), log_std.requires_grad_()], []
     head = GaussianHead((-1.0,) * 4, (1.0,) * 4, 0.0)
-    head.spread = lambda outputs: (outputs, log_std)  # type: ignore[method-assign]
+    head.get_mean_and_log_std = lambda outputs: (outputs, log_std)  # type: ignore[method-assign]
     for exact in (False, True):
         normal = torch.distributions.Normal(mean, log_std.exp() * 1.3)
         scored = (normal.log_prob(choice), normal.entropy()) if exact else head.score(mean, choice, 1.3)
@@ -324,7 +324,7 @@ def test_running_moments_match_all_observations():
     parts = [np.random.default_rng(i).normal(3 * i, 1 + i, (50 + i, 4)).astype(np.float32) for i in range(5)]
     moments = RunningMoments(4)
     for part in parts:
-        moments.take(torch.from_numpy(part))
+        moments.update(torch.from_numpy(part))
     every = np.concatenate(parts).astype(np.float64)
     np.testing.assert_allclose(moments.mean, every.mean(0), rtol=1e-5)
     np.testing.assert_allclose(moments.var, every.var(0), rtol=1e-5)

@@ -18,7 +18,7 @@ ENV = EnvSpec(name="e", action=ActionSpec(dim=2), tasks=("t",), states_per_task=
 def test_normalised_states_are_clipped() -> None:
     """Mean 1 and deviation 2: clipped at ten deviations."""
     moments = RunningMoments(1)
-    moments.take(torch.tensor([[-1.0], [3.0]]))
+    moments.update(torch.tensor([[-1.0], [3.0]]))
     found = moments(torch.tensor([[2.0], [1000.0], [-1000.0]]))
     torch.testing.assert_close(found, torch.tensor([[0.5], [10.0], [-10.0]]))
 
@@ -28,7 +28,7 @@ def test_squashed_deviation_is_bounded() -> None:
 
     head = SquashedHead((-1.0,), (1.0,))
     log_std = torch.tensor([-100.0, -1.0, 100.0])
-    mean, found = head.spread(torch.stack([torch.full((3,), 0.5), log_std], 1)[:, None])
+    mean, found = head.get_mean_and_log_std(torch.stack([torch.full((3,), 0.5), log_std], 1)[:, None])
     assert mean.flatten().tolist() == [0.5] * 3
     assert found.flatten().tolist() == [-20.0, -1.0, 2.0]
 
@@ -58,5 +58,5 @@ def test_initial_deviation_follows_the_demonstrations_unless_set(squashed: bool)
     for typed, expected in (({}, [-3.0, -0.5]), ({"log_std_init": -1.0}, [-1.0, -1.0])):
         cfg = model_of("mlp", num_action_chunks=1, squashed=squashed, **typed)
         policy = POLICIES.get("mlp").build(cfg, request)
-        _, log_std = policy.module.head.spread(policy.module.outputs(policy.features(obs)))
+        _, log_std = policy.module.head.get_mean_and_log_std(policy.module.outputs(policy.features(obs)))
         assert log_std.flatten().tolist() == pytest.approx(expected, abs=0.05)

@@ -14,7 +14,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-from embodyrl.policies.causal_lm.prompts import Reader, reply_text
+from embodyrl.policies.causal_lm.prompts import PromptReader, get_reply_text
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.text.chat import (
     ChatTemplate,
@@ -141,7 +141,7 @@ def test_prompt_length_includes_the_chat_template(tmp_path: Path):
 def test_turn_tokens_are_the_tokens_around_a_reply_and_a_tool_answer(source: str | None, role: str, tmp_path: Path):
     place = folder(tmp_path / "m", source or CHATML)
     cfg = CausalLMSettings(model_type="causal_lm", chat=None if source else False)
-    reader = Reader(AutoTokenizer.from_pretrained(place), cfg, place, first=0, pixels=0)
+    reader = PromptReader(AutoTokenizer.from_pretrained(place), cfg, place, empty_prompt_token=0, pixels=0)
     asked = Message(role="user", content="12*34=")
     talk = (asked, Message(role="assistant", content="?12*34"), Message(role=role, content="408"))
     before, after = (len(reader._encode(join_messages(turns), b"", ())) for turns in ((asked,), talk))
@@ -159,12 +159,12 @@ ENVELOPED = (
 )
 
 
-def tagged_reader(place: Path, generation: str) -> Reader:
+def tagged_reader(place: Path, generation: str) -> PromptReader:
     """Return the reader of a tokenizer whose tags are special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(folder(place, ENVELOPED + generation + "{% endif %}"))
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in TAGS + ENVELOPE], special_tokens=True)
     tokenizer.save_pretrained(place)
-    return Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, first=0, pixels=0)
+    return PromptReader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, empty_prompt_token=0, pixels=0)
 
 
 def test_tags_that_are_special_tokens_are_text(tmp_path: Path):
@@ -172,11 +172,11 @@ def test_tags_that_are_special_tokens_are_text(tmp_path: Path):
     tokenizer, hidden = reader._processor, ("<eos>", *ENVELOPE)
     text = "1".join(TAGS)
     reply = tokenizer(text + "".join(hidden), add_special_tokens=False)["input_ids"]
-    assert reply_text(reader, reply, SamplingSettings()) == text
-    assert reply_text(reader, reply, SamplingSettings(stop=["</answer>"])) == text.partition("</answer>")[0]
+    assert get_reply_text(reader, reply, SamplingSettings()) == text
+    assert get_reply_text(reader, reply, SamplingSettings(stop=["</answer>"])) == text.partition("</answer>")[0]
     prompt = tokenizer.decode(reader._encode(text + "2" + "".join(hidden), b"", ()))
     assert prompt == f"[INST]{text}2[/INST]<|agent|>"
-    assert reader.opened == ""
+    assert reader.opening_tag == ""
 
 
 STRUCTURE = ("<end_of_utterance>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
@@ -190,7 +190,7 @@ def test_structural_tokens_that_no_template_writes_are_not_text(chat: bool, tmp_
     named = ["<|begin_of_thought|>", "<|end_of_thought|>", "<|python_tag|>"]  # text if a template shows the structure
     more = [AddedToken(t, special=True, normalized=False) for t in (*pairs, *named, *STRUCTURE)]
     tokenizer.add_tokens(more, special_tokens=True)
-    reader = Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, first=0, pixels=0)
+    reader = PromptReader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, empty_prompt_token=0, pixels=0)
     reply = tokenizer("1".join((*pairs, *named)) + "".join(STRUCTURE), add_special_tokens=False)["input_ids"]
     assert reader.decode(reply) == ("1".join((*pairs, *named)) if chat else "1".join((*pairs, "", "", "")))
 
@@ -201,13 +201,13 @@ def test_structural_tokens_that_no_template_writes_are_not_text(chat: bool, tmp_
 )
 def test_reply_begins_with_the_tag_that_the_template_opens(generation: str, opened: str, tmp_path: Path):
     reader = tagged_reader(tmp_path / "m", generation.replace("\n", "{{ '\n' }}"))
-    assert reader.opened == opened
+    assert reader.opening_tag == opened
     end = reader._processor("b</think><answer>c</answer>", add_special_tokens=False)["input_ids"]
-    reply = reply_text(reader, end, SamplingSettings())
+    reply = get_reply_text(reader, end, SamplingSettings())
     assert reply == f"{opened}b</think><answer>c</answer>"
     assert tagged("", reply, "") == float(bool(opened))
-    assert reader.without_opened(reply) == "b</think><answer>c</answer>"
-    assert reader.without_opened("c") == "c"
+    assert reader.strip_opening_tag(reply) == "b</think><answer>c</answer>"
+    assert reader.strip_opening_tag("c") == "c"
 
 
 def test_tag_that_the_template_closes_belongs_to_the_template(tmp_path: Path):
@@ -239,7 +239,7 @@ def test_template_and_arguments_of_a_run_match_transformers(arguments: dict[str,
     assert template.render(asked) == expected
     assert expected.endswith("b") == bool(arguments)
     tokenizer.chat_template = THINKING
-    ids = Reader(tokenizer, cfg, place, first=0, pixels=0)._encode("1+1=", b"", ())
+    ids = PromptReader(tokenizer, cfg, place, empty_prompt_token=0, pixels=0)._encode("1+1=", b"", ())
     assert tokenizer.decode(ids) == "1+1=" + expected[expected.rindex("|") :]
 
 
@@ -282,7 +282,7 @@ def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     assert rows.warnings == ("1 rows contain control tokens of the model, which are removed (first: row 2, <eos>)",)
     assert open_rows(cfg, tokenizer=place).warnings == ()
     tokenizer = AutoTokenizer.from_pretrained(place)
-    reader = Reader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, first=0, pixels=0)
+    reader = PromptReader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, empty_prompt_token=0, pixels=0)
     prompts = [list(reader._encode(text, b"", ())) for text in ("1+1=", "1<eos>+1=")]
     assert prompts[0] == prompts[1]
     assert text_config(tmp_path / "runs")

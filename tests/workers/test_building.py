@@ -44,7 +44,7 @@ def test_kl_reference_has_the_initial_weights(tmp_path):
 
 
 def test_separate_critic_is_fully_trained_next_to_adapters(tmp_path):
-    from embodyrl.policies.causal_lm.critic import WithCritic
+    from embodyrl.policies.causal_lm.critic import PolicyWithCritic
 
     words = ("env=text/copy", "model=causal_lm_tiny", "algorithm=ppo", "algorithm.reward_type=action_level")
     (tmp_path / "critic").mkdir()
@@ -54,7 +54,7 @@ def test_separate_critic_is_fully_trained_next_to_adapters(tmp_path):
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
     with closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena:
         policy = build_policy(build_policy_init(run_plan, arena, None))
-    assert isinstance(policy, WithCritic)
+    assert isinstance(policy, PolicyWithCritic)
     trained = {name for name, weight in policy.module.named_parameters() if weight.requires_grad}
     critic = {name for name, _ in policy.module.named_parameters() if name.startswith("value_head.")}
     assert trained >= critic

@@ -102,7 +102,7 @@ def test_reply_and_token_count_are_written_to_the_record_of_the_prompt(tmp_path,
             assert decode_instruction(arena[Record.reply][record]) == words
             probable = json.loads(decode_instruction(arena[Record.top][record]))
             assert [choices[0][0] for choices in probable] == [policy.tokenizer.decode([t]) for t in own[own >= 0]]
-        np.testing.assert_array_equal(arena[Record.cut_off][records], policy._cut_off(tokens))
+        np.testing.assert_array_equal(arena[Record.cut_off][records], policy._find_cut_off_replies(tokens))
         assert len({*arena[Record.cut_off][records].tolist()}) == 2
 
 

@@ -28,7 +28,7 @@ class ActorCriticFactory:
 
     def spec(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec, derived from the environment's observations and actions."""
-        shape = self._shape(cfg, env, value_dim)
+        shape = self._build_shape(cfg, env, value_dim)
         return PolicySpec(
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
@@ -50,11 +50,11 @@ class ActorCriticFactory:
 
     def costs(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters."""
-        return PolicyCosts(num_parameters=self._shape(cfg, env, value_dim).num_parameters)
+        return PolicyCosts(num_parameters=self._build_shape(cfg, env, value_dim).num_parameters)
 
     def compare(self, cfg: ActorCriticSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the network sizes match the config.json in a folder (see `PolicyFactory.compare`)."""
-        self._shape(cfg, env, 0).check(folder)
+        self._build_shape(cfg, env, 0).check(folder)
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
         """Build the policy with weights from `cfg.path`, or initialised from the seed.
@@ -65,21 +65,21 @@ class ActorCriticFactory:
         from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
         spec = self.spec(cfg, request.env, request.value_dim)
-        shape = self._shape(cfg, request.env, request.value_dim)
+        shape = self._build_shape(cfg, request.env, request.value_dim)
         if shape.squashed:
             from embodyrl.policies.actor_critic.squashed import SquashedPolicy
 
             return SquashedPolicy(spec, shape, request, cfg)
         return ActorCriticPolicy(spec, shape, request, cfg)
 
-    def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
-        action, sees = env.action, self.reads_images
-        real = action.kind is ActionKind.box
-        low, high = action.bounds if real else ((), ())
+    def _build_shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
+        action, reads_images = env.action, self.reads_images
+        continuous = action.kind is ActionKind.box
+        low, high = action.bounds if continuous else ((), ())
         return NetShape(
             state_dim=env.state_dim,
-            num_images=len(env.cameras.names) if sees else 0,
-            image_size=env.cameras.size if sees else (0, 0),
+            num_images=len(env.cameras.names) if reads_images else 0,
+            image_size=env.cameras.size if reads_images else (0, 0),
             action_kind=action.kind,
             sizes=action.sizes,
             low=tuple(bound if math.isfinite(bound) else None for bound in low),
@@ -87,24 +87,24 @@ class ActorCriticFactory:
             num_actions=cfg.num_action_chunks,
             hidden=tuple(cfg.hidden_sizes),
             value_dim=value_dim,
-            activation=cfg.activation or ("relu" if sees else "tanh"),
+            activation=cfg.activation or ("relu" if reads_images else "tanh"),
             # Continuous actions mostly come with many state dimensions; discrete ones with small, bounded environments.
-            normalized=bool(env.state_dim) and (real if cfg.normalize_state is None else cfg.normalize_state),
-            squashed=cfg.squashed and real,
-            cameras=env.cameras.names if sees else (),
-            grey=env.cameras.grey and sees,
+            normalized=bool(env.state_dim) and (continuous if cfg.normalize_state is None else cfg.normalize_state),
+            squashed=cfg.squashed and continuous,
+            cameras=env.cameras.names if reads_images else (),
+            grey=env.cameras.grey and reads_images,
         )
 
 
 def _range_warnings(shape: NetShape) -> tuple[str, ...]:
     """Return a warning about squashed actions without two bounds, for which the policy assumes a range."""
     bounds = zip(shape.low, shape.high, strict=True)
-    wide = [place for place, (low, high) in enumerate(bounds) if low is None or high is None]
-    if not shape.squashed or not wide:
+    unbounded = [index for index, (low, high) in enumerate(bounds) if low is None or high is None]
+    if not shape.squashed or not unbounded:
         return ()
     return (
-        f"actions {wide} have no bounds on both sides, and model.squashed limits them to -1..1, or to 2 from the only "
-        "bound; fix: a wrapper in env.wrappers that bounds the actions",
+        f"actions {unbounded} have no bounds on both sides, and model.squashed limits them to -1..1, or to 2 from the "
+        "only bound; fix: a wrapper in env.wrappers that bounds the actions",
     )
 
 

@@ -26,26 +26,26 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 
 LogStd = float | tuple[float, ...]
 """Log standard deviation of all dimensions, or of each dimension."""
-_NEVER = -1e9
+_MASKED_LOGIT = -1e9
 """Logit of padded categories. Their probability is exactly 0, and 0 * -1e9 is finite in the entropy."""
 
 
 class CategoricalHead(nn.Module):
     """One categorical distribution per action dimension; temperature divides the logits."""
 
-    _place: Tensor
+    _category_index: Tensor
     _padding: Tensor
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        widest = max(sizes)
-        self._even = (len(sizes), widest) if min(sizes) == widest else None
+        max_categories = max(sizes)
+        self._equal_sizes = (len(sizes), max_categories) if min(sizes) == max_categories else None
         """(number of dimensions, categories per dimension) if all dimensions have the same number of categories, else
         None."""
-        starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
-        column = torch.arange(widest)
+        offsets = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
+        column = torch.arange(max_categories)
         padding = column[None] >= torch.tensor(sizes)[:, None]
-        self.register_buffer("_place", (starts[:, None] + column).masked_fill(padding, 0), persistent=False)
+        self.register_buffer("_category_index", (offsets[:, None] + column).masked_fill(padding, 0), persistent=False)
         self.register_buffer("_padding", padding, persistent=False)
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
@@ -53,9 +53,9 @@ class CategoricalHead(nn.Module):
         logits = self._logits(outputs, temperature)
         if noise is None:
             return logits.argmax(-1)
-        drawn = sample_inverse_cdf(logits, noise)
+        sample = sample_inverse_cdf(logits, noise)
         # A rounded sum may be below 1, and the last entries of short dimensions are padding.
-        return drawn if self._even else drawn.minimum((~self._padding).sum(-1) - 1)
+        return sample if self._equal_sizes else sample.minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies [B, K, A] of category ids [B, K, A]."""
@@ -80,9 +80,9 @@ class CategoricalHead(nn.Module):
     def _logits(self, outputs: Tensor, temperature: float) -> Tensor:
         """Return logits [B, K, A, C]; C: largest number of categories of a dimension."""
         outputs = outputs if temperature == 1.0 else outputs / temperature
-        if self._even:  # no padding needed
-            return outputs.view(*outputs.shape[:-1], *self._even)
-        return outputs[..., self._place].masked_fill(self._padding, _NEVER)
+        if self._equal_sizes:  # no padding needed
+            return outputs.view(*outputs.shape[:-1], *self._equal_sizes)
+        return outputs[..., self._category_index].masked_fill(self._padding, _MASKED_LOGIT)
 
 
 class GaussianHead(nn.Module):
@@ -101,41 +101,41 @@ class GaussianHead(nn.Module):
         self, low: tuple[float | None, ...], high: tuple[float | None, ...], log_std: LogStd, correlation: float = 0.0
     ) -> None:
         super().__init__()
-        self._correlation, self._fresh = correlation, math.sqrt(1.0 - correlation**2)
+        self._correlation, self._innovation_scale = correlation, math.sqrt(1.0 - correlation**2)
         self.log_std = nn.Parameter(torch.zeros(len(low)) + torch.as_tensor(log_std))
-        self._centre, self._half = np.asarray([*map(_span, low, high)], np.float32).T
+        self._centre, self._half_range = np.asarray([*map(_get_centre_and_half_range, low, high)], np.float32).T
 
-    def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def get_mean_and_log_std(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean [B, K, A], which is `outputs`, and the log standard deviation [A]."""
         return outputs, self.log_std
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
         """Sample raw actions [B, K, A] by applying the inverse CDF to uniform noise; without noise, return the mean."""
-        mean, log_std = self.spread(outputs)
+        mean, log_std = self.get_mean_and_log_std(outputs)
         if noise is None:
             return mean
         deviation = log_std.exp() if temperature == 1.0 else log_std.exp() * temperature
-        return mean + deviation * self._linked(standard_normal(noise))
+        return mean + deviation * self._correlate_noise(standard_normal(noise))
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log density and the entropy of raw samples, all [B, K, A]."""
-        mean, log_std = self.spread(outputs)
+        mean, log_std = self.get_mean_and_log_std(outputs)
         log_std = log_std if temperature == 1.0 else log_std + math.log(temperature)
         distance = (choice - mean) / log_std.exp()
         if self._correlation:
-            fresh = (distance[:, 1:] - self._correlation * distance[:, :-1]) / self._fresh
-            distance = torch.cat([distance[:, :1], fresh], 1)
-            log_std = log_std + math.log(self._fresh) * (torch.arange(mean.shape[1]) > 0).to(mean)[:, None]
-        logprob = torch.addcmul(-log_std - _LOG_ROOT, distance, distance, value=-0.5)
-        return logprob, (log_std + (0.5 + _LOG_ROOT)).expand_as(logprob)
+            innovation = (distance[:, 1:] - self._correlation * distance[:, :-1]) / self._innovation_scale
+            distance = torch.cat([distance[:, :1], innovation], 1)
+            log_std = log_std + math.log(self._innovation_scale) * (torch.arange(mean.shape[1]) > 0).to(mean)[:, None]
+        logprob = torch.addcmul(-log_std - _HALF_LOG_TWO_PI, distance, distance, value=-0.5)
+        return logprob, (log_std + (0.5 + _HALF_LOG_TWO_PI)).expand_as(logprob)
 
-    def _linked(self, noise: Tensor) -> Tensor:
+    def _correlate_noise(self, noise: Tensor) -> Tensor:
         """Convert normal noise [B, K, A] to AR(1) noise, which correlates consecutive actions of a chunk."""
         if not self._correlation:
             return noise
         steps = [noise[:, 0]]
-        for fresh in noise[:, 1:].unbind(1):
-            steps.append(self._correlation * steps[-1] + self._fresh * fresh)
+        for innovation in noise[:, 1:].unbind(1):
+            steps.append(self._correlation * steps[-1] + self._innovation_scale * innovation)
         return torch.stack(steps, 1)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
@@ -148,17 +148,17 @@ class GaussianHead(nn.Module):
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
         """Scale raw samples to actions, both [B, K, A]; -1 and 1 map to the action bounds."""
-        return self._centre + self._half * choice
+        return self._centre + self._half_range * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
         """Convert actions to raw samples, both [B, K, A]; the inverse of `to_actions`."""
-        return ((actions - self._centre) / self._half).astype(np.float32)
+        return ((actions - self._centre) / self._half_range).astype(np.float32)
 
 
-_LOG_ROOT = 0.5 * math.log(2 * math.pi)
+_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
-def _span(low: float | None, high: float | None) -> tuple[float, float]:
+def _get_centre_and_half_range(low: float | None, high: float | None) -> tuple[float, float]:
     """Return the centre and half-width of the action range; the width is 2 if one bound is missing."""
     if low is None and high is None:
         return 0.0, 1.0
@@ -170,7 +170,7 @@ def _span(low: float | None, high: float | None) -> tuple[float, float]:
 
 VALUE_HEAD = "value_head"
 
-_Init = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
+_Initialise = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
 """Function that initialises the weights of a layer with a given gain."""
 
 
@@ -183,15 +183,15 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        init = partial(_init, generator=generator, orthogonal=orthogonal)
-        self.encoder = _convolutions(shape, init) if shape.num_images else None
+        init = partial(_initialise_layer, generator=generator, orthogonal=orthogonal)
+        self.encoder = _build_convolutions(shape, init) if shape.num_images else None
         # Nearly uniform probabilities at first; orthogonal weights as in arXiv 2005.12729.
         widths = (shape.features, *shape.hidden)
-        self.policy = _dense((*widths, shape.num_actions * shape.outputs), shape.activation, init, gain=0.01)
+        self.policy = _build_mlp((*widths, shape.num_actions * shape.outputs), shape.activation, init, gain=0.01)
         self.head = self.build_head(shape, log_std, correlation)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
         self.value_head = (
-            _dense((*widths, shape.value_dim), shape.activation, init, gain=1.0) if shape.value_dim else None
+            _build_mlp((*widths, shape.value_dim), shape.activation, init, gain=1.0) if shape.value_dim else None
         )
 
     def build_head(self, shape: NetShape, log_std: LogStd, correlation: float) -> CategoricalHead | GaussianHead:
@@ -237,16 +237,20 @@ class RunningMoments(nn.Module):
         """Standardise x [B, S], and clip the result to +-10."""
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10.0, 10.0)
 
-    def take(self, x: Tensor) -> None:
+    def update(self, x: Tensor) -> None:
         """Update the statistics with vectors [B, S] (parallel algorithm of Chan, Golub and LeVeque, 1979)."""
         # In float32 the mean of millions of states would stop changing.
         x = x.double()
-        old, new = self.count.double(), float(len(x))
-        total = old + new
+        old_count, new_count = self.count.double(), float(len(x))
+        total = old_count + new_count
         delta = x.mean(0) - self.mean.double()
-        spread = self.var.double() * old + x.var(0, unbiased=False) * new + delta.square() * (old * new / total)
-        self.mean.copy_(self.mean.double() + delta * (new / total))
-        self.var.copy_(spread / total)
+        sum_of_squares = (
+            self.var.double() * old_count
+            + x.var(0, unbiased=False) * new_count
+            + delta.square() * (old_count * new_count / total)
+        )
+        self.mean.copy_(self.mean.double() + delta * (new_count / total))
+        self.var.copy_(sum_of_squares / total)
         self.count.copy_(total)
 
 
@@ -309,18 +313,18 @@ class ActorCriticPolicy:
         choice = on_device(self._net.head.from_actions(actions), self._device)
         logprob, _ = self._net.head.score(outputs, choice, 1.0)
         greedy = self._net.head.choose(outputs.detach(), None, 1.0)
-        right = (greedy == choice).float().flatten(1).mean(1)
+        correct = (greedy == choice).float().flatten(1).mean(1)
         error = None
         if greedy.is_floating_point():
-            away = np.abs(self._net.head.to_actions(greedy.cpu().numpy()) - actions).reshape(len(actions), -1)
-            error = on_device(away.mean(1, dtype=np.float32), self._device)
-        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=right, error=error)
+            distance = np.abs(self._net.head.to_actions(greedy.cpu().numpy()) - actions).reshape(len(actions), -1)
+            error = on_device(distance.mean(1, dtype=np.float32), self._device)
+        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=correct, error=error)
 
     @torch.no_grad()
     def take_statistics(self, obs: Observation) -> None:
         """Update the observation statistics with the states of a batch (see `LearnsStatistics`)."""
         if self._net.states is not None and len(obs):
-            self._net.states.take(on_device(np.ascontiguousarray(obs.state), self._device))
+            self._net.states.update(on_device(np.ascontiguousarray(obs.state), self._device))
 
     def save(self, folder: Path) -> None:
         """Write `model.safetensors` and `config.json`."""
@@ -346,27 +350,27 @@ class ActorCriticPolicy:
         return self._net.features(on_device(images, self._device), state)
 
 
-def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float) -> nn.Sequential:
+def _build_mlp(widths: tuple[int, ...], activation: str, init: _Initialise, *, gain: float) -> nn.Sequential:
     pairs = list(pairwise(widths))
     gains = [2.0**0.5] * (len(pairs) - 1) + [gain]
     layers: list[nn.Module] = []
-    for (a, b), own in zip(pairs, gains, strict=True):
-        layers += [init(nn.Linear(a, b), own), Tanh() if activation == "tanh" else nn.ReLU()]
+    for (a, b), layer_gain in zip(pairs, gains, strict=True):
+        layers += [init(nn.Linear(a, b), layer_gain), Tanh() if activation == "tanh" else nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def _convolutions(shape: NetShape, init: _Init) -> nn.Sequential:
+def _build_convolutions(shape: NetShape, init: _Initialise) -> nn.Sequential:
     """Build the convolutional layers that map images [B, P, H, W] to features [B, IMAGE_FEATURES]."""
-    planes = (shape.planes, *CHANNELS)
+    channels = (shape.input_channels, *CHANNELS)
     layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(planes):
+    for inputs, outputs in pairwise(channels):
         conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1)
         layers += [init(conv, 2.0**0.5), nn.ReLU()]
-    dense = init(nn.Linear(shape.convolved, IMAGE_FEATURES), 2.0**0.5)
-    return nn.Sequential(*layers, _Flat(), dense, nn.ReLU())
+    dense = init(nn.Linear(shape.conv_features, IMAGE_FEATURES), 2.0**0.5)
+    return nn.Sequential(*layers, _Flatten(), dense, nn.ReLU())
 
 
-class _Flat(nn.Flatten):
+class _Flatten(nn.Flatten):
     """Flatten layer whose gradient has the memory format of the convolutions."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -376,7 +380,9 @@ class _Flat(nn.Flatten):
         return input.flatten(1)
 
 
-def _init(layer: nn.Linear | nn.Conv2d, gain: float, *, generator: torch.Generator, orthogonal: bool) -> nn.Module:
+def _initialise_layer(
+    layer: nn.Linear | nn.Conv2d, gain: float, *, generator: torch.Generator, orthogonal: bool
+) -> nn.Module:
     assert layer.bias is not None
     if orthogonal:
         nn.init.orthogonal_(layer.weight, gain, generator=generator)

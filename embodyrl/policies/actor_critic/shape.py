@@ -62,12 +62,12 @@ class NetShape:
         return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
 
     @property
-    def planes(self) -> int:
+    def input_channels(self) -> int:
         """Number of input channels of the first convolution: channels of all images."""
         return self.num_images * (1 if self.grey else 3)
 
     @property
-    def convolved(self) -> int:
+    def conv_features(self) -> int:
         """Number of convolutional features: flattened outputs of the last convolution."""
         height, width = self.image_size
         for _ in CHANNELS:
@@ -82,14 +82,14 @@ class NetShape:
     @property
     def num_parameters(self) -> int:
         """Number of weights and biases."""
-        count = _dense((self.features, *self.hidden, self.num_actions * self.outputs))
+        count = _count_mlp_parameters((self.features, *self.hidden, self.num_actions * self.outputs))
         count += 0 if self.sizes or self.squashed else self.action_dim
         if self.value_dim:
-            count += _dense((self.features, *self.hidden, self.value_dim))
+            count += _count_mlp_parameters((self.features, *self.hidden, self.value_dim))
         if self.num_images:
-            planes = (self.planes, *CHANNELS)
-            count += sum(9 * a * b + b for a, b in pairwise(planes))
-            count += _dense((self.convolved, IMAGE_FEATURES))
+            channels = (self.input_channels, *CHANNELS)
+            count += sum(9 * a * b + b for a, b in pairwise(channels))
+            count += _count_mlp_parameters((self.conv_features, IMAGE_FEATURES))
         return count
 
     def save(self, folder: Path) -> None:
@@ -111,22 +111,22 @@ class NetShape:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."
             ) from error
-        mine = json.loads(json.dumps(asdict(self)))
+        expected = json.loads(json.dumps(asdict(self)))
         # Defaults for older folders.
-        older = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False}
-        older |= {"squashed": False, "grey": False}
-        saved = older | {"cameras": mine["cameras"]} | saved
-        wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
-        if wrong:
-            differences = ", ".join(f"{key} is {saved.get(key)} (this run needs {mine[key]})" for key in wrong)
-            cure = "Use the environment and model settings of the training run."
-            if "grey" in wrong:
-                cure = (
+        defaults = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False}
+        defaults |= {"squashed": False, "grey": False}
+        saved = defaults | {"cameras": expected["cameras"]} | saved
+        mismatches = [key for key in expected if key != "value_dim" and saved.get(key) != expected[key]]
+        if mismatches:
+            differences = ", ".join(f"{key} is {saved.get(key)} (this run needs {expected[key]})" for key in mismatches)
+            fix = "Use the environment and model settings of the training run."
+            if "grey" in mismatches:
+                fix = (
                     "Older policies and data sets store grey images as three equal channels: train the policy again, "
                     "on new demonstrations."
                 )
-            raise CheckpointError(f"{path} does not fit this run: {differences}. {cure}")
+            raise CheckpointError(f"{path} does not fit this run: {differences}. {fix}")
 
 
-def _dense(widths: tuple[int, ...]) -> int:
+def _count_mlp_parameters(widths: tuple[int, ...]) -> int:
     return sum(a * b + b for a, b in pairwise(widths))

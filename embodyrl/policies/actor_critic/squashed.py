@@ -18,9 +18,9 @@ class SquashedActorCritic(ActorCritic):
 
     def build_head(self, shape: NetShape, log_std: LogStd, correlation: float) -> SquashedHead:
         """Build the action distribution; `log_std`: initial bias of the log standard deviations."""
-        last = self.policy[-1]
-        assert isinstance(last, nn.Linear)
-        last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = torch.as_tensor(log_std)
+        last_layer = self.policy[-1]
+        assert isinstance(last_layer, nn.Linear)
+        last_layer.bias.data.view(shape.num_actions, 2, -1)[:, 1] = torch.as_tensor(log_std)
         return SquashedHead(shape.low, shape.high)
 
 

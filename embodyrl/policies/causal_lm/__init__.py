@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
+from embodyrl.policies.causal_lm.sizes import TextSizes, read_image_sizes, read_sizes
 from embodyrl.policies.inputs import missing_weights
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.text.chat import ChatTemplate, roles_problem, unnamed_end
@@ -23,7 +23,7 @@ from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySp
 BYTES_PER_TOKEN = 32
 """Maximum bytes per token of a reply, far above the average of any language; longer replies are truncated."""
 
-BYTES_OF_PROMPT_TOKEN = 4
+BYTES_PER_PROMPT_TOKEN = 4
 """Average bytes per token of a prompt; English text has four to five."""
 
 RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"})
@@ -36,21 +36,21 @@ class CausalLMFactory:
     """Builds `CausalLMPolicy`; implements `PolicyFactory`."""
 
     name: str
-    start: str | None = None
+    default_folder: str | None = None
     """Folder in this package with config and character tokenizer of a small Llama, used if `model.path` is not set.
 
     The weights are initialised from the seed."""
-    start_parameters: int = 0
-    sees: bool = False
+    default_num_parameters: int = 0
+    reads_images: bool = False
     """True for a vision-language model (`AutoModelForImageTextToText`), which accepts images in prompts."""
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:
         """Return config errors with fixes, one line each."""
         if cfg.path is None:
-            if self.start is not None:
+            if self.default_folder is not None:
                 return []
-            kind = "vision-" if self.sees else "causal "
+            kind = "vision-" if self.reads_images else "causal "
             return [f"model.path is not set: {self.name} needs the folder of a Hugging Face {kind}language model."]
         try:
             folder = language_model_folder(cfg.path)
@@ -78,57 +78,62 @@ class CausalLMFactory:
         folder = self.folder(cfg)
         template = ChatTemplate.of(cfg, folder)
         if template is not None:
-            found = (roles_problem(template, roles, parts=self.sees) for roles in env.text.roles)
-            if problems := [f"model.path={cfg.path}: {problem}" for problem in found if problem]:
+            role_problems = (roles_problem(template, roles, parts=self.reads_images) for roles in env.text.roles)
+            if problems := [f"model.path={cfg.path}: {problem}" for problem in role_problems if problem]:
                 raise ConfigError(problems[0])
-        ending = None if template is None else unnamed_end(template, folder, parts=self.sees)
-        shown = len(env.cameras.names) if self.sees else 0
+        end_warning = None if template is None else unnamed_end(template, folder, parts=self.reads_images)
+        num_images = len(env.cameras.names) if self.reads_images else 0
         return PolicySpec(
-            inputs=InputSpec(instructions=True, num_images=shown),
+            inputs=InputSpec(instructions=True, num_images=num_images),
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=1,
             tokens_per_chunk=cfg.num_action_chunks,
             value_dim=value_dim,
-            warnings=(ending,) if ending else (),
+            warnings=(end_warning,) if end_warning else (),
             action_kinds=frozenset({ActionKind.text}),
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
-            rates=not (cfg.is_lora or self.sees),
+            rates=not (cfg.is_lora or self.reads_images),
         )
 
     def costs(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs from config.json and the headers of the weight files."""
         folder = self.folder(cfg)
-        size, shown = read_sizes(folder), len(env.cameras.names) if self.sees else 0
+        size, num_images = read_sizes(folder), len(env.cameras.names) if self.reads_images else 0
         tokens = cfg.num_action_chunks
         if env.text.prompt_tokens:
             tokens = max(1, env.text.max_replies) * tokens + env.text.prompt_tokens
         else:
-            tokens += -(-env.text.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
+            tokens += -(-env.text.prompt_bytes // BYTES_PER_PROMPT_TOKEN)
         per_token = size.per_token(half=cfg.half, adapters=cfg.is_lora)
-        total = self.start_parameters if cfg.path is None else _count(folder)
-        adapters, tower = size.adapter_parameters(cfg.lora.r), 0
-        if self.sees:
-            seen = read_picture_sizes(folder, *env.cameras.size)
-            tokens += shown * seen.tokens
-            tower = shown * seen.patches * seen.tower.layers * seen.tower.per_token(half=cfg.half, adapters=cfg.is_lora)
-            adapters += seen.tower.adapter_parameters(cfg.lora.r)
-        stream = 4 if not (cfg.half and cfg.is_lora) else 2
+        total = self.default_num_parameters if cfg.path is None else _count_parameters(folder)
+        adapters, tower_bytes = size.adapter_parameters(cfg.lora.r), 0
+        if self.reads_images:
+            image_sizes = read_image_sizes(folder, *env.cameras.size)
+            tokens += num_images * image_sizes.tokens
+            tower_bytes = (
+                num_images
+                * image_sizes.patches
+                * image_sizes.tower.layers
+                * image_sizes.tower.per_token(half=cfg.half, adapters=cfg.is_lora)
+            )
+            adapters += image_sizes.tower.adapter_parameters(cfg.lora.r)
+        residual_bytes = 4 if not (cfg.half and cfg.is_lora) else 2
         return PolicyCosts(
             num_parameters=total,
-            num_trained=adapters + _whole(cfg, size) if cfg.is_lora else None,
-            activation_bytes=tokens * size.layers * per_token + tower,
+            num_trained=adapters + _count_full_parameters(cfg, size) if cfg.is_lora else None,
+            activation_bytes=tokens * size.layers * per_token + tower_bytes,
             shared_bytes=(0, 0)
-            if self.sees
+            if self.reads_images
             else size.shared_bytes(
                 tokens - cfg.num_action_chunks, cfg.num_action_chunks, half=cfg.half, adapters=cfg.is_lora
             ),
-            recomputed_bytes=tokens * size.layers * stream * size.width + tower,
+            recomputed_bytes=tokens * size.layers * residual_bytes * size.width + tower_bytes,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,
             logit_bytes=size.logit_bytes(cfg.num_action_chunks),
             scoring_bytes=size.scoring_bytes(half=cfg.half, adapters=cfg.is_lora),
-            acting_bytes=tokens * size.layers * (6 if cfg.half else 8) * size.keys + 12 * size.vocabulary,
+            acting_bytes=tokens * size.layers * (6 if cfg.half else 8) * size.kv_width + 12 * size.vocabulary,
             sample_tokens=tokens,
             reply_tokens=cfg.num_action_chunks,
             forward_flops=2.0 * total * tokens,
@@ -151,22 +156,22 @@ class CausalLMFactory:
         Raises:
             CheckpointError: the folder cannot be loaded.
         """
-        from embodyrl.policies.causal_lm.critic import WithCritic
+        from embodyrl.policies.causal_lm.critic import PolicyWithCritic
 
         if request.critic is None:
             return self._build(cfg, request)
         # A critic has no adapters: all its weights are trained and stored in its folder.
         critic = self._build(cfg.whole(request.critic), replace(request, backend="hf"))
-        return WithCritic(self._build(cfg, replace(request, value_dim=0)), critic, request.critic)
+        return PolicyWithCritic(self._build(cfg, replace(request, value_dim=0)), critic, request.critic)
 
     def _build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
         spec = self.spec(cfg, request.env, request.value_dim)
-        return CausalLMPolicy(spec, cfg, self.folder(cfg), request, sees=self.sees)
+        return CausalLMPolicy(spec, cfg, self.folder(cfg), request, reads_images=self.reads_images)
 
     def folder(self, cfg: CausalLMSettings) -> Path:
-        path = cfg.path or self.start
+        path = cfg.path or self.default_folder
         assert path is not None, "`validate` refuses it"
         folder = language_model_folder(path)
         if (folder / "adapter").is_dir() and not (folder / "config.json").is_file():
@@ -177,12 +182,12 @@ class CausalLMFactory:
         return folder
 
 
-def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
+def _count_full_parameters(cfg: CausalLMSettings, size: TextSizes) -> int:
     """Return the number of parameters of embeddings and output matrix that are trained in full, next to adapters."""
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 
-def _count(folder: Path) -> int:
+def _count_parameters(folder: Path) -> int:
     """Return the number of parameters from the headers of the weight files.
 
     Raises:
@@ -199,7 +204,9 @@ def _count(folder: Path) -> int:
 
 
 CAUSAL_LM = CausalLMFactory(name="causal_lm")
-TINY = CausalLMFactory(name="causal_lm_tiny", start="assets/causal_lm_tiny", start_parameters=533_120)
-VISION_LM = CausalLMFactory(name="vision_lm", sees=True)
-VISION_TINY = CausalLMFactory(name="vision_lm_tiny", start="assets/vision_lm_tiny", start_parameters=590_592, sees=True)
+TINY = CausalLMFactory(name="causal_lm_tiny", default_folder="assets/causal_lm_tiny", default_num_parameters=533_120)
+VISION_LM = CausalLMFactory(name="vision_lm", reads_images=True)
+VISION_TINY = CausalLMFactory(
+    name="vision_lm_tiny", default_folder="assets/vision_lm_tiny", default_num_parameters=590_592, reads_images=True
+)
 """Tiny vision-language model (Idefics3) with a one-layer vision tower and four tokens per image."""

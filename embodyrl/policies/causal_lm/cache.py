@@ -21,90 +21,90 @@ class ReservedLayer(DynamicLayer):
     Gradients are not supported, because new tokens are written in place.
     """
 
-    def __init__(self, longest: int) -> None:
-        """Set up an empty layer; `longest`: maximum number of tokens, which limits the reserved space."""
+    def __init__(self, max_tokens: int) -> None:
+        """Set up an empty layer; `max_tokens`: maximum number of tokens, which limits the reserved space."""
         super().__init__()
-        self._longest = longest
-        self._space: tuple[Tensor, Tensor] | None = None
+        self._max_tokens = max_tokens
+        self._reserved: tuple[Tensor, Tensor] | None = None
         self._filled: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, t, D]; return all keys and values, as views of the reserved space."""
-        before, length = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
-        if not before:
+        old_length, length = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
+        if not old_length:
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None
         assert self.values is not None
         # `batch_select_indices` replaces the keys.
-        if self._space is None or self.keys is not self._filled or length > self._space[0].shape[-2]:
-            size = max(length, min(self._longest, length + max(_MIN_RESERVED, length // 4)))
-            self._space = _extended(self.keys, size), _extended(self.values, size)
-        for space, new in zip(self._space, (key_states, value_states), strict=True):
-            space[..., before:length, :] = new
-        self.keys, self.values = (space[..., :length, :] for space in self._space)
+        if self._reserved is None or self.keys is not self._filled or length > self._reserved[0].shape[-2]:
+            size = max(length, min(self._max_tokens, length + max(_MIN_RESERVED, length // 4)))
+            self._reserved = _extend(self.keys, size), _extend(self.values, size)
+        for reserved, new in zip(self._reserved, (key_states, value_states), strict=True):
+            reserved[..., old_length:length, :] = new
+        self.keys, self.values = (reserved[..., :length, :] for reserved in self._reserved)
         self._filled = self.keys
         return self.keys, self.values
 
 
-def _extended(old: Tensor, size: int) -> Tensor:
+def _extend(old: Tensor, size: int) -> Tensor:
     """Return a copy of a tensor [..., t, D] with space for `size` tokens."""
     new = old.new_empty(*old.shape[:-2], size, old.shape[-1])
     new[..., : old.shape[-2], :] = old
     return new
 
 
-def reserved_cache(config: Any, longest: int) -> DynamicCache:
+def reserved_cache(config: Any, max_tokens: int) -> DynamicCache:
     """Return an empty cache for a model's config, with reserved space in all full-attention layers.
 
     Other layers, such as sliding-window attention, are unchanged.
     """
     cache = DynamicCache(config=config)
-    cache.layers = [ReservedLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [ReservedLayer(max_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-_LARGEST_GAP = {False: 1e-3, True: 0.5}
+_MAX_DISTANCE = {False: 1e-3, True: 0.5}
 """Largest total variation distance of a model's next token with and without cache, by whether it computes in half
 precision, whose rounding changes the experts of a token."""
 
 
 @torch.no_grad()
-def check_cache(net: Any, tokens: Sequence[int], *, half: bool) -> None:
+def check_cache(model: Any, tokens: Sequence[int], *, half: bool) -> None:
     """Check that a language model continues padded prompts of a cache as it continues the same tokens without one.
 
     Args:
-        net: the `LanguageModel`.
+        model: the `LanguageModel`.
         tokens: six tokens that are not images.
         half: True if the model computes in half precision.
 
     Raises:
         CheckpointError: the probabilities differ, or the model has another kind of cache, as recurrent models have.
     """
-    device = next(net.parameters()).device
+    device = next(model.parameters()).device
     *prompt, last = torch.tensor(tokens, device=device)
     ids = torch.stack([torch.stack([prompt[0]] * 3 + prompt[:2]), torch.stack(prompt)])
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    swapped = torch.tensor([1, 0], device=device)
+    swap = torch.tensor([1, 0], device=device)
     try:
-        positions, cache = net.positions(ids, mask, {}), reserved_cache(net.lm.config, len(tokens))
-        net(ids, mask, positions, 1, cache)
-        cache.reorder_cache(swapped)  # type: ignore[arg-type]
-        longer = torch.cat([mask[swapped], mask.new_ones(2, 1)], 1)
-        cached, _ = net(last.expand(2, 1), longer, positions[swapped, -1:] + 1, 1, cache)
-        whole = [torch.cat([row, last[None]])[None] for row in (ids[0, 3:], ids[1])]
-        plain = torch.cat([net.lm(input_ids=row, use_cache=False).logits[:, -1].float() for row in whole])
-        gap = float((cached[:, 0].softmax(-1) - plain[swapped].softmax(-1)).abs().sum(-1).max()) / 2
+        positions, cache = model.positions(ids, mask, {}), reserved_cache(model.lm.config, len(tokens))
+        model(ids, mask, positions, 1, cache)
+        cache.reorder_cache(swap)  # type: ignore[arg-type]
+        longer_mask = torch.cat([mask[swap], mask.new_ones(2, 1)], 1)
+        cached, _ = model(last.expand(2, 1), longer_mask, positions[swap, -1:] + 1, 1, cache)
+        full_rows = [torch.cat([row, last[None]])[None] for row in (ids[0, 3:], ids[1])]
+        uncached = torch.cat([model.lm(input_ids=row, use_cache=False).logits[:, -1].float() for row in full_rows])
+        distance = float((cached[:, 0].softmax(-1) - uncached[swap].softmax(-1)).abs().sum(-1).max()) / 2
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        gap, reason = None, one_line(error).rstrip(".")
+        distance, reason = None, one_line(error).rstrip(".")
     else:
-        reason = f"the probabilities of the next token differ by {gap:.2g} from those without a cache"
-    if gap is None or not gap <= _LARGEST_GAP[half]:
+        reason = f"the probabilities of the next token differ by {distance:.2g} from those without a cache"
+    if distance is None or not distance <= _MAX_DISTANCE[half]:
         raise CheckpointError(
-            f"Models of the type '{net.lm.config.model_type}' cannot generate replies with a cache of padded prompts: "
-            f"{reason}. Use a model with attention or hybrid layers, or rollout.backend=vllm."
+            f"Models of the type '{model.lm.config.model_type}' cannot generate replies with a cache of padded "
+            f"prompts: {reason}. Use a model with attention or hybrid layers, or rollout.backend=vllm."
         )
 
 

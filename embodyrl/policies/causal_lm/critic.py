@@ -13,7 +13,7 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, Poli
 CRITIC_FOLDER = "critic"
 
 
-class WithCritic:
+class PolicyWithCritic:
     """Text policy with a separate critic model that computes the values; implements `TextPolicy` and `HasEngine`.
 
     The critic's weights are part of the module's `value_head`, so that they have the learning rate, the gradient limit
@@ -26,12 +26,12 @@ class WithCritic:
         Raises:
             ConfigError: the critic of `path` has another tokenizer.
         """
-        own, other = (getattr(one, "vocabulary", None) for one in (policy, critic))
-        if own is None or own != other:
+        vocabulary, critic_vocabulary = (getattr(part, "vocabulary", None) for part in (policy, critic))
+        if vocabulary is None or vocabulary != critic_vocabulary:
             raise ConfigError(
                 f"critic.path={path}: its tokenizer differs from the policy's. Use a model of the same family."
             )
-        self.vocabulary = own
+        self.vocabulary = vocabulary
         self.alone = policy
         """Policy without the critic, used as the reference policy."""
         self._policy, self._critic = policy, critic
@@ -48,10 +48,10 @@ class WithCritic:
         if (version := weights_version(self.module)) != self._version:
             weights_changed(self._policy.module)  # an engine loads its weights from there
             self._version = version
-        out = self._policy.act(obs, noise=noise, temperature=temperature)
+        output = self._policy.act(obs, noise=noise, temperature=temperature)
         with torch.no_grad():
-            value = self._critic.score(obs, out.tokens).value.float().cpu().numpy()
-        return replace(out, value=value)
+            value = self._critic.score(obs, output.tokens).value.float().cpu().numpy()
+        return replace(output, value=value)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return the policy's scores of tokens, with values of the critic (see `Policy.score`)."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from embodyrl.config.paths import cache_dir
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, seeds_of, unwritten
+from embodyrl.policies.causal_lm.sampling import ROUNDING, allocate_outputs, get_reply_seeds, to_vllm_params
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
@@ -33,16 +33,16 @@ def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
     """
     cache = cache_dir() / "vllm"
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as made:
-        written = Path(made) / "model"
-        written.mkdir()
-        save(written)
-        folder = cache / hashlib.sha256((written / "config.json").read_bytes()).hexdigest()[:16]
+    with tempfile.TemporaryDirectory(dir=cache) as temporary_folder:
+        new_folder = Path(temporary_folder) / "model"
+        new_folder.mkdir()
+        save(new_folder)
+        folder = cache / hashlib.sha256((new_folder / "config.json").read_bytes()).hexdigest()[:16]
         with open(f"{folder}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the start of a worker has a deadline
             shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
             try:
-                yield written.rename(folder)
+                yield new_folder.rename(folder)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -50,7 +50,7 @@ def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
 class VllmEngine:
     """vLLM engine in this process, with the weights of the policy's module."""
 
-    tempered = True
+    includes_temperature = True
     """True because the returned log-probabilities include the temperature."""
 
     def __init__(self, save: Callable[[Path], None], request: PolicyRequest, *, dtype: str) -> None:
@@ -87,14 +87,14 @@ class VllmEngine:
             )
         self._synced: int | None = None
         self._checked = self._asleep = False
-        self._sleeps = bool(request.engine.get("enable_sleep_mode"))
+        self._can_sleep = bool(request.engine.get("enable_sleep_mode"))
 
     def sleep(self) -> None:
         """Free the engine's GPU memory until the next `sync`, if `enable_sleep_mode` is set.
 
         Weights are dropped instead of copied to the host, because training changes them.
         """
-        if self._sleeps and not self._asleep:
+        if self._can_sleep and not self._asleep:
             self._llm.sleep(level=2)
             self._asleep = True
 
@@ -126,48 +126,53 @@ class VllmEngine:
         self._synced = version
 
     def _check(self, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]) -> None:
-        (output,) = self._ask([probe], [self._engine_sampling(temperature=0.0, max_tokens=1, logprobs=0)])
+        (output,) = self._run([probe], [self._engine_sampling(temperature=0.0, max_tokens=1, logprobs=0)])
         token = output.token_ids[0]
-        gap = abs(output.logprobs[0][token].logprob - logprob(probe, token))
-        if not gap <= ROUNDING[self._dtype]:
+        difference = abs(output.logprobs[0][token].logprob - logprob(probe, token))
+        if not difference <= ROUNDING[self._dtype]:
             raise EmbodyError(
                 f"vLLM does not have the actor's weights after the first update: log-probabilities differ by "
-                f"{gap:.3g}. Likely cause: a model whose weights vLLM cannot reload in place. Use rollout.backend=hf."
+                f"{difference:.3g}. Likely cause: a model whose weights vLLM cannot reload in place. Use "
+                f"rollout.backend=hf."
             )
         self._checked = True
 
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
     ) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Return tokens (-1 after the end) and log-probabilities, both [B, limit], and the top tokens (see `no_best`).
+        """Return tokens (-1 after the end) and log-probabilities, both [B, limit], and the top tokens.
+
+        Top tokens have the layout of `allocate_top_tokens`.
 
         Each reply's seed is derived from its noise; on a GPU only in deterministic mode, because vLLM samples
         seeded replies one by one.
         """
         seeds: list[int | None] = [None] * len(prompts)
         if noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()):
-            seeds = [*seeds_of(noise)]
+            seeds = [*get_reply_seeds(noise)]
         params = [
             self._engine_sampling(
                 temperature=0.0 if noise is None else temperature,
                 detokenize=bool(self._sampling.stop),  # a sixth of the time of a small model
                 max_tokens=limit,
                 seed=seed,
-                **in_words_of_vllm(self._sampling, top),
+                **to_vllm_params(self._sampling, top),
             )
             for seed in seeds
         ]
-        tokens, logprobs, best = unwritten(len(prompts), limit, top)
-        for i, output in enumerate(self._ask(prompts, params)):
-            said = list(output.token_ids)
-            tokens[i, : len(said)] = said
-            logprobs[i, : len(said)] = [step[token].logprob for step, token in zip(output.logprobs, said, strict=True)]
+        tokens, logprobs, top_tokens = allocate_outputs(len(prompts), limit, top)
+        for i, output in enumerate(self._run(prompts, params)):
+            token_ids = list(output.token_ids)
+            tokens[i, : len(token_ids)] = token_ids
+            logprobs[i, : len(token_ids)] = [
+                step[token].logprob for step, token in zip(output.logprobs, token_ids, strict=True)
+            ]
             for t, step in enumerate(output.logprobs if top else ()):
                 ranked = sorted(step.items(), key=lambda item: -item[1].logprob)[:top]
-                pairs = [(said[t], step[said[t]].logprob), *((token, found.logprob) for token, found in ranked)]
-                best[i, t, : len(pairs)] = pairs
-        return tokens, logprobs, best
+                pairs = [(token_ids[t], step[token_ids[t]].logprob), *((token, info.logprob) for token, info in ranked)]
+                top_tokens[i, t, : len(pairs)] = pairs
+        return tokens, logprobs, top_tokens
 
-    def _ask(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [result.outputs[0] for result in self._llm.generate(asked, params, use_tqdm=False)]
+    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [result.outputs[0] for result in self._llm.generate(requests, params, use_tqdm=False)]

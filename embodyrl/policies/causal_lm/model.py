@@ -19,7 +19,7 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
 )
-from transformers.utils import logging as bars
+from transformers.utils import logging as transformers_logging
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
@@ -38,19 +38,19 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
+def hide_progress_bars() -> Iterator[None]:
     """Suppress transformers' progress bars while weights are read or written; runs have their own progress line."""
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
-            bars.enable_progress_bar()
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def _suppress_warnings() -> Iterator[None]:
     """Suppress peft's warnings about tied embeddings, which `untie` and exports handle."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s).*(`tie_word_embeddings=True`|no longer tied)")
@@ -58,7 +58,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
+def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_images: bool = False) -> tuple[Any, Any]:
     """Return (model, tokenizer), or (model, processor) for a vision-language model, without executing remote code.
 
     With a `seed`, weights are initialised randomly: the folder contains none.
@@ -75,7 +75,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
         )
     try:
         kind, model_kind = (
-            (AutoProcessor, AutoModelForImageTextToText) if sees else (AutoTokenizer, AutoModelForCausalLM)
+            (AutoProcessor, AutoModelForImageTextToText) if reads_images else (AutoTokenizer, AutoModelForCausalLM)
         )
         processor = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         if seed is not None:
@@ -83,8 +83,8 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 return nn.Module.to(model_kind.from_config(config), dtype), processor
-        with without_bars():
-            loaded: Any = model_kind.from_pretrained(
+        with hide_progress_bars():
+            result: Any = model_kind.from_pretrained(
                 folder,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -93,7 +93,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        kind = "vision-language" if sees else "causal language"
+        kind = "vision-language" if reads_images else "causal language"
         raise CheckpointError(
             f"{folder} cannot be loaded as a {kind} model: {one_line(error).rstrip('.')}. Use another model."
         ) from error
@@ -104,10 +104,10 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
             "video support (Qwen-VL, SmolVLM) usually need `pip install torchvision num2words` (from PyTorch's "
             "package index)."
         ) from error
-    model, info = loaded
-    if wrong := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):
+    model, info = result
+    if bad_keys := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):
         raise CheckpointError(
-            f"{folder} has missing or mismatched weights: {', '.join(wrong[:5])}. Download the files again."
+            f"{folder} has missing or mismatched weights: {', '.join(bad_keys[:5])}. Download the files again."
         )
     return model, processor
 
@@ -133,7 +133,7 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
             raise CheckpointError(f"model.lora.path: {problem}")
         file = folder / _ADAPTER_CONFIG
         check_keys(read_json(file), file, ignored=(*ADAPTER_FIELDS, *_FIELDS), only=_ONLY, fix="Use a LoRA adapter.")
-        with _without_warnings():
+        with _suppress_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
             if cfg.is_lora:
                 return adapted
@@ -151,7 +151,7 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
         modules_to_save=lora.modules_to_save or None,
         task_type="CAUSAL_LM",
     )
-    with _without_warnings():
+    with _suppress_warnings():
         adapted = get_peft_model(model, config)
     for name, parameter in adapted.named_parameters() if trainable else ():
         if ".modules_to_save." in name:  # AdamW's steps would be lost in bfloat16
@@ -175,11 +175,11 @@ class LanguageModel(nn.Module):
         ids: Tensor,
         mask: Tensor,
         positions: Tensor,
-        keep: int,
+        num_positions: int,
         cache: DynamicCache | None = None,
         **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return float32 logits [B, keep, V] and values [B, keep] of the last `keep` positions.
+        """Return float32 logits [B, n, V] and values [B, n] of the last n = `num_positions` positions.
 
         Without a value head, the values are zeros.
 
@@ -191,26 +191,28 @@ class LanguageModel(nn.Module):
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
-            logits_to_keep=keep,
+            logits_to_keep=num_positions,
             output_hidden_states=self.value_head is not None,
             **image_inputs,
         )
         logits = out.logits.float()
         if self.value_head is None:
             return logits, logits.new_zeros(logits.shape[:2])
-        return logits, self._values(out.hidden_states[-1][:, -keep:], logits[..., 0])
+        return logits, self._compute_values(out.hidden_states[-1][:, -num_positions:], logits[..., 0])
 
     def positions(self, ids: Tensor, mask: Tensor, image_inputs: dict[str, Tensor]) -> Tensor:
         """Return positions [B, T], or [n, B, T] for models with n position axes for images, as in `generate`."""
-        in_text = (mask.cumsum(1) - 1).clamp(min=0)
-        owner = next((m for m in (self._whole.base_model, self._whole) if hasattr(m, "get_rope_index")), None)
-        if owner is None or "image_grid_thw" not in image_inputs:
-            return in_text
-        in_images, _ = owner.get_rope_index(ids, attention_mask=mask, **image_inputs)
-        return torch.cat([in_text[None], in_images])
+        text_positions = (mask.cumsum(1) - 1).clamp(min=0)
+        rope_model = next(
+            (m for m in (self._base_model.base_model, self._base_model) if hasattr(m, "get_rope_index")), None
+        )
+        if rope_model is None or "image_grid_thw" not in image_inputs:
+            return text_positions
+        image_positions, _ = rope_model.get_rope_index(ids, attention_mask=mask, **image_inputs)
+        return torch.cat([text_positions[None], image_positions])
 
     @property
-    def _whole(self) -> Any:
+    def _base_model(self) -> Any:
         """Return the model without its adapters."""
         return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
 
@@ -221,28 +223,28 @@ class LanguageModel(nn.Module):
 
     def head_is_last(self, precision: torch.autocast) -> bool:
         """Return True if the logits are the output matrix times the last hidden states, without scaling or capping."""
-        given: list[tuple[Tensor, Tensor]] = []
+        calls: list[tuple[Tensor, Tensor]] = []
 
         def replace(head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             logits = torch.linspace(-50, 50, out.numel(), device=out.device).to(out.dtype).view_as(out)
-            given.append((args[0], logits))
+            calls.append((args[0], logits))
             return logits
 
         ids = torch.zeros(1, 1, dtype=torch.int64, device=next(self.parameters()).device)
         handle = self.lm.get_output_embeddings().register_forward_hook(replace)
         with handle, torch.no_grad(), precision:
             out = self.lm(input_ids=ids, use_cache=False)
-            last = getattr(self._whole.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
-        if len(given) != 1 or last is None:
+            last = getattr(self._base_model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+        if len(calls) != 1 or last is None:
             return False
-        hidden, logits = given[0]
+        hidden, logits = calls[0]
         return bool((out.logits == logits).all()) and hidden.shape == last.shape and bool((hidden == last).all())
 
     def hidden(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **image_inputs: Tensor
     ) -> Tensor:
         """Return the last hidden states [B, T, D]; only for models with `head_is_last`."""
-        out = self._whole.base_model(
+        out = self._base_model.base_model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
@@ -252,7 +254,7 @@ class LanguageModel(nn.Module):
         )
         return out.last_hidden_state
 
-    def last_scores(
+    def compute_last_scores(
         self,
         ids: Tensor,
         mask: Tensor,
@@ -260,81 +262,84 @@ class LanguageModel(nn.Module):
         count: int,
         temperature: float,
         *,
-        plain: bool,
+        plain_head: bool,
         **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return, for each of the last `count` tokens, the results of `scores_of` and the value.
+        """Return, for each of the last `count` tokens, the results of `compute_scores` and the value.
 
-        `plain`: True if `head_is_last`; the logits of long replies are then computed in chunks.
+        `plain_head`: True if `head_is_last`; the logits of long replies are then computed in chunks.
         """
-        said = ids[:, -count:]
-        if plain and said.numel() * self.vocabulary > CHUNK_LOGITS:
+        tokens = ids[:, -count:]
+        if plain_head and tokens.numel() * self.vocabulary > CHUNK_LOGITS:
             hidden = self.hidden(ids, mask, positions, None, **image_inputs)[:, -count - 1 : -1]
-            return self.scores_of_hidden(hidden, said, temperature)
+            return self.compute_scores_of_hidden(hidden, tokens, temperature)
         logits, value = self(ids, mask, positions, count + 1, **image_inputs)
-        return *scores_of(logits[:, :-1], said, temperature), value[:, :-1]
+        return *compute_scores(logits[:, :-1], tokens, temperature), value[:, :-1]
 
-    def scores_of_hidden(
-        self, hidden: Tensor, said: Tensor, temperature: float
+    def compute_scores_of_hidden(
+        self, hidden: Tensor, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy, argmax match (see `scores_of`) and value of each token in `said` [B, n].
+        """Return the results of `compute_scores` and the value of each token in `tokens` [B, n].
 
         `hidden` [B, n, D] are the states that predict the tokens. At most `CHUNK_LOGITS` logits are stored; with
         several chunks, logits are recomputed in the backward pass.
         """
         head = self.lm.get_output_embeddings()
-        if said.numel() * self.vocabulary <= CHUNK_LOGITS:
-            scored = scores_of(head(hidden), said, temperature)
-            return *scored, self._values(hidden, scored[0])
-        rows, chosen = hidden.flatten(0, 1), said.flatten()
+        if tokens.numel() * self.vocabulary <= CHUNK_LOGITS:
+            token_scores = compute_scores(head(hidden), tokens, temperature)
+            return *token_scores, self._compute_values(hidden, token_scores[0])
+        rows, chosen = hidden.flatten(0, 1), tokens.flatten()
         size = max(1, CHUNK_LOGITS // self.vocabulary)
 
         def scores(rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return scores_of(head(rows), chosen, temperature)
+            return compute_scores(head(rows), chosen, temperature)
 
         parts = [
             checkpoint(scores, rows[i : i + size], chosen[i : i + size], use_reentrant=False)
             for i in range(0, len(rows), size)
         ]
-        first, second, third = (torch.cat(part).view_as(said) for part in zip(*parts, strict=True))
-        return first, second, third, self._values(hidden, first)
+        first, second, third = (torch.cat(part).view_as(tokens) for part in zip(*parts, strict=True))
+        return first, second, third, self._compute_values(hidden, first)
 
-    def _values(self, hidden: Tensor, like: Tensor) -> Tensor:
+    def _compute_values(self, hidden: Tensor, template: Tensor) -> Tensor:
         """Return values [B, n] of hidden states [B, n, D]; zeros without a head."""
         if self.value_head is None:
-            return torch.zeros_like(like)
+            return torch.zeros_like(template)
         return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
 
 class _Scores(torch.autograd.Function):
-    """Autograd function of `scores_of`, because separate operations would store tensors even for an unused entropy."""
+    """Autograd function of `compute_scores`.
+
+    Separate operations would store tensors even for an unused entropy.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         scaled = logits.float() / temperature
-        best, log_probs = scaled.argmax(-1) == said, scaled.log_softmax(-1)
+        is_best, log_probs = scaled.argmax(-1) == tokens, scaled.log_softmax(-1)
         del scaled
         entropy = -log_probs.exp().mul_(log_probs).sum(-1)
-        ctx.save_for_backward(log_probs, said[..., None], entropy[..., None])
+        ctx.save_for_backward(log_probs, tokens[..., None], entropy[..., None])
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        ctx.mark_non_differentiable(best)
-        return log_probs.gather(-1, said[..., None])[..., 0], entropy, best
+        ctx.mark_non_differentiable(is_best)
+        return log_probs.gather(-1, tokens[..., None])[..., 0], entropy, is_best
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        log_probs, said, entropy = ctx.saved_tensors
-        of_said, of_entropy = (grad[..., None] for grad in grads[:2])
+        log_probs, tokens, entropy = ctx.saved_tensors
+        log_prob_grad, entropy_grad = (grad[..., None] for grad in grads[:2])
         # Gradient of log p(token): one-hot minus p. Gradient of the entropy H: -p (log p + H).
-        out = torch.add(log_probs, entropy).mul_(of_entropy).add_(of_said).mul_(log_probs.exp()).neg_()
-        return out.scatter_add_(-1, said, of_said).div_(ctx.temperature).to(ctx.dtype), None, None
+        out = torch.add(log_probs, entropy).mul_(entropy_grad).add_(log_prob_grad).mul_(log_probs.exp()).neg_()
+        return out.scatter_add_(-1, tokens, log_prob_grad).div_(ctx.temperature).to(ctx.dtype), None, None
 
 
-def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def compute_scores(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probability and entropy of each token, and whether it is the argmax.
 
     Tokens have the shape [...], and logits the shape [..., V].
     """
-    return _Scores.apply(logits, said, temperature)
+    return _Scores.apply(logits, tokens, temperature)
 
 
 def is_tied(lm: Any) -> bool:
@@ -359,15 +364,21 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
     Raises:
         CheckpointError: `state` has neither adapters nor all weights, or a different shape.
     """
-    own = module.state_dict()
-    kept = {_saved_name(name): w for name, w in own.items() if ".lora_" in name or ".modules_to_save." in name}
+    current = module.state_dict()
+    adapter_weights = {
+        _get_saved_name(name): w for name, w in current.items() if ".lora_" in name or ".modules_to_save." in name
+    }
     # Older files of adapted embeddings also contain the frozen matrices below the adapters.
-    own = kept | {name: own[name] for name in state if name in own and ".base_layer." in name} if kept else own
-    check_weights(own, state, where, fix="Use the model and the adapters of that run.")
+    current = (
+        adapter_weights | {name: current[name] for name in state if name in current and ".base_layer." in name}
+        if adapter_weights
+        else current
+    )
+    check_weights(current, state, where, fix="Use the model and the adapters of that run.")
     for name, weight in state.items():
-        own[name].copy_(weight)
+        current[name].copy_(weight)
 
 
-def _saved_name(name: str) -> str:
+def _get_saved_name(name: str) -> str:
     """Return the name of an adapter's weight in the adapter file."""
     return name.replace(".modules_to_save.default", "").replace(".default.", ".").removesuffix(".default")

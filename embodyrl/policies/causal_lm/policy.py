@@ -14,11 +14,32 @@ from torch import Tensor, nn
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.causal_lm.cache import check_cache, reserved_cache, unmap_large_tensors
-from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, is_tied, load, untie, without_bars
-from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left, reply_text
-from embodyrl.policies.causal_lm.sampling import choose, find_stop, format_top_tokens, no_best, seen_tokens
+from embodyrl.policies.causal_lm.model import (
+    LanguageModel,
+    add_adapters,
+    fill,
+    hide_progress_bars,
+    is_tied,
+    load,
+    untie,
+)
+from embodyrl.policies.causal_lm.prompts import (
+    Prompt,
+    PromptReader,
+    get_reply_text,
+    join_image_inputs,
+    pad_left,
+    split_observations,
+)
+from embodyrl.policies.causal_lm.sampling import (
+    allocate_top_tokens,
+    choose,
+    find_stop,
+    format_top_tokens,
+    mark_prompt_tokens,
+)
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.causal_lm.shared_prompts import hidden_states, pays
+from embodyrl.policies.causal_lm.shared_prompts import compute_hidden_states, is_sharing_cheaper
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -39,23 +60,23 @@ class CausalLMPolicy:
     """Language-model policy; implements `Policy`. A chunk is one reply of at most K tokens, including the end token."""
 
     def __init__(
-        self, spec: PolicySpec, cfg: CausalLMSettings, folder: Path, request: PolicyRequest, *, sees: bool
+        self, spec: PolicySpec, cfg: CausalLMSettings, folder: Path, request: PolicyRequest, *, reads_images: bool
     ) -> None:
         """Load the model from a folder. Without `cfg.path`, initialise its weights from the seed.
 
-        `sees`: True for a vision-language model, which processes the images of an observation.
+        `reads_images`: True for a vision-language model, which processes the images of an observation.
         """
         self.spec = spec
         self._temperature, self._sampling = request.temperature, request.sampling
         self._device = torch.device(request.device)
         compute = torch.bfloat16 if cfg.precision is Precision.bf16 else torch.float32
         # fp32 master weights are needed for training only.
-        whole = not cfg.is_lora or cfg.lora.modules_to_save
-        self._autocast = compute if request.trainable and whole else None
+        trains_full_weights = not cfg.is_lora or cfg.lora.modules_to_save
+        self._autocast = compute if request.trainable and trains_full_weights else None
         dtype = compute if self._autocast is None or cfg.is_lora else torch.float32
         # With images the processor contains the tokenizer, else it is one.
         seed = None if cfg.path is not None else ADAPTED_SEED if cfg.is_lora else request.seed
-        model, self.processor = load(folder, dtype=dtype, seed=seed, sees=sees)
+        model, self.processor = load(folder, dtype=dtype, seed=seed, reads_images=reads_images)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         if cfg.is_lora or cfg.lora.path is not None:
             model = add_adapters(model, cfg, trainable=request.trainable)
@@ -63,7 +84,7 @@ class CausalLMPolicy:
         if self._checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
-        self._cfg, self._folder, self._adapted, self._sees = cfg, folder, cfg.is_lora, sees
+        self._cfg, self._folder, self._has_adapters, self._reads_images = cfg, folder, cfg.is_lora, reads_images
         net = LanguageModel(model, spec.value_dim).to(self._device)
         if not request.trainable:
             net.requires_grad_(False)
@@ -71,25 +92,27 @@ class CausalLMPolicy:
             unmap_large_tensors()
         self.module: nn.Module = net.eval()
         self._net = net
-        ends = model.generation_config.eos_token_id
-        ends = self.tokenizer.eos_token_id if ends is None else ends
-        ends = [ends] if isinstance(ends, int) else list(ends)
-        self.ends = torch.tensor([*ends, *request.sampling.stop_token_ids], device=self._device)
+        end_tokens = model.generation_config.eos_token_id
+        end_tokens = self.tokenizer.eos_token_id if end_tokens is None else end_tokens
+        end_tokens = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens)
+        self.end_tokens = torch.tensor([*end_tokens, *request.sampling.stop_token_ids], device=self._device)
         # In a reply these tokens would denote images that do not exist.
-        pictures = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
-        never = [token for token in pictures if token is not None]
-        self.never = torch.tensor(never, device=self._device) if never else None
+        image_tokens = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
+        forbidden_tokens = [token for token in image_tokens if token is not None]
+        self.forbidden_tokens = torch.tensor(forbidden_tokens, device=self._device) if forbidden_tokens else None
         pad = self.tokenizer.pad_token_id
-        self._pad = int(self.ends[0]) if pad is None else pad
+        self._pad_token = int(self.end_tokens[0]) if pad is None else pad
         pixels = 3 * len(request.env.cameras.names) * math.prod(request.env.cameras.size)
-        self.read = Reader(self.processor, cfg, folder, first=int(self.ends[0]), pixels=pixels)
-        self._end = self.read.end_of_reply(ends)
-        self._plain_head = self._net.head_is_last(self._precision())
-        self._request, self._engine_asked = request, request.backend != "hf"
-        if not self._engine_asked:
-            some = [token for token in range(self._net.vocabulary) if token not in never][:6]
-            with self._precision():
-                check_cache(net, some, half=cfg.precision is Precision.bf16)
+        self.reader = PromptReader(
+            self.processor, cfg, folder, empty_prompt_token=int(self.end_tokens[0]), pixels=pixels
+        )
+        self._end_token = self.reader.get_end_token(end_tokens)
+        self._plain_head = self._net.head_is_last(self._autocast_context())
+        self._request, self._uses_engine = request, request.backend != "hf"
+        if not self._uses_engine:
+            probe_tokens = [token for token in range(self._net.vocabulary) if token not in forbidden_tokens][:6]
+            with self._autocast_context():
+                check_cache(net, probe_tokens, half=cfg.precision is Precision.bf16)
         self._engine: VllmEngine | ServerEngine | None = None
 
     @property
@@ -106,35 +129,37 @@ class CausalLMPolicy:
         `actions` are the token ids, -1 after the end. With deterministic algorithms all prompts of a batch have one
         length, so that a reply is independent of the other prompts.
         """
-        prompts = self.read(obs)
+        prompts = self.reader(obs)
         count, length = len(prompts), self.spec.num_action_chunks
         tokens = np.full((count, length), NO_TOKEN, np.int64)
         logprob, value = np.zeros((count, length), np.float32), np.zeros((count, length), np.float32)
-        best = no_best(count, length, self._request.top)
-        if self._engine_asked:
-            tokens, logprob, value, best = self._ask_engine(obs, prompts, noise, temperature or self._temperature)
+        top_tokens = allocate_top_tokens(count, length, self._request.top)
+        if self._uses_engine:
+            tokens, logprob, value, top_tokens = self._generate_with_engine(
+                obs, prompts, noise, temperature or self._temperature
+            )
         # one block for all replies, so that float32 weights are cast once and not for each token
-        with self._precision():
-            for rows in [] if self._engine_asked else self._buckets(prompts):
+        with self._autocast_context():
+            for rows in [] if self._uses_engine else self._group_by_length(prompts):
                 # Rows of other buckets are padding, so that each row is computed in the shape of the whole batch.
                 batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
                 out = self._generate(batch, noise, temperature)
-                for array, part in zip((tokens, logprob, value, best), out, strict=True):
+                for array, part in zip((tokens, logprob, value, top_tokens), out, strict=True):
                     array[rows] = part[rows]
         return PolicyOutput(
             actions=tokens[:, :, None].astype(np.float32),
             tokens=tokens,
             logprob=logprob,
             value=value[:, : self.spec.value_dim],
-            replies=tuple(reply_text(self.read, row[row >= 0].tolist(), self._sampling) for row in tokens),
-            cut_off=self._cut_off(tokens),
-            top=tuple(format_top_tokens(*row, self.tokenizer.decode) for row in zip(tokens, best, strict=True))
-            if best.size
+            replies=tuple(get_reply_text(self.reader, row[row >= 0].tolist(), self._sampling) for row in tokens),
+            cut_off=self._find_cut_off_replies(tokens),
+            top=tuple(format_top_tokens(*row, self.tokenizer.decode) for row in zip(tokens, top_tokens, strict=True))
+            if top_tokens.size
             else (),
             cost=np.asarray([len(p) for p in prompts]) + (tokens >= 0).sum(1),
         )
 
-    def _ask_engine(
+    def _generate_with_engine(
         self, obs: Observation, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Generate replies with the engine; return tokens, log-probabilities, values (each [B, K]) and top tokens."""
@@ -142,19 +167,20 @@ class CausalLMPolicy:
             self._engine = self._start_engine()
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
         length, top = self.spec.num_action_chunks, self._request.top
-        tokens, logprob, best = self._engine.generate(prompts, noise, temperature, length, top)
+        tokens, logprob, top_tokens = self._engine.generate(prompts, noise, temperature, length, top)
         value = np.zeros_like(logprob)
-        s = self._sampling
+        sampling = self._sampling
         # vLLM's log-probabilities are those of the truncated distribution, but the loss uses the full one. A server
         # returns log-probabilities before the temperature.
-        penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
-        untouched = (s.top_k, s.top_p, *penalties, s.min_new_tokens) == (-1, 1.0, 1.0, 0.0, 0.0, 0)
-        truncated = self._temperature != 1.0 and not (untouched and self._engine.tempered)
-        if self.spec.value_dim or truncated:
-            scored, _, values, _ = self._score(obs, tokens)
+        penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        truncation = (sampling.top_k, sampling.top_p, *penalties, sampling.min_new_tokens)
+        full_distribution = truncation == (-1, 1.0, 1.0, 0.0, 0.0, 0)
+        rescore = self._temperature != 1.0 and not (full_distribution and self._engine.includes_temperature)
+        if self.spec.value_dim or rescore:
+            rescored, _, values, _ = self._score(obs, tokens)
             value = values.cpu().numpy()
-            logprob = scored.cpu().numpy() if truncated else logprob
-        return tokens, logprob, value, best
+            logprob = rescored.cpu().numpy() if rescore else logprob
+        return tokens, logprob, value, top_tokens
 
     def rest(self) -> None:
         """Free the memory of the engine until the next inference (see `HasEngine.rest`)."""
@@ -167,7 +193,7 @@ class CausalLMPolicy:
         if request.url is not None:
             from embodyrl.policies.causal_lm.server import ServerEngine
 
-            adapters = self._net.lm.save_pretrained if self._adapted else None
+            adapters = self._net.lm.save_pretrained if self._has_adapters else None
             return ServerEngine(request.url, request.served_model, adapters, dtype=dtype, sampling=self._sampling)
         from embodyrl.policies.causal_lm.engine import VllmEngine
 
@@ -175,13 +201,13 @@ class CausalLMPolicy:
 
     def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
         """Return the log-probability of a token after a prompt."""
-        ids, mask, positions, _ = self._inputs([Prompt(prompt)])
-        with self._precision():
+        ids, mask, positions, _ = self._build_inputs([Prompt(prompt)])
+        with self._autocast_context():
             logits, _ = self._net(ids, mask, positions, 1)
-        scale = 1.0 if self._engine is None or not self._engine.tempered else self._temperature
+        scale = 1.0 if self._engine is None or not self._engine.includes_temperature else self._temperature
         return float((logits[0, 0] / scale).log_softmax(-1)[token])
 
-    def _buckets(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _group_by_length(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         if not torch.are_deterministic_algorithms_enabled():
             return [list(range(len(prompts)))]
         lengths = sorted({len(p) for p in prompts})
@@ -190,81 +216,88 @@ class CausalLMPolicy:
     def _generate(
         self, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, log-probabilities and values, all [B, K], and the top tokens (see `no_best`)."""
+        """Return tokens, log-probabilities and values, all [B, K], and the top tokens (see `allocate_top_tokens`)."""
         # In deterministic mode every row is computed in the shape of the whole batch: kernels may sum in another order
         # for other shapes.
-        exact = torch.are_deterministic_algorithms_enabled()
+        deterministic = torch.are_deterministic_algorithms_enabled()
         scale, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
         # Otherwise members of a group share their prompt, which the first of their rows processes.
         first = {id(p): i for i, p in reversed(list(enumerate(prompts)))}
-        source = list(range(count)) if exact else sorted(first.values())
-        ids, mask, positions, image_inputs = self._inputs([prompts[i] for i in source])
+        source = list(range(count)) if deterministic else sorted(first.values())
+        ids, mask, positions, image_inputs = self._build_inputs([prompts[i] for i in source])
         cache = reserved_cache(self._net.lm.config, ids.shape[1] + limit)
-        with self._precision():
+        with self._autocast_context():
             logits, value = self._net(ids, mask, positions, 1, cache, **image_inputs)
         rows = torch.arange(count, device=self._device)
-        place = {row: i for i, row in enumerate(source)}
-        pick = rows if exact else on_device([place[first[id(p)]] for p in prompts], self._device)
-        if not exact:
-            cache.reorder_cache(pick)  # type: ignore[arg-type]
-        logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[..., pick, -1]
-        seen = seen_tokens(ids[pick], mask, logits, self._sampling)
+        source_index = {row: i for i, row in enumerate(source)}
+        row_index = rows if deterministic else on_device([source_index[first[id(p)]] for p in prompts], self._device)
+        if not deterministic:
+            cache.reorder_cache(row_index)  # type: ignore[arg-type]
+        logits, value, mask, position = (
+            logits[row_index, 0],
+            value[row_index, 0],
+            mask[row_index],
+            positions[..., row_index, -1],
+        )
+        used_tokens = mark_prompt_tokens(ids[row_index], mask, logits, self._sampling)
         # `rows` are the unfinished replies; all other arrays except `out` and `uniform` have their order.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
-        best = on_device(no_best(count, limit, self._request.top), self._device)
+        top_tokens = on_device(allocate_top_tokens(count, limit, self._request.top), self._device)
         uniform = None if noise is None else on_device(noise, self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
-            barred = self._barred(t)
-            noise_now, said = None if uniform is None else uniform[rows, t], out[0][rows, :t]
-            chosen = choose(logits, noise_now, scale, self._sampling, seen, said, barred)
+            forbidden = self._get_forbidden_tokens(t)
+            step_noise, reply_tokens = None if uniform is None else uniform[rows, t], out[0][rows, :t]
+            chosen = choose(logits, step_noise, scale, self._sampling, used_tokens, reply_tokens, forbidden)
             logprob = (logits / scale).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
-            for array, now in zip(out, (chosen, logprob, value), strict=True):
-                array[rows, t] = torch.where(done, array[rows, t], now.to(array.dtype))
-            if best.numel():
-                raw = logits.log_softmax(-1)
-                ids = torch.cat([chosen[:, None], raw.topk(min(self._request.top, raw.shape[1])).indices], 1)
-                best[rows, t, : ids.shape[1]] = torch.stack([ids.float(), raw.gather(1, ids)], -1)
-            done = done | torch.isin(chosen, self.ends) | self._stops(out[0][rows], t)
+            for array, value_column in zip(out, (chosen, logprob, value), strict=True):
+                array[rows, t] = torch.where(done, array[rows, t], value_column.to(array.dtype))
+            if top_tokens.numel():
+                log_probs = logits.log_softmax(-1)
+                ids = torch.cat(
+                    [chosen[:, None], log_probs.topk(min(self._request.top, log_probs.shape[1])).indices], 1
+                )
+                top_tokens[rows, t, : ids.shape[1]] = torch.stack([ids.float(), log_probs.gather(1, ids)], -1)
+            done = done | torch.isin(chosen, self.end_tokens) | self._contains_stop_string(out[0][rows], t)
             done = done & (t + 1 >= self._sampling.min_new_tokens)
             if t + 1 == limit or bool(done.all()):
                 break
             # Copying the cache pays off once half of the rows are finished.
-            if not exact and int(done.sum()) * 2 > len(done):
-                alive = (~done).nonzero().squeeze(1)
-                cache.reorder_cache(alive)  # type: ignore[arg-type]
-                rows, chosen, mask, seen, done = (x[alive] for x in (rows, chosen, mask, seen, done))
-                position = position[..., alive]
-            if seen.numel():
-                seen.scatter_(1, chosen[:, None], True)
+            if not deterministic and int(done.sum()) * 2 > len(done):
+                unfinished = (~done).nonzero().squeeze(1)
+                cache.reorder_cache(unfinished)  # type: ignore[arg-type]
+                rows, chosen, mask, used_tokens, done = (x[unfinished] for x in (rows, chosen, mask, used_tokens, done))
+                position = position[..., unfinished]
+            if used_tokens.numel():
+                used_tokens.scatter_(1, chosen[:, None], True)
             mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
-            with self._precision():
+            with self._autocast_context():
                 logits, value = self._net(chosen[:, None], mask, position[..., None], 1, cache)
             logits, value = logits[:, 0], value[:, 0]
         tokens, logprobs, values = (array.cpu().numpy() for array in out)
-        return tokens, logprobs, values, best.cpu().numpy()
+        return tokens, logprobs, values, top_tokens.cpu().numpy()
 
-    def _barred(self, t: int) -> Tensor | None:
+    def _get_forbidden_tokens(self, t: int) -> Tensor | None:
         """Return the token ids that are not allowed at position t of a reply."""
-        early = self.ends if t < self._sampling.min_new_tokens else None
-        both = [ids for ids in (early, self.never) if ids is not None]
-        return torch.cat(both) if both else None
+        early_end_tokens = self.end_tokens if t < self._sampling.min_new_tokens else None
+        groups = [ids for ids in (early_end_tokens, self.forbidden_tokens) if ids is not None]
+        return torch.cat(groups) if groups else None
 
-    def _stops(self, tokens: Tensor, t: int) -> Tensor:
+    def _contains_stop_string(self, tokens: Tensor, t: int) -> Tensor:
         """Return a mask [B] of replies whose last tokens complete a stop string."""
         if not self._sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=self._device)
         # A token is a character or more; 8 more for rare characters with a token for each byte.
         tail = tokens[:, max(0, t - max(map(len, self._sampling.stop)) - 7) : t + 1].clamp(min=0)
         texts = zip(*(self.tokenizer.batch_decode(part) for part in (tail, tail[:, :-1])), strict=True)
-        found = [find_stop(text, len(before), self._sampling.stop) is not None for text, before in texts]
-        return torch.tensor(found, device=self._device)
+        stopped = [find_stop(text, len(before), self._sampling.stop) is not None for text, before in texts]
+        return torch.tensor(stopped, device=self._device)
 
-    def _cut_off(self, tokens: np.ndarray) -> np.ndarray:
+    def _find_cut_off_replies(self, tokens: np.ndarray) -> np.ndarray:
         """Return a mask [B] of replies [B, K] that reached the maximum length without an end token."""
         ids = on_device(tokens, self._device)
         last = ids.shape[1] - 1
-        ended = torch.isin(ids[:, last], self.ends) | self._stops(ids, last)
+        ended = torch.isin(ids[:, last], self.end_tokens) | self._contains_stop_string(ids, last)
         return ((ids[:, last] >= 0) & ~ended).cpu().numpy()
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -278,38 +311,43 @@ class CausalLMPolicy:
         self, obs: Observation, tokens: IntArray, *, dropout: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return log-probability, entropy, value and argmax match of each token, all [B, K]."""
-        if not torch.is_grad_enabled() and len(split := in_parts(obs)) > 1:  # all slots of a run, with an engine
-            scored = [self._score(part, tokens[rows]) for rows, part in split]
-            one, two, three, four = (torch.cat(numbers) for numbers in zip(*scored, strict=True))
-            return one, two, three, four
-        replies, prompts = [row[row >= 0].tolist() for row in tokens], self.read(obs)
+        # With an engine, a batch contains the observations of all parallel environments.
+        if not torch.is_grad_enabled() and len(chunks := split_observations(obs)) > 1:
+            scored = [self._score(part, tokens[rows]) for rows, part in chunks]
+            logprob, entropy, value, is_best = (torch.cat(numbers) for numbers in zip(*scored, strict=True))
+            return logprob, entropy, value, is_best
+        replies, prompts = [row[row >= 0].tolist() for row in tokens], self.reader(obs)
         length, longest = on_device([*map(len, replies)], self._device), max(1, *map(len, replies))
         checkpointing = torch.is_grad_enabled() and self._checkpointing
-        shares = self._plain_head and not checkpointing and not dropout and pays(self._net, prompts, longest)
+        shares_prompts = (
+            self._plain_head and not checkpointing and not dropout and is_sharing_cheaper(self._net, prompts, longest)
+        )
         self._net.train(checkpointing or dropout)  # transformers recomputes in training mode only
-        with self._precision(keep=not checkpointing):
-            if shares:
-                hidden, said = hidden_states(self._net, prompts, replies, self._pad, self._device)
-                parts = self._net.scores_of_hidden(hidden, said, self._temperature)
+        with self._autocast_context(cache_casts=not checkpointing):
+            if shares_prompts:
+                hidden, reply_tokens = compute_hidden_states(self._net, prompts, replies, self._pad_token, self._device)
+                parts = self._net.compute_scores_of_hidden(hidden, reply_tokens, self._temperature)
             else:
-                ids, mask, positions, image_inputs = self._inputs(prompts, replies)
+                ids, mask, positions, image_inputs = self._build_inputs(prompts, replies)
                 plain = self._plain_head
-                parts = self._net.last_scores(
-                    ids, mask, positions, longest, self._temperature, plain=plain, **image_inputs
+                parts = self._net.compute_last_scores(
+                    ids, mask, positions, longest, self._temperature, plain_head=plain, **image_inputs
                 )
         self._net.train(dropout)
         # Without shared prompts rows are right-aligned, so that none is wider than the longest.
-        real = torch.arange(longest, device=self._device) < length[:, None]
-        column = torch.arange(longest, device=self._device) + (0 if shares else longest - length[:, None])
-        column, rest = column.clamp(max=longest - 1).expand(real.shape), (0, tokens.shape[1] - longest)
-        first, second, third, fourth = (nn.functional.pad(part.gather(1, column) * real, rest) for part in parts)
-        return first, second, fourth, third
+        is_token = torch.arange(longest, device=self._device) < length[:, None]
+        column = torch.arange(longest, device=self._device) + (0 if shares_prompts else longest - length[:, None])
+        column, padding = column.clamp(max=longest - 1).expand(is_token.shape), (0, tokens.shape[1] - longest)
+        logprob, entropy, is_best, value = (
+            nn.functional.pad(part.gather(1, column) * is_token, padding) for part in parts
+        )
+        return logprob, entropy, value, is_best
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return the value of each conversation in the first column of [B, V] (see `Policy.values`)."""
-        ids, mask, positions, image_inputs = self._inputs(self.read(obs))
-        with self._precision():
+        ids, mask, positions, image_inputs = self._build_inputs(self.reader(obs))
+        with self._autocast_context():
             _, value = self._net(ids, mask, positions, 1, **image_inputs)
         out = np.zeros((len(obs), self.spec.value_dim), np.float32)
         out[:, :1] = value.cpu().numpy()[:, : self.spec.value_dim]
@@ -318,49 +356,54 @@ class CausalLMPolicy:
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Return the mean negative log-likelihood of each reply's tokens, and the fraction of argmax matches."""
         tokens = actions[:, :, 0].astype(np.int64)
-        logprob, _, _, top = self._score(obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0)
+        logprob, _, _, is_best = self._score(
+            obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0
+        )
         count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)
-        return ImitationScores(loss=-logprob.sum(1) / count, accuracy=top.sum(1) / count)
+        return ImitationScores(loss=-logprob.sum(1) / count, accuracy=is_best.sum(1) / count)
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
         """Return tokens of replies with their end tokens (see `TextPolicy.encode_replies`)."""
-        encoded = self.tokenizer([*map(self.read.without_opened, replies)], add_special_tokens=False)["input_ids"]
+        encoded = self.tokenizer([*map(self.reader.strip_opening_tag, replies)], add_special_tokens=False)["input_ids"]
         tokens = np.full((len(replies), max(map(len, encoded)) + 1), NO_TOKEN, np.int64)
         for row, ids in zip(tokens, encoded, strict=True):
-            row[: len(ids) + 1] = [*ids, self._end]
+            row[: len(ids) + 1] = [*ids, self._end_token]
         return tokens
 
     def prompt_lengths(self, obs: Observation) -> IntArray:
         """Return the number of tokens of each conversation (see `TextPolicy.prompt_lengths`)."""
-        return np.asarray([len(prompt) for prompt in self.read(obs)], np.int64)
+        return np.asarray([len(prompt) for prompt in self.reader(obs)], np.int64)
 
     def served_by(self, url: str, model: str | None) -> Any:
         """Return a reference policy that is computed by a server (see `TextPolicy.served_by`)."""
         from embodyrl.policies.causal_lm.server import ServedReference
 
-        return ServedReference(url, model, self.read, max(self.tokenizer.get_vocab().values()))
+        return ServedReference(url, model, self.reader, max(self.tokenizer.get_vocab().values()))
 
-    def _inputs(
+    def _build_inputs(
         self, prompts: Sequence[Prompt], replies: Sequence[list[int]] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Return ids and mask [B, T], positions [..., B, T] and image tensors of prompts with optional replies."""
-        said = replies or [[]] * len(prompts)
-        ids, mask = pad_left([p + r for p, r in zip(prompts, said, strict=True)], self._pad, self._device)
-        image_inputs = join_image_inputs(prompts, list(map(len, said)), self._device)
+        reply_rows = replies or [[]] * len(prompts)
+        ids, mask = pad_left([p + r for p, r in zip(prompts, reply_rows, strict=True)], self._pad_token, self._device)
+        image_inputs = join_image_inputs(prompts, list(map(len, reply_rows)), self._device)
         return ids, mask, self._net.positions(ids, mask, image_inputs), image_inputs
 
-    def _precision(self, *, keep: bool = True) -> torch.autocast:
-        """Return the autocast context; `keep`: cache cast weights (False for recomputation in the backward pass)."""
+    def _autocast_context(self, *, cache_casts: bool = True) -> torch.autocast:
+        """Return the autocast context.
+
+        `cache_casts`: True to cache cast weights; False for recomputation in the backward pass.
+        """
         mixed = self._autocast not in (None, torch.float32)
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=keep)
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=cache_casts)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face layout: model and tokenizer, or adapters in `adapter/`; and the value head, if any."""
         self.processor.save_pretrained(folder)
-        with without_bars():
-            if self._adapted:
+        with hide_progress_bars():
+            if self._has_adapters:
                 self._net.lm.save_pretrained(folder / ADAPTER_FOLDER, save_embedding_layers=False)
             else:
                 self._net.lm.save_pretrained(folder)
@@ -375,20 +418,20 @@ class CausalLMPolicy:
         """
         adapter = folder / ADAPTER_FOLDER
         try:
-            if self._adapted:
-                factors = load_file(adapter / "adapter_model.safetensors")
-                fill(self._net.lm, factors, folder)
+            if self._has_adapters:
+                adapter_weights = load_file(adapter / "adapter_model.safetensors")
+                fill(self._net.lm, adapter_weights, folder)
             else:
                 dtype = next(self._net.lm.parameters()).dtype
                 if adapter.is_dir():
                     seed = ADAPTED_SEED if self._cfg.path is None else None
-                    fresh, _ = load(self._folder, dtype=dtype, seed=seed, sees=self._sees)
-                    fresh = add_adapters(fresh, self._cfg, trainable=False, path=str(adapter))
+                    loaded, _ = load(self._folder, dtype=dtype, seed=seed, reads_images=self._reads_images)
+                    loaded = add_adapters(loaded, self._cfg, trainable=False, path=str(adapter))
                 else:
-                    fresh, _ = load(folder, dtype=dtype, sees=self._sees)
-                if not is_tied(fresh):
+                    loaded, _ = load(folder, dtype=dtype, reads_images=self._reads_images)
+                if not is_tied(loaded):
                     untie(self._net.lm)
-                fill(self._net.lm, fresh.state_dict(), folder)
+                fill(self._net.lm, loaded.state_dict(), folder)
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
             weights_changed(self.module)

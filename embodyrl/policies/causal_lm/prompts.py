@@ -33,71 +33,78 @@ class Prompt(list[int]):
         """Image tensors by argument name of the model, and token types [1, T] (`..._type_ids`)."""
 
 
-class Reader:
+class PromptReader:
     """Converts conversations and their images to prompts, with the chat template or by concatenation."""
 
-    def __init__(self, processor: Any, cfg: CausalLMSettings, folder: Path, *, first: int, pixels: int) -> None:
+    def __init__(
+        self, processor: Any, cfg: CausalLMSettings, folder: Path, *, empty_prompt_token: int, pixels: int
+    ) -> None:
         """Set up the reader from a tokenizer, or the processor of a vision-language model, and set its chat template.
 
-        `folder`: model folder. `first`: the only token of an otherwise empty prompt. `pixels`: number of image values
-        per observation, which limits the cache.
+        `folder`: model folder. `empty_prompt_token`: the only token of an otherwise empty prompt. `pixels`: number of
+        image values per observation, which limits the cache.
         """
         tokenizer = getattr(processor, "tokenizer", processor)
         if cfg.chat_template is not None:
             processor.chat_template = tokenizer.chat_template = template_text(cfg.chat_template)
         self._processor, self._arguments = processor, cfg.chat_template_kwargs
         self._chat = processor.chat_template is not None if cfg.chat is None else cfg.chat
-        self._sees, self._first = hasattr(processor, "tokenizer"), first
+        self._reads_images, self._empty_prompt_token = hasattr(processor, "tokenizer"), empty_prompt_token
         special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         template = ChatTemplate.of(cfg, folder) if self._chat else None
         # Without chat, the folder's template still names the tokens between turns, which a model may write.
-        controls = control_tokens(folder, template or ChatTemplate.read(folder), special, parts=self._sees)
+        controls = control_tokens(folder, template or ChatTemplate.read(folder), special, parts=self._reads_images)
         # The template writes these tokens between turns; in a message they would let its author end the turn.
         self._controls = controls if self._chat else {}
-        self._hidden = {*controls.values()}
-        self.opened = "" if template is None else opened_tag(template, parts=self._sees)
+        self._hidden_tokens = {*controls.values()}
+        self.opening_tag = "" if template is None else opened_tag(template, parts=self._reads_images)
         """Tag with which the generation prompt begins the reply, such as <think>; part of the text of the reply."""
-        self._read = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
+        self._encode_cached = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
 
     def __call__(self, obs: Observation) -> list[Prompt]:
         """Convert each conversation to a prompt; equal conversations share one `Prompt` object."""
         # Bytes and shape, because cache keys must be hashable.
-        shapes = [image.shape if self._sees else () for image in obs.images]
-        bits = [image.tobytes() if self._sees else b"" for image in obs.images]
-        return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
+        image_shapes = [image.shape if self._reads_images else () for image in obs.images]
+        image_bytes = [image.tobytes() if self._reads_images else b"" for image in obs.images]
+        return [
+            self._encode_cached(*arguments)
+            for arguments in zip(obs.instructions, image_bytes, image_shapes, strict=True)
+        ]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens of a reply without control tokens; other special tokens, such as tags, are text."""
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
-        return tokenizer.decode([token for token in tokens if token not in self._hidden])
+        return tokenizer.decode([token for token in tokens if token not in self._hidden_tokens])
 
-    def without_opened(self, reply: str) -> str:
+    def strip_opening_tag(self, reply: str) -> str:
         """Return a target without the tag that the generation prompt contains."""
-        tag = self.opened.strip()
+        tag = self.opening_tag.strip()
         if not tag or not reply.lstrip().startswith(tag):
             return reply
         rest = reply.lstrip().removeprefix(tag)
-        return rest if tag == self.opened else rest.lstrip()
+        return rest if tag == self.opening_tag else rest.lstrip()
 
-    def end_of_reply(self, ends: Sequence[int]) -> int:
-        """Return a reply's end token: from the chat template, else from the tokenizer, else the first token of `ends`.
+    def get_end_token(self, end_tokens: Sequence[int]) -> int:
+        """Return a reply's end token: from the chat template, else from the tokenizer, else the first of `end_tokens`.
 
         Llama-3 and Gemma have several end tokens, and their templates do not end a turn with the first token.
         """
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
-        said = [tokenizer.eos_token_id]
+        candidates = [tokenizer.eos_token_id]
         if self._chat:
             turns = (("user", "?"), ("assistant", _REPLY))
-            content = (lambda text: [{"type": "text", "text": text}]) if self._sees else str
-            talk = [{"role": role, "content": content(text)} for role, text in turns]
-            after = self._processor.apply_chat_template(talk, tokenize=False, **self._arguments).rpartition(_REPLY)[2]
-            said = [*tokenizer(after, add_special_tokens=False)["input_ids"], *said]
-        return next((token for token in said if token in ends), ends[0])
+            content = (lambda text: [{"type": "text", "text": text}]) if self._reads_images else str
+            conversation = [{"role": role, "content": content(text)} for role, text in turns]
+            text_after_reply = self._processor.apply_chat_template(
+                conversation, tokenize=False, **self._arguments
+            ).rpartition(_REPLY)[2]
+            candidates = [*tokenizer(text_after_reply, add_special_tokens=False)["input_ids"], *candidates]
+        return next((token for token in candidates if token in end_tokens), end_tokens[0])
 
-    def _encode(self, instruction: str, bits: bytes, shape: tuple[int, ...]) -> Prompt:
+    def _encode(self, instruction: str, image_bytes: bytes, shape: tuple[int, ...]) -> Prompt:
         messages = [replace(m, content=remove_controls(m.content, self._controls)) for m in split_messages(instruction)]
-        if self._sees:
-            return self._see(messages, np.frombuffer(bits, np.uint8).reshape(shape))
+        if self._reads_images:
+            return self._encode_images(messages, np.frombuffer(image_bytes, np.uint8).reshape(shape))
         if self._chat:
             ids = self._processor.apply_chat_template(
                 [{"role": m.role, "content": m.content} for m in messages],
@@ -107,40 +114,40 @@ class Reader:
                 **self._arguments,
             )
         else:
-            ids = self._processor("".join(map(_plain, messages)))["input_ids"]
-        return Prompt(ids or [self._first])
+            ids = self._processor("".join(map(_format_message, messages)))["input_ids"]
+        return Prompt(ids or [self._empty_prompt_token])
 
-    def _see(self, messages: Sequence[Message], rooms: ByteArray) -> Prompt:
+    def _encode_images(self, messages: Sequence[Message], frames: ByteArray) -> Prompt:
         from PIL import Image
 
-        token, left = self._processor.image_token, iter(rooms)
+        token, remaining_frames = self._processor.image_token, iter(frames)
         # Image placeholders are allowed only in text of the data set.
         turns = [
             [part.replace(token, "") if isinstance(part, str) else part for part in split_images(m.content)]
             for m in messages
         ]
         images = [
-            Image.fromarray(next(left)[: part[0], : part[1]])
+            Image.fromarray(next(remaining_frames)[: part[0], : part[1]])
             for turn in turns
             for part in turn
             if not isinstance(part, str)
         ]
         if self._chat:
-            shown = iter(images)
+            remaining_images = iter(images)
             conversation = [
                 {
                     "role": m.role,
                     "content": [
                         {"type": "text", "text": part}
                         if isinstance(part, str)
-                        else {"type": "image", "image": next(shown)}
+                        else {"type": "image", "image": next(remaining_images)}
                         for part in turn
                         if part
                     ],
                 }
                 for m, turn in zip(messages, turns, strict=True)
             ]
-            out = self._processor.apply_chat_template(
+            inputs = self._processor.apply_chat_template(
                 conversation,
                 add_generation_prompt=True,
                 tokenize=True,
@@ -150,23 +157,25 @@ class Reader:
             )
         else:
             texts = ("".join(part if isinstance(part, str) else token for part in turn) for turn in turns)
-            text = "".join(_plain(Message(role=m.role, content=t)) for m, t in zip(messages, texts, strict=True))
-            out = self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
-        ids = out.pop("input_ids")[0].tolist()
+            text = "".join(
+                _format_message(Message(role=m.role, content=t)) for m, t in zip(messages, texts, strict=True)
+            )
+            inputs = self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
+        ids = inputs.pop("input_ids")[0].tolist()
         # All ones for a single prompt; a batch gets its own mask with the padding.
-        out.pop("attention_mask")
-        return Prompt(ids or [self._first], dict(out))
+        inputs.pop("attention_mask")
+        return Prompt(ids or [self._empty_prompt_token], dict(inputs))
 
 
-def reply_text(read: Reader, tokens: Sequence[int], sampling: SamplingSettings) -> str:
+def get_reply_text(reader: PromptReader, tokens: Sequence[int], sampling: SamplingSettings) -> str:
     """Return the text of a reply before the stop string that ended it, after the tag of the generation prompt."""
-    text, early = read.decode(tokens), 0
+    text, min_characters = reader.decode(tokens), 0
     if sampling.stop and sampling.min_new_tokens > 1:  # stop strings before the minimum length do not end a reply
-        early = len(read.decode(tokens[: sampling.min_new_tokens - 1]))
-    return read.opened + text[: find_stop(text, early, sampling.stop)]
+        min_characters = len(reader.decode(tokens[: sampling.min_new_tokens - 1]))
+    return reader.opening_tag + text[: find_stop(text, min_characters, sampling.stop)]
 
 
-def _plain(message: Message) -> str:
+def _format_message(message: Message) -> str:
     return f"|{message.content}|" if message.role == "tool" else message.content
 
 
@@ -209,7 +218,10 @@ def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device:
     return joined
 
 
-def in_parts(obs: Observation) -> list[tuple[slice, Observation]]:
+def split_observations(obs: Observation) -> list[tuple[slice, Observation]]:
     """Split observations into parts of at most `ROWS_AT_A_TIME` rows; return slice and observations of each part."""
-    cuts = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(obs), ROWS_AT_A_TIME)]
-    return [(r, Observation(images=obs.images[r], state=obs.state[r], instructions=obs.instructions[r])) for r in cuts]
+    slices = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(obs), ROWS_AT_A_TIME)]
+    return [
+        (rows, Observation(images=obs.images[rows], state=obs.state[rows], instructions=obs.instructions[rows]))
+        for rows in slices
+    ]

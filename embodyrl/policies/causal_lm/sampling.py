@@ -18,9 +18,9 @@ def choose(
     uniform: Tensor | None,
     temperature: float,
     params: SamplingSettings,
-    seen: Tensor,
-    said: Tensor | None = None,
-    barred: Tensor | None = None,
+    used_tokens: Tensor,
+    reply_tokens: Tensor | None = None,
+    forbidden: Tensor | None = None,
 ) -> Tensor:
     """Sample the next tokens [B].
 
@@ -29,18 +29,20 @@ def choose(
         uniform: [B] in [0, 1); None: the most probable token.
         temperature: divides the logits after the penalty.
         params: top_k, top_p and repetition_penalty.
-        seen: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
-        said: [B, T] tokens of the reply so far, padded with -1, for frequency and presence penalties.
-        barred: ids of tokens with probability 0.
+        used_tokens: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
+        reply_tokens: [B, T] tokens of the reply so far, padded with -1, for frequency and presence penalties.
+        forbidden: ids of tokens with probability 0.
     """
     if params.repetition_penalty != 1.0:
         penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits = torch.where(seen, penalised, logits)
-    if said is not None and (params.frequency_penalty or params.presence_penalty):
-        times = torch.zeros_like(logits).scatter_add_(1, said.clamp(min=0), (said >= 0).to(logits.dtype))
-        logits = logits - params.frequency_penalty * times - params.presence_penalty * (times > 0)
-    if barred is not None:
-        logits = logits.index_fill(1, barred, -torch.inf)
+        logits = torch.where(used_tokens, penalised, logits)
+    if reply_tokens is not None and (params.frequency_penalty or params.presence_penalty):
+        counts = torch.zeros_like(logits).scatter_add_(
+            1, reply_tokens.clamp(min=0), (reply_tokens >= 0).to(logits.dtype)
+        )
+        logits = logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    if forbidden is not None:
+        logits = logits.index_fill(1, forbidden, -torch.inf)
     if uniform is None:
         return logits.argmax(-1)
     cdf = cumulative(truncate(logits / temperature, params).softmax(-1))
@@ -62,7 +64,7 @@ def truncate(logits: Tensor, params: SamplingSettings) -> Tensor:
     return logits
 
 
-def seen_tokens(ids: Tensor, mask: Tensor, logits: Tensor, params: SamplingSettings) -> Tensor:
+def mark_prompt_tokens(ids: Tensor, mask: Tensor, logits: Tensor, params: SamplingSettings) -> Tensor:
     """Return a mask [B, V] of tokens in the prompts; [B, 0] without a penalty."""
     if params.repetition_penalty == 1.0:
         return mask[:, :0].bool()
@@ -71,15 +73,15 @@ def seen_tokens(ids: Tensor, mask: Tensor, logits: Tensor, params: SamplingSetti
 
 def find_stop(text: str, start: int, stops: Sequence[str]) -> int | None:
     """Return the position of the first stop string that ends after the first `start` characters, or None."""
-    found = [at for stop in stops if (at := text.find(stop, max(0, start - len(stop) + 1))) >= 0]
-    return min(found, default=None)
+    positions = [index for stop in stops if (index := text.find(stop, max(0, start - len(stop) + 1))) >= 0]
+    return min(positions, default=None)
 
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest rounding difference of a log-probability, by the precision of the weights."""
 
 
-def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
+def to_vllm_params(params: SamplingSettings, top: int) -> dict[str, Any]:
     """Return sampling parameters under the names of vLLM and compatible servers."""
     names = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     return {name: getattr(params, name) for name in names} | {
@@ -93,17 +95,24 @@ def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
     }
 
 
-def seeds_of(noise: FloatArray) -> list[int]:
+def get_reply_seeds(noise: FloatArray) -> list[int]:
     """Return a seed [B] for each reply, derived from the first column of uniform noise [B, K]."""
     return [int(float(first) * 2**31) for first in noise[:, 0]]
 
 
-def unwritten(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Allocate tokens (-1), log-probabilities (0) and top tokens (see `no_best`) for replies of length `limit`."""
-    return np.full((count, limit), -1, np.int64), np.zeros((count, limit), np.float32), no_best(count, limit, top)
+def allocate_outputs(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Allocate tokens (-1), log-probabilities (0) and top tokens for replies of length `limit`.
+
+    Top tokens have the layout of `allocate_top_tokens`.
+    """
+    return (
+        np.full((count, limit), -1, np.int64),
+        np.zeros((count, limit), np.float32),
+        allocate_top_tokens(count, limit, top),
+    )
 
 
-def no_best(count: int, length: int, top: int) -> FloatArray:
+def allocate_top_tokens(count: int, length: int, top: int) -> FloatArray:
     """Allocate an array [B, K, 1 + top, 2] for ids and log-probabilities of top tokens, filled with -1.
 
     Entry 0 is the sampled token, then the `top` most probable tokens; [B, K, 0, 2] if `top` is 0. Log-probabilities
@@ -113,15 +122,15 @@ def no_best(count: int, length: int, top: int) -> FloatArray:
     return np.full((count, length, 1 + top if top else 0, 2), -1.0, np.float32)
 
 
-def format_top_tokens(tokens: IntArray, best: FloatArray, decode: Callable[[int], str]) -> str:
-    """Format the top tokens of one reply (see `no_best`) as JSON for `PolicyOutput.top`.
+def format_top_tokens(tokens: IntArray, top_tokens: FloatArray, decode: Callable[[int], str]) -> str:
+    """Format the top tokens of one reply (see `allocate_top_tokens`) as JSON for `PolicyOutput.top`.
 
     Token texts are cut to fit into `channels.layout.TOP_BYTES`.
     """
 
-    def shown(token: int) -> str:
+    def format_token(token: int) -> str:
         text = "".join(c if c.isprintable() or c == "\n" else "?" for c in decode(token))
         return text.encode(errors="replace")[:16].decode(errors="ignore")
 
-    told = [[[shown(int(i)), round(float(p), 3)] for i, p in row if i >= 0] for row in best[tokens >= 0]]
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+    rows = [[[format_token(int(i)), round(float(p), 3)] for i, p in row if i >= 0] for row in top_tokens[tokens >= 0]]
+    return json.dumps(rows, ensure_ascii=False, separators=(",", ":"))

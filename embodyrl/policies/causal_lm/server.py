@@ -16,17 +16,17 @@ import torch
 
 from embodyrl.errors import EmbodyError, reason_of
 from embodyrl.files import read_stream
-from embodyrl.policies.causal_lm.prompts import Reader
-from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, seeds_of, unwritten
+from embodyrl.policies.causal_lm.prompts import PromptReader
+from embodyrl.policies.causal_lm.sampling import ROUNDING, allocate_outputs, get_reply_seeds, to_vllm_params
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
-ANSWER_S = 300.0
+REPLY_TIMEOUT_S = 300.0
 """Timeout in seconds for one reply, or for loading an adapter."""
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 """Maximum size of one reply in bytes."""
 CONNECTIONS = 64
 """Maximum number of concurrent requests."""
-_ADAPTERS = (
+_ADAPTER_HINT = (
     "Start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank of model.lora.r or more."
 )
 
@@ -51,7 +51,7 @@ class _Server:
             EmbodyError: there is no server, or it does not serve the model.
         """
         self._url = url.rstrip("/")
-        served = self._parse("models", lambda said: [str(entry["id"]) for entry in said["data"]])
+        served = self._parse("models", lambda reply: [str(entry["id"]) for entry in reply["data"]])
         if not served:
             raise EmbodyError(f"The server at {self.key}={url} serves no model. Start it with a model.")
         if model is not None and model not in served:
@@ -60,35 +60,35 @@ class _Server:
             )
         self._base = self._model = model or served[0]
 
-    def _complete(self, question: dict[str, Any]) -> dict[str, Any]:
-        return self._parse("completions", lambda said: dict(said["choices"][0]), question)
+    def _complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._parse("completions", lambda reply: dict(reply["choices"][0]), request)
 
-    def _complete_all(self, questions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        with ThreadPoolExecutor(min(CONNECTIONS, len(questions))) as pool:
-            return list(pool.map(self._complete, questions))
+    def _complete_all(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        with ThreadPoolExecutor(min(CONNECTIONS, len(requests))) as pool:
+            return list(pool.map(self._complete, requests))
 
-    def _parse(self, path: str, find: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
-        """Send a request, and return `find` applied to the JSON of the reply."""
-        text = self._ask(path, body)
+    def _parse(self, path: str, extract: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+        """Send a request, and return `extract` applied to the JSON of the reply."""
+        text = self._send(path, body)
         try:
-            return find(json.loads(text))
+            return extract(json.loads(text))
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise EmbodyError(
                 f"The server at {self.key}={self._url} sent an unusable reply to {path} ({reason_of(error)}): "
                 f"{text[:200]!r}. Check that its address ends in /v1."
             ) from error
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
-                return read_stream(reply, _MOST_BYTES, ANSWER_S)
+            with urllib.request.urlopen(request, timeout=REPLY_TIMEOUT_S) as reply:
+                return read_stream(reply, _MAX_BYTES, REPLY_TIMEOUT_S)
         except (OSError, http.client.HTTPException) as error:
-            said = error.read(300).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-            hint = f" {_ADAPTERS}" if "lora" in path else ""
+            detail = error.read(300).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+            hint = f" {_ADAPTER_HINT}" if "lora" in path else ""
             raise EmbodyError(
-                f"The server at {self.key}={self._url} did not answer {path}: {error} {said}. Check that the "
+                f"The server at {self.key}={self._url} did not answer {path}: {error} {detail}. Check that the "
                 f"server is running and that its address ends in /v1.{hint}"
             ) from error
 
@@ -96,7 +96,7 @@ class _Server:
 class ServerEngine(_Server):
     """Generates replies on a server. Only low-rank adapters can be updated (`<url>/load_lora_adapter`)."""
 
-    tempered = False
+    includes_temperature = False
     """False because the returned log-probabilities exclude the temperature."""
 
     def __init__(
@@ -133,15 +133,16 @@ class ServerEngine(_Server):
             old, self._model = self._model, f"{Path(self._folder.name).name}-{version}"
             target = Path(self._folder.name) / self._model
             self._save(target)
-            self._ask("load_lora_adapter", {"lora_name": self._model, "lora_path": str(target)})
+            self._send("load_lora_adapter", {"lora_name": self._model, "lora_path": str(target)})
             if old != self._base:
-                self._ask("unload_lora_adapter", {"lora_name": old})
-        tokens, logprobs = _reply(self._complete(self._question(probe, 1, temperature=0.0)))
-        gap = abs(logprobs[0] - logprob(probe, tokens[0])) if tokens else math.inf
-        if not gap <= ROUNDING[self._dtype]:
+                self._send("unload_lora_adapter", {"lora_name": old})
+        tokens, logprobs = _parse_reply(self._complete(self._build_request(probe, 1, temperature=0.0)))
+        difference = abs(logprobs[0] - logprob(probe, tokens[0])) if tokens else math.inf
+        if not difference <= ROUNDING[self._dtype]:
             raise EmbodyError(
-                f"The model '{self._model}' at {self._url} is not the actor's: a log-probability differs by {gap:.3g}. "
-                "Serve the folder of model.path (or of ckpt) in the same precision, or use rollout.backend=hf."
+                f"The model '{self._model}' at {self._url} is not the actor's: a log-probability differs by "
+                f"{difference:.3g}. Serve the folder of model.path (or of ckpt) in the same precision, or use "
+                "rollout.backend=hf."
             )
         self._synced = version
 
@@ -153,28 +154,31 @@ class ServerEngine(_Server):
     ) -> tuple[IntArray, FloatArray, FloatArray]:
         """Return tokens (-1 after the end), log-probabilities at temperature 1 [B, limit], and the top tokens.
 
-        Top tokens have the layout of `no_best`.
+        Top tokens have the layout of `allocate_top_tokens`.
         """
-        more = in_words_of_vllm(self._sampling, top) | {"return_tokens_as_token_ids": top > 0}
-        seeds = [{}] * len(prompts) if noise is None else [{"seed": seed} for seed in seeds_of(noise)]
+        options = to_vllm_params(self._sampling, top) | {"return_tokens_as_token_ids": top > 0}
+        seeds = [{}] * len(prompts) if noise is None else [{"seed": seed} for seed in get_reply_seeds(noise)]
         scale = 0.0 if noise is None else temperature
-        questions = [
-            self._question(prompt, limit, temperature=scale) | more | seed
+        requests = [
+            self._build_request(prompt, limit, temperature=scale) | options | seed
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        answers = self._complete_all(questions)
-        tokens, logprobs, best = unwritten(len(prompts), limit, top)
-        for row, answer in enumerate(answers):
-            said, probable = _reply(answer)
-            tokens[row, : len(said)], logprobs[row, : len(said)] = said[:limit], probable[:limit]
-            for t, pairs in enumerate(_most_probable(answer, top)[:limit] if top else ()):
-                pairs = [(said[t], probable[t]), *pairs]
-                best[row, t, : len(pairs)] = pairs
-        return tokens, logprobs, best
+        completions = self._complete_all(requests)
+        tokens, logprobs, top_tokens = allocate_outputs(len(prompts), limit, top)
+        for row, completion in enumerate(completions):
+            reply_tokens, reply_logprobs = _parse_reply(completion)
+            tokens[row, : len(reply_tokens)], logprobs[row, : len(reply_tokens)] = (
+                reply_tokens[:limit],
+                reply_logprobs[:limit],
+            )
+            for t, pairs in enumerate(_parse_top_tokens(completion, top)[:limit] if top else ()):
+                pairs = [(reply_tokens[t], reply_logprobs[t]), *pairs]
+                top_tokens[row, t, : len(pairs)] = pairs
+        return tokens, logprobs, top_tokens
 
-    def _question(self, prompt: Sequence[int], limit: int, *, temperature: float) -> dict[str, Any]:
-        asked = {"model": self._model, "prompt": list(prompt), "max_tokens": limit, "temperature": temperature}
-        return {**asked, "logprobs": 0, "return_token_ids": True}
+    def _build_request(self, prompt: Sequence[int], limit: int, *, temperature: float) -> dict[str, Any]:
+        request = {"model": self._model, "prompt": list(prompt), "max_tokens": limit, "temperature": temperature}
+        return {**request, "logprobs": 0, "return_token_ids": True}
 
 
 class ServedReference(_Server):
@@ -185,52 +189,54 @@ class ServedReference(_Server):
 
     key = "algorithm.reference_url"
 
-    def __init__(self, url: str, model: str | None, read: Reader, highest: int) -> None:
-        """Connect to the server; `read` converts conversations to token ids, and `highest` is the largest id.
+    def __init__(self, url: str, model: str | None, reader: PromptReader, max_token_id: int) -> None:
+        """Connect to the server; `reader` converts conversations to token ids, and `max_token_id` is the largest id.
 
         Raises:
             EmbodyError: there is no server, or it rejects the ids.
         """
         super().__init__(url, model)
-        self._read, self.module = read, torch.nn.Identity()
+        self._reader, self.module = reader, torch.nn.Identity()
         # An id outside its vocabulary is an error there; the same tokens in another order cannot be detected.
-        self._complete(self._echo([highest]))
+        self._complete(self._build_echo_request([max_token_id]))
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities [B, K] of replies at temperature 1; no entropies or values.
 
         Log-probabilities after the end of a reply are 0.
         """
-        prompts, replies = self._read(obs), [row[row >= 0].tolist() for row in tokens]
-        answers = self._complete_all([self._echo([*p, *r]) for p, r in zip(prompts, replies, strict=True)])
-        found = np.zeros(tokens.shape, np.float32)
-        for row, (prompt, reply, answer) in enumerate(zip(prompts, replies, answers, strict=True)):
-            given = _part(answer, "token_logprobs")[len(prompt) : len(prompt) + len(reply)]
-            if len(given) < len(reply) or not all(isinstance(value, float | int) for value in given):
+        prompts, replies = self._reader(obs), [row[row >= 0].tolist() for row in tokens]
+        completions = self._complete_all(
+            [self._build_echo_request([*p, *r]) for p, r in zip(prompts, replies, strict=True)]
+        )
+        logprob_rows = np.zeros(tokens.shape, np.float32)
+        for row, (prompt, reply, completion) in enumerate(zip(prompts, replies, completions, strict=True)):
+            reply_logprobs = _get_logprob_list(completion, "token_logprobs")[len(prompt) : len(prompt) + len(reply)]
+            if len(reply_logprobs) < len(reply) or not all(isinstance(value, float | int) for value in reply_logprobs):
                 raise EmbodyError(
                     f"The server at {self.key}={self._url} returns no log-probabilities of prompt tokens "
                     "(`echo` with `logprobs`), as vLLM does. Use algorithm.reference_path."
                 )
-            found[row, : len(reply)] = given
-        logprob = torch.from_numpy(found)
+            logprob_rows[row, : len(reply)] = reply_logprobs
+        logprob = torch.from_numpy(logprob_rows)
         return PolicyScores(logprob=logprob, entropy=torch.zeros_like(logprob), value=logprob[:, :0])
 
-    def _echo(self, ids: Sequence[int]) -> dict[str, Any]:
+    def _build_echo_request(self, ids: Sequence[int]) -> dict[str, Any]:
         # Not all servers accept zero tokens.
-        asked = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
-        return {**asked, "echo": True, "logprobs": 0}
+        request = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
+        return {**request, "echo": True, "logprobs": 0}
 
 
-def _part(choice: dict[str, Any], name: str) -> list[Any]:
+def _get_logprob_list(choice: dict[str, Any], name: str) -> list[Any]:
     """Return the list `name` in the log-probabilities of a completion; empty if the list is missing."""
     logprobs = choice.get("logprobs")
-    found = logprobs.get(name) if isinstance(logprobs, dict) else None
-    return found if isinstance(found, list) else []
+    values = logprobs.get(name) if isinstance(logprobs, dict) else None
+    return values if isinstance(values, list) else []
 
 
-def _reply(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+def _parse_reply(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
     """Return token ids and log-probabilities of a completion."""
-    tokens, logprobs = choice.get("token_ids"), _part(choice, "token_logprobs")
+    tokens, logprobs = choice.get("token_ids"), _get_logprob_list(choice, "token_logprobs")
     if (
         not (isinstance(tokens, list) and len(tokens) == len(logprobs))
         or not all(isinstance(token, int) and 0 <= token < 2**31 for token in tokens)
@@ -243,14 +249,14 @@ def _reply(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
     return tokens, [float(value) for value in logprobs]
 
 
-def _most_probable(choice: dict[str, Any], top: int) -> list[list[tuple[int, float]]]:
+def _parse_top_tokens(choice: dict[str, Any], top: int) -> list[list[tuple[int, float]]]:
     """Return (id, log-probability) of the most probable tokens at each position of a completion."""
     try:
         steps = choice["logprobs"]["top_logprobs"]
-        found = [[(int(name.removeprefix("token_id:")), float(p)) for name, p in step.items()] for step in steps]
+        rows = [[(int(name.removeprefix("token_id:")), float(p)) for name, p in step.items()] for step in steps]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EmbodyError(
             f"The server does not return the {top} most probable tokens by their ids ({error}), as vLLM does with "
             f"`return_tokens_as_token_ids`. Set rollout.logprobs=0, or use rollout.backend=hf."
         ) from error
-    return [sorted(step, key=lambda pair: -pair[1])[:top] for step in found]
+    return [sorted(step, key=lambda pair: -pair[1])[:top] for step in rows]

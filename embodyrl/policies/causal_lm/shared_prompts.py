@@ -13,7 +13,7 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.specs import PolicyCosts
 
 
-def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
+def is_sharing_cheaper(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
     """Return True if shared prompts at least halve the number of computed tokens and the model supports them.
 
     Args:
@@ -22,30 +22,32 @@ def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
         longest: number of tokens of the longest reply.
     """
     width, unique = max(map(len, prompts)), len({id(p) for p in prompts})
-    left = unique * width + len(prompts) * (longest - 1)
-    if left > PolicyCosts.SHARED_FRACTION * len(prompts) * (width + longest) or any(p.image_inputs for p in prompts):
+    num_computed = unique * width + len(prompts) * (longest - 1)
+    if num_computed > PolicyCosts.SHARED_FRACTION * len(prompts) * (width + longest) or any(
+        p.image_inputs for p in prompts
+    ):
         return False
     # A recurrent layer overwrites its state, which a backward pass needs.
-    kept = DynamicCache(config=net.lm.config).layers
+    cache_layers = DynamicCache(config=net.lm.config).layers
     sharded = any(hasattr(module, "unshard") for module in net.modules())
-    return not sharded and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in kept)
+    return not sharded and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache_layers)
 
 
-def hidden_states(
+def compute_hidden_states(
     net: LanguageModel, prompts: Sequence[Prompt], replies: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the hidden states [B, L, D] that predict each token of the left-aligned replies, and the tokens [B, L]."""
-    place: dict[int, int] = {}
-    rows = on_device([place.setdefault(id(p), len(place)) for p in prompts], device)
+    prompt_index: dict[int, int] = {}
+    rows = on_device([prompt_index.setdefault(id(p), len(prompt_index)) for p in prompts], device)
     ids, mask = pad_left(list({id(p): p for p in prompts}.values()), pad, device)
     positions, cache = net.positions(ids, mask, {}), DynamicCache(config=net.lm.config)
     hidden = net.hidden(ids, mask, positions, cache)[rows, -1:]
     longest = max(1, *map(len, replies))
-    said = on_device([[*reply, *[pad] * (longest - len(reply))] for reply in replies], device)
-    real = torch.arange(longest, device=device) < on_device([*map(len, replies)], device)[:, None]
+    reply_tokens = on_device([[*reply, *[pad] * (longest - len(reply))] for reply in replies], device)
+    is_token = torch.arange(longest, device=device) < on_device([*map(len, replies)], device)[:, None]
     if longest > 1:
         cache.reorder_cache(rows)  # type: ignore[arg-type]
-        seen = torch.cat([mask[rows], real[:, :-1].to(mask.dtype)], 1)
-        after = positions[rows, -1:] + torch.arange(1, longest, device=device)
-        hidden = torch.cat([hidden, net.hidden(said[:, :-1], seen, after, cache)], 1)
-    return hidden, said
+        full_mask = torch.cat([mask[rows], is_token[:, :-1].to(mask.dtype)], 1)
+        reply_positions = positions[rows, -1:] + torch.arange(1, longest, device=device)
+        hidden = torch.cat([hidden, net.hidden(reply_tokens[:, :-1], full_mask, reply_positions, cache)], 1)
+    return hidden, reply_tokens

@@ -8,7 +8,7 @@ from embodyrl.files import read_json
 
 CHUNK_LOGITS = 2**26
 """Number of logits that are scored at a time: 0.25 GiB in float32. A backward pass holds a few copies."""
-_MOST_PIXELS = 14 * 14 * 4 * 1280
+_DEFAULT_MAX_PIXELS = 14 * 14 * 4 * 1280
 """Default maximum number of pixels of an image at native resolution, if the processor's config has none."""
 
 
@@ -20,16 +20,16 @@ class TextSizes:
     width: int
     hidden: int
     layers: int
-    keys: int
+    kv_width: int
     """Width of keys and values."""
     tied: bool
-    shares: bool
+    supports_sharing: bool
     """True if all layers store keys and values of every position, so that replies can share the prompt's cache."""
 
     @property
     def layer_parameters(self) -> int:
         """Number of parameters of one layer."""
-        return 2 * self.width * (self.width + self.keys) + 3 * self.width * self.hidden
+        return 2 * self.width * (self.width + self.kv_width) + 3 * self.width * self.hidden
 
     @property
     def outside_parameters(self) -> int:
@@ -38,7 +38,7 @@ class TextSizes:
 
     def adapter_parameters(self, rank: int) -> int:
         """Return the number of parameters of adapters on all linear layers except the output matrix."""
-        w, m, k = self.width, self.hidden, self.keys
+        w, m, k = self.width, self.hidden, self.kv_width
         return rank * self.layers * (2 * (w + w) + 2 * (w + k) + 3 * (w + m))
 
     def per_token(self, *, half: bool, adapters: bool) -> int:
@@ -59,12 +59,12 @@ class TextSizes:
         Return (0, 0) if the model does not support shared prompts. Each reply stores its prompt's keys and values
         repeated for all heads; each distinct prompt also stores its keys and values before the repetition.
         """
-        if not self.shares:
+        if not self.supports_sharing:
             return 0, 0
-        number = 2 if half else 4
-        own, repeated = self.per_token(half=half, adapters=adapters), 2 * number * self.width
-        one_reply = reply * (own - repeated) + (prompt + reply) * repeated
-        return self.layers * one_reply, self.layers * prompt * (own + 2 * number * self.keys)
+        bytes_per_number = 2 if half else 4
+        stored, repeated = self.per_token(half=half, adapters=adapters), 2 * bytes_per_number * self.width
+        reply_numbers = reply * (stored - repeated) + (prompt + reply) * repeated
+        return self.layers * reply_numbers, self.layers * prompt * (stored + 2 * bytes_per_number * self.kv_width)
 
     def logit_bytes(self, reply: int) -> tuple[int, int]:
         """Return the bytes of three float32 copies of a reply's logits, and of three copies of one chunk's logits."""
@@ -86,11 +86,11 @@ class TextSizes:
 def read_sizes(folder: Path) -> TextSizes:
     """Read the sizes from a folder's config.json."""
     config: Any = read_json(folder / "config.json")
-    return _transformer(config.get("text_config", config))
+    return _parse_transformer(config.get("text_config", config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureSizes:
+class ImageSizes:
     """Sizes of one image in a vision-language model."""
 
     tower: TextSizes
@@ -100,33 +100,33 @@ class PictureSizes:
     """Number of image tokens in the input of the language model."""
 
 
-def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:
+def read_image_sizes(folder: Path, height: int, width: int) -> ImageSizes:
     """Estimate patches and tokens of an image of `height` x `width` from the folder's JSON files."""
-    config = _json(folder / "config.json")
-    rules = _json(folder / "preprocessor_config.json")
-    rules = rules or _json(folder / "processor_config.json").get("image_processor", {})
+    config = _read_optional_json(folder / "config.json")
+    preprocessor = _read_optional_json(folder / "preprocessor_config.json")
+    preprocessor = preprocessor or _read_optional_json(folder / "processor_config.json").get("image_processor", {})
     vision = config.get("vision_config", {})
-    patch, edge = int(vision.get("patch_size", 14)), int(vision.get("image_size") or 0)
-    size = rules.get("size") or {}
-    if edge:  # every image, or tile of one, is resized to this
-        longest = size.get("longest_edge", edge)
-        tiles = 1 + (-(-longest // edge)) ** 2 if rules.get("do_image_splitting", True) else 1
-        patches, merged = tiles * (edge // patch) ** 2, int(config.get("scale_factor", 1))
+    patch, image_size = int(vision.get("patch_size", 14)), int(vision.get("image_size") or 0)
+    size = preprocessor.get("size") or {}
+    if image_size:  # every image, or tile of one, is resized to this
+        longest = size.get("longest_edge", image_size)
+        tiles = 1 + (-(-longest // image_size)) ** 2 if preprocessor.get("do_image_splitting", True) else 1
+        patches, merge_size = tiles * (image_size // patch) ** 2, int(config.get("scale_factor", 1))
     else:
-        most = rules.get("max_pixels") or size.get("longest_edge") or _MOST_PIXELS
-        least = rules.get("min_pixels") or size.get("shortest_edge") or 0
-        patches, merged = (
-            -(-max(least, min(most, height * width)) // patch**2),
+        max_pixels = preprocessor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
+        min_pixels = preprocessor.get("min_pixels") or size.get("shortest_edge") or 0
+        patches, merge_size = (
+            -(-max(min_pixels, min(max_pixels, height * width)) // patch**2),
             int(vision.get("spatial_merge_size", 2)),
         )
-    return PictureSizes(tower=_transformer(vision), patches=patches, tokens=-(-patches // merged**2))
+    return ImageSizes(tower=_parse_transformer(vision), patches=patches, tokens=-(-patches // merge_size**2))
 
 
-def _json(file: Path) -> Any:
+def _read_optional_json(file: Path) -> Any:
     return read_json(file) if file.is_file() else {}
 
 
-def _transformer(config: Any) -> TextSizes:
+def _parse_transformer(config: Any) -> TextSizes:
     # `embed_dim`: of a vision tower whose `hidden_size` is the language model's.
     width = int(config.get("embed_dim") or config.get("hidden_size", config.get("n_embd", 0)))
     heads = int(config.get("num_attention_heads", config.get("n_head", config.get("num_heads", 1))))
@@ -136,7 +136,7 @@ def _transformer(config: Any) -> TextSizes:
         width=width,
         hidden=int(config.get("intermediate_size") or config.get("mlp_ratio", 4) * width),
         layers=int(config.get("num_hidden_layers", config.get("n_layer", config.get("depth", 0)))),
-        keys=int(config.get("num_key_value_heads") or heads) * head,
+        kv_width=int(config.get("num_key_value_heads") or heads) * head,
         tied=bool(config.get("tie_word_embeddings", False)),
-        shares={*(config.get("layer_types") or ())} <= {"full_attention", "sliding_attention"},
+        supports_sharing={*(config.get("layer_types") or ())} <= {"full_attention", "sliding_attention"},
     )

@@ -1,8 +1,8 @@
 """Decoder layers in the style of Gemma and Llama, for language models and action experts.
 
 Attention is split along the masks: the prefix does not attend to the suffix, so its keys and values are computed once
-(`Decoder.remember`), and later tokens attend to them and to each other (`View.memory`). The result equals one attention
-over the concatenated tokens, as in the published code.
+(`Decoder.compute_keys_values`), and later tokens attend to them and to each other (`AttentionContext.memory`). The
+result equals one attention over the concatenated tokens, as in the published code.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from embodyrl.policies.flow.specs import LayersSpec
 from embodyrl.policies.openvla_oft.llama import Rope, rope_tables
 
 ROPE_THETA = 10000.0
-UNSEEN = -2.3819763e38
+MASKED_SCORE = -2.3819763e38
 """Score added to masked keys; finite in bfloat16 too, so that a fully masked query averages all values, as in
 openpi."""
 
@@ -31,19 +31,19 @@ def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
 
     A query for which `queries` [B, Q] is false attends to nothing.
     """
-    seen = valid[:, None, None, :]
+    visible = valid[:, None, None, :]
     if queries is not None:
-        seen = seen & queries[:, None, :, None]
-    return torch.zeros(seen.shape, device=valid.device).masked_fill_(~seen, UNSEEN)
+        visible = visible & queries[:, None, :, None]
+    return torch.zeros(visible.shape, device=valid.device).masked_fill_(~visible, MASKED_SCORE)
 
 
 def block_mask(blocks: Tensor) -> Tensor:
     """Return an additive attention mask [1, 1, T, T]: token i attends to j if blocks[j] <= blocks[i]."""
-    hidden = blocks[None, :] > blocks[:, None]
-    return torch.zeros(hidden.shape, device=blocks.device).masked_fill_(hidden, UNSEEN)[None, None]
+    masked = blocks[None, :] > blocks[:, None]
+    return torch.zeros(masked.shape, device=blocks.device).masked_fill_(masked, MASKED_SCORE)[None, None]
 
 
-def positions_of(valid: Tensor) -> Tensor:
+def get_positions(valid: Tensor) -> Tensor:
     """Return positions [B, T] of tokens; padding is not counted."""
     return valid.long().cumsum(1) - 1
 
@@ -76,12 +76,12 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Normalise x [B, T, width]; also return the gate, or None without a condition [B, D] or [B, T, D]."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        x_float32 = x.float()
+        x_float32 = x_float32 * torch.rsqrt(x_float32.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:
-            return (wide * (self.offset + self.weight.float())).to(x.dtype), None
+            return (x_float32 * (self.offset + self.weight.float())).to(x.dtype), None
         scale, shift, gate = self.dense(condition)[:, None].chunk(3, dim=-1)
-        return torch.addcmul(shift.float(), wide, 1.0 + scale.float()).to(x.dtype), gate
+        return torch.addcmul(shift.float(), x_float32, 1.0 + scale.float()).to(x.dtype), gate
 
 
 class Attention(nn.Module):
@@ -100,14 +100,14 @@ class Attention(nn.Module):
         """Return keys and values of tokens [B, T, width]."""
         return _rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
 
-    def translate(self, memory: KeysValues) -> KeysValues:
+    def project_keys_values(self, memory: KeysValues) -> KeysValues:
         """Return keys and values computed from the rotated keys and values of another stack."""
         keys, values = (x.transpose(1, 2).flatten(2) for x in memory)
         return self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
 
-    def attend(self, x: Tensor, rope: Rope, seen: KeysValues, mask: Tensor) -> Tensor:
+    def attend(self, x: Tensor, rope: Rope, keys_values: KeysValues, mask: Tensor) -> Tensor:
         """Attend from tokens [B, T, width] to keys and values under a mask [B or 1, 1, 1 or T, keys]."""
-        q, (k, v) = _rotate(self._heads(self.q_proj(x)), rope), seen
+        q, (k, v) = _rotate(self._heads(self.q_proj(x)), rope), keys_values
         # The memory may have another precision, such as a frozen stack in bfloat16: use its dtype.
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(v.dtype), enable_gqa=q.shape[1] != k.shape[1])
@@ -135,7 +135,7 @@ class GatedMlp(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AttentionContext:
     """Attention inputs of one forward pass through a layer: positions, mask and earlier keys and values."""
 
     rope: Rope
@@ -144,7 +144,7 @@ class View:
     """[B or 1, 1, 1 or T, keys] attention mask."""
     memory: KeysValues | None = None
     """Keys and values of earlier tokens, prepended to the keys and values of the current tokens."""
-    among: bool = True
+    self_attention: bool = True
     """True if the tokens also attend to each other; False if they only attend to the memory."""
 
 
@@ -159,30 +159,35 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(spec, condition_width)
 
     def forward(
-        self, x: Tensor | None, view: View | KeysValues, condition: Tensor | None = None, *, output: bool = True
+        self,
+        x: Tensor | None,
+        context: AttentionContext | KeysValues,
+        condition: Tensor | None = None,
+        *,
+        output: bool = True,
     ) -> tuple[Tensor | None, KeysValues | None]:
         """Map tokens [B, T, width] to the same shape; also return the keys and values of these tokens, or None.
 
-        Without `output`, return only the keys and values. Without tokens, `view` contains another stack's keys and
+        Without `output`, return only the keys and values. Without tokens, `context` contains another stack's keys and
         values, and this layer returns projections of those keys and values.
         """
-        if not isinstance(view, View):
-            return None, self.self_attn.translate(view)
+        if not isinstance(context, AttentionContext):
+            return None, self.self_attn.project_keys_values(context)
         assert x is not None
         normed, gate = self.input_layernorm(x, condition)
-        own, seen = None, view.memory
-        if view.among:
+        own_kv, attended_kv = None, context.memory
+        if context.self_attention:
             # Only the tokens' own keys and values, also with a memory: the caller may store them as a memory.
-            own = seen = self.self_attn.keys_values(normed, view.rope)
+            own_kv = attended_kv = self.self_attn.keys_values(normed, context.rope)
             if not output:
-                return None, own
-            if view.memory is not None:
-                (past_k, past_v), (k, v) = view.memory, own
-                seen = torch.cat([past_k.to(k.dtype), k], dim=2), torch.cat([past_v.to(v.dtype), v], dim=2)
-        assert seen is not None, "tokens that do not attend to each other need a memory"
-        x = _add(x, self.self_attn.attend(normed, view.rope, seen, view.mask), gate)
+                return None, own_kv
+            if context.memory is not None:
+                (past_k, past_v), (k, v) = context.memory, own_kv
+                attended_kv = torch.cat([past_k.to(k.dtype), k], dim=2), torch.cat([past_v.to(v.dtype), v], dim=2)
+        assert attended_kv is not None, "tokens that do not attend to each other need a memory"
+        x = _add(x, self.self_attn.attend(normed, context.rope, attended_kv, context.mask), gate)
         normed, gate = self.post_attention_layernorm(x, condition)
-        return _add(x, self.mlp(normed), gate), own
+        return _add(x, self.mlp(normed), gate), own_kv
 
 
 def _add(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
@@ -203,26 +208,28 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(spec, condition_width)
 
-    def forward(self, x: Tensor, views: Sequence[View], condition: Tensor | None = None) -> Tensor:
-        """Map tokens [B, T, width] to the hidden states after the final norm; `views` has one element per layer."""
-        for layer, view in zip(self.layers, views, strict=True):
-            x, _ = self._run(layer, x, view, condition)
+    def forward(self, x: Tensor, contexts: Sequence[AttentionContext], condition: Tensor | None = None) -> Tensor:
+        """Map tokens [B, T, width] to the hidden states after the final norm; `contexts` has one element per layer."""
+        for layer, context in zip(self.layers, contexts, strict=True):
+            x, _ = self._run(layer, x, context, condition)
         return self.norm(x, condition)[0]
 
-    def remember(
-        self, x: Tensor, views: Sequence[View], *, output: bool = False
+    def compute_keys_values(
+        self, x: Tensor, contexts: Sequence[AttentionContext], *, output: bool = False
     ) -> tuple[tuple[KeysValues, ...], Tensor | None]:
         """Return keys and values of each layer for tokens [B, T, width], and hidden states or None.
 
         Hidden states [B, T, width] are returned with `output`, which adds the last layer's attention and MLP.
         """
-        kept: list[KeysValues] = []
-        for number, (layer, view) in enumerate(zip(self.layers, views, strict=True), 1):
-            x, own = self._run(layer, x, view, None, output=output or number < len(views))
-            kept.append(own)
-        return tuple(kept), self.norm(x)[0] if output else None
+        keys_values: list[KeysValues] = []
+        for number, (layer, context) in enumerate(zip(self.layers, contexts, strict=True), 1):
+            x, layer_kv = self._run(layer, x, context, None, output=output or number < len(contexts))
+            keys_values.append(layer_kv)
+        return tuple(keys_values), self.norm(x)[0] if output else None
 
-    def _run(self, layer: nn.Module, x: Tensor, view: View, condition: Tensor | None, *, output: bool = True) -> Any:
+    def _run(
+        self, layer: nn.Module, x: Tensor, context: AttentionContext, condition: Tensor | None, *, output: bool = True
+    ) -> Any:
         if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, x, view, condition, output=output, use_reentrant=False)
-        return layer(x, view, condition, output=output)
+            return checkpoint(layer, x, context, condition, output=output, use_reentrant=False)
+        return layer(x, context, condition, output=output)

@@ -12,7 +12,13 @@ from embodyrl.errors import CheckpointError
 EMBEDDING = "language.embed_tokens.weight"
 HEADS = ("value_head.", "noise_head.", "noise_actor.", "residual_actor.")
 """Heads added by RL (the first two with RLinf's names): optional in both the model and the checkpoint."""
-_TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.", "action_in_proj.", "action_out_proj.")
+_CHARACTERISTIC_PREFIXES = (
+    "vision.embeddings.",
+    "language.layers.",
+    "expert.layers.",
+    "action_in_proj.",
+    "action_out_proj.",
+)
 _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """Statistics of the data, which LeRobot stored with the weights before its processors had separate files."""
 
@@ -26,19 +32,19 @@ class Layout:
     """(prefix in embodyrl, published prefix) pairs; the first match is used."""
     tied: str | None = None
     """Name of an output matrix that is tied to the token embedding. Some files contain only this matrix."""
-    dead: tuple[tuple[str, str], ...] = ()
+    unused: tuple[tuple[str, str], ...] = ()
     """Unused matrices that the published loader requires, as (published name, stack). Shape: [vocab, stack width]."""
 
-    def likeness(self, keys: Iterable[str]) -> int:
+    def count_matching_prefixes(self, keys: Iterable[str]) -> int:
         """Return the number of characteristic prefixes of this layout that occur among the keys."""
         present = tuple(keys)
-        return sum(any(key.startswith(self.theirs(part)) for key in present) for part in _TELLING)
+        return sum(any(key.startswith(self.to_external(part)) for key in present) for part in _CHARACTERISTIC_PREFIXES)
 
-    def ours(self, key: str) -> str:
+    def to_local(self, key: str) -> str:
         """Rename a weight from this layout's name to embodyrl's name; unknown names are unchanged."""
-        return _rename(key, ((theirs, ours) for ours, theirs in self.renames))
+        return _rename(key, ((external, local) for local, external in self.renames))
 
-    def theirs(self, key: str) -> str:
+    def to_external(self, key: str) -> str:
         """Rename a weight from embodyrl's name to this layout's name; unknown names are unchanged."""
         return _rename(key, self.renames)
 
@@ -60,14 +66,14 @@ def _paligemma(
     head: str = "",
     actions: str = "",
     tied: str | None = None,
-    dead: str,
+    unused: str,
 ) -> Layout:
     """Build a layout of pi0 and pi0.5 on PaliGemma.
 
     `head`: prefix of all projections of the flow head. `actions`: further prefix of its input projections.
     """
-    inputs = ("action_in_proj.", "state_proj.", "action_time_mlp_in.", "action_time_mlp_out.")
-    others = ("action_out_proj.", "time_mlp_in.", "time_mlp_out.", *HEADS)
+    input_names = ("action_in_proj.", "state_proj.", "action_time_mlp_in.", "action_time_mlp_out.")
+    output_names = ("action_out_proj.", "time_mlp_in.", "time_mlp_out.", *HEADS)
     return Layout(
         name=name,
         renames=(
@@ -75,23 +81,23 @@ def _paligemma(
             ("language.", f"{vlm}language_model.{language_level}"),
             ("expert.", expert),
             ("projector.", f"{vlm}multi_modal_projector.linear."),
-            *((part, f"{head}{actions}{part}") for part in inputs),
-            *((part, f"{head}{part}") for part in others),
+            *((part, f"{head}{actions}{part}") for part in input_names),
+            *((part, f"{head}{part}") for part in output_names),
         ),
         tied=tied,
-        dead=((dead, "expert"),),
+        unused=((unused, "expert"),),
     )
 
 
 def _openpi(name: str, head: str = "", **levels: str) -> Layout:
-    inside = f"{head}paligemma_with_expert."
+    prefix = f"{head}paligemma_with_expert."
     return _paligemma(
         name,
-        vlm=f"{inside}paligemma.model.",
-        expert=f"{inside}gemma_expert.model.",
+        vlm=f"{prefix}paligemma.model.",
+        expert=f"{prefix}gemma_expert.model.",
         head=head,
-        tied=f"{inside}paligemma.lm_head.weight",
-        dead=f"{inside}gemma_expert.lm_head.weight",
+        tied=f"{prefix}paligemma.lm_head.weight",
+        unused=f"{prefix}gemma_expert.lm_head.weight",
         **levels,
     )
 
@@ -102,7 +108,7 @@ def _transformers(name: str, vision_level: str = "", **projections: str) -> Layo
         vlm="model.vlm.",
         expert="model.dit.",
         vision_level=vision_level,
-        dead="model.dit.embed_tokens.weight",
+        unused="model.dit.embed_tokens.weight",
         **(projections or {"actions": "embed_action_time."}),
     )
 
@@ -132,91 +138,95 @@ SMOLVLA_LEROBOT = Layout(
             for part in ("action_in_proj.", "action_out_proj.", "state_proj.", "action_time_mlp_", *HEADS)
         ),
     ),
-    dead=((f"{_SMOL}vlm.lm_head.weight", "language"),),
+    unused=((f"{_SMOL}vlm.lm_head.weight", "language"),),
 )
 LAYOUTS = (OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD, *_TRANSFORMERS_SAVED, SMOLVLA_LEROBOT)
 
 
-def layout_of(keys: Iterable[str], where: Path) -> Layout:
+def find_layout(keys: Iterable[str], where: Path) -> Layout:
     """Return the layout that matches the weight names of a checkpoint.
 
     Raises:
         CheckpointError: no layout matches.
     """
-    present = tuple(keys)
+    names = tuple(keys)
     # If several layouts match equally well, the first is used.
-    best = max(LAYOUTS, key=lambda layout: layout.likeness(present))
-    if best.likeness(present):
-        return best
-    first = min(present, default="none")
+    best_layout = max(LAYOUTS, key=lambda layout: layout.count_matching_prefixes(names))
+    if best_layout.count_matching_prefixes(names):
+        return best_layout
+    first = min(names, default="none")
     raise CheckpointError(
-        f"{where}: its {len(present)} weights (first name: '{first}') match no known layout. Known layouts: "
+        f"{where}: its {len(names)} weights (first name: '{first}') match no known layout. Known layouts: "
         f"{', '.join(layout.name for layout in LAYOUTS)}. The weights are of another model, or shards are missing; "
         "use another checkpoint."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class StorageFormat:
     """Storage format of a checkpoint, for saving in the same format."""
 
     layout: Layout
     embedding_names: tuple[str, ...]
     """Names under which the files store the token embedding: the embedding, the tied output matrix, or both."""
-    aside: Mapping[str, Tensor] = field(default_factory=dict)
+    extra_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Additional weights and statistics of the files, by name."""
 
 
-def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
+def build_storage_format(layout: Layout, weights: Mapping[str, Tensor]) -> StorageFormat:
     """Return the storage format of new weights in a layout.
 
     Unused weights that the published loader requires are zeros.
     """
     vocab, width = weights[EMBEDDING].shape
     widths = {"language": width, "expert": weights["action_in_proj.weight"].shape[0]}
-    aside = {key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.dead}
-    return Source(layout=layout, embedding_names=(layout.tied or layout.theirs(EMBEDDING),), aside=aside)
+    extra_tensors = {
+        key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.unused
+    }
+    return StorageFormat(
+        layout=layout, embedding_names=(layout.tied or layout.to_external(EMBEDDING),), extra_tensors=extra_tensors
+    )
 
 
-def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor], Source]:
+def to_local_names(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor], StorageFormat]:
     """Return the weights of a full checkpoint under embodyrl's names, and the storage format.
 
     Raises:
         CheckpointError: no layout matches, the names mix layouts, or the output matrix differs from the embedding.
     """
-    layout = layout_of(stored, where)
-    dead = {key for key, _ in layout.dead}
+    layout = find_layout(stored, where)
+    unused = {key for key, _ in layout.unused}
     weights: dict[str, Tensor] = {}
-    aside: dict[str, Tensor] = {}
+    extra_tensors: dict[str, Tensor] = {}
     for key, tensor in stored.items():
-        if key in dead or key.startswith(_OLD_STATISTICS) or key.endswith(".position_ids"):
-            aside[key] = tensor
+        if key in unused or key.startswith(_OLD_STATISTICS) or key.endswith(".position_ids"):
+            extra_tensors[key] = tensor
         elif key != layout.tied:
-            ours = layout.ours(key)
+            local_name = layout.to_local(key)
             # Round trip: a name that is not restored would be written under another name.
-            if layout.theirs(ours) != key:
+            if layout.to_external(local_name) != key:
                 raise CheckpointError(
                     f"{where}: '{key}' does not match the layout of the other weights ({layout.name}). The files are "
                     "from two checkpoints; use the files of a single checkpoint."
                 )
-            weights[ours] = tensor
-    names = [layout.theirs(EMBEDDING)] if EMBEDDING in weights else []
+            weights[local_name] = tensor
+    names = [layout.to_external(EMBEDDING)] if EMBEDDING in weights else []
     if layout.tied in stored:
         assert layout.tied is not None
         names.append(layout.tied)
         tied = stored[layout.tied]
         # Some files have the embedding under the name of the output matrix only.
-        own = weights.setdefault(EMBEDDING, tied)
-        if (own.shape, own.dtype) != (tied.shape, tied.dtype) or not torch.equal(own, tied):
+        embedding = weights.setdefault(EMBEDDING, tied)
+        if (embedding.shape, embedding.dtype) != (tied.shape, tied.dtype) or not torch.equal(embedding, tied):
             raise CheckpointError(
                 f"{where}: '{layout.tied}' and '{names[0]}' are tied weights in this model, but differ in this "
                 f"checkpoint. It was trained with untied weights or merged from two checkpoints; use the original."
             )
-    return weights, Source(layout=layout, embedding_names=tuple(names), aside=aside)
+    return weights, StorageFormat(layout=layout, embedding_names=tuple(names), extra_tensors=extra_tensors)
 
 
-def to_theirs(weights: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
+def to_external_names(weights: Mapping[str, Tensor], storage: StorageFormat) -> dict[str, Tensor]:
     """Rename weights for a storage format, and add the additional weights of the files."""
-    stored = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
-    stored |= {name: weights[EMBEDDING] for name in source.embedding_names}
-    return stored | dict(source.aside)
+    stored = {storage.layout.to_external(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
+    stored |= {name: weights[EMBEDDING] for name in storage.embedding_names}
+    return stored | dict(storage.extra_tensors)

@@ -23,7 +23,7 @@ NoiseStd = Callable[[Tensor], Tensor]
 """Function from the expert's hidden states [B, H, width] to standard deviations [B, H, D]."""
 
 
-def times(index: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def get_step_times(index: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Return the start time 1 - index/steps and the end time of Euler steps `index` [B], both float32 [B, 1, 1]."""
     begin, end = (1.0 - i.float() / steps for i in (index, index + 1))
     return begin[:, None, None], end[:, None, None]
@@ -73,10 +73,10 @@ def flow_noise(x: Tensor, v: Tensor, t: Tensor, end: Tensor, std: Tensor) -> Tra
     return Transition(mean=x - v * (t - end), std=std)
 
 
-def follow_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
+def integrate_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
     """Integrate the flow from noise x [B, H, D] to a chunk [B, H, D] in `steps` Euler steps."""
     for k in range(steps):
-        t, end = times(torch.full((len(x),), k, device=x.device), steps)
+        t, end = get_step_times(torch.full((len(x),), k, device=x.device), steps)
         x = ode(x, velocity(x, t.flatten())[0], t, end).mean
     return x
 
@@ -97,7 +97,7 @@ class ChainLikelihood(GaussianChain):
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
         """Return the stochastic step of this likelihood, and the deterministic ODE step."""
-        t, end = times(index, self._cfg.num_steps)
+        t, end = get_step_times(index, self._cfg.num_steps)
         v, hidden = velocity(x, t.flatten())
         if self._noise_std is not None:
             step = flow_noise(x, v, t, end, self._noise_std(hidden))
@@ -122,9 +122,9 @@ class FpoLikelihood:
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> SampledChunks:
         """Integrate the ODE from sampled noise (see `GaussianChain.sample`)."""
         size = (self._shape.horizon, self._shape.width)
-        x = follow_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
+        x = integrate_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
         tokens = self.record.layout.pack(seeds[:, None], x.flatten(1).cpu().numpy())
-        return SampledChunks(state=x, tokens=tokens, logprob=self._minus_loss(velocity, x, seeds))
+        return SampledChunks(state=x, tokens=tokens, logprob=self._compute_negative_loss(velocity, x, seeds))
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
@@ -132,10 +132,10 @@ class FpoLikelihood:
         """Return negative flow-matching losses as log-probabilities (see `GaussianChain.score`); entropies are 0."""
         whole, floats = self.record.layout.unpack(tokens)
         x = on_device(floats, device).unflatten(1, (self._shape.horizon, self._shape.width))
-        logprob = self._minus_loss(velocity, x, whole[:, 0])
+        logprob = self._compute_negative_loss(velocity, x, whole[:, 0])
         return logprob, torch.zeros_like(logprob)
 
-    def _minus_loss(self, velocity: Velocity, x: Tensor, seeds: IntArray) -> Tensor:
+    def _compute_negative_loss(self, velocity: Velocity, x: Tensor, seeds: IntArray) -> Tensor:
         """Return negative flow-matching losses [B, K, 1] of chunks [B, H, D], averaged over the pairs."""
         shape, count = self._shape, self._cfg.fpo_pairs
         noise = normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
@@ -152,6 +152,6 @@ def flow_matching_error(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor)
 
     The state is t noise + (1 - t) x, the target noise - x (arXiv 2210.02747, with pi0's direction of time).
     """
-    at = t[:, None, None]
-    v, _ = velocity(at * noise + (1.0 - at) * x, t)
+    time = t[:, None, None]
+    v, _ = velocity(time * noise + (1.0 - time) * x, t)
     return (v - (noise - x)).square()

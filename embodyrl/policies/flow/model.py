@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodyrl.policies.flow.layers import Decoder, KeysValues, View, key_mask, positions_of, rotary
+from embodyrl.policies.flow.layers import AttentionContext, Decoder, KeysValues, get_positions, key_mask, rotary
 from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSpec, VisionSpec
 
 LAYER_NORM_EPS = 1e-6
@@ -106,19 +106,19 @@ class SiglipTower(nn.Module):
             block.mlp.fc2.weight.zero_()
         table = self.embeddings.position_embedding.weight
         side, count = math.isqrt(len(table)), table.shape[1] // 4
-        places = torch.arange(side) - (side - 1) / 2
-        finest = torch.logspace(-1, 0, count, base=float(side))
-        angle, size = places[:, None] * math.pi / 2 * finest, 1 / finest
-        waves = torch.cat([angle.sin(), angle.cos()], 1) * (size / size.square().mean().sqrt()).repeat(2)
-        both = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], 1)
-        table[:, : both.shape[1]] = both.to(table)
+        offsets = torch.arange(side) - (side - 1) / 2
+        frequencies = torch.logspace(-1, 0, count, base=float(side))
+        angle, size = offsets[:, None] * math.pi / 2 * frequencies, 1 / frequencies
+        encodings = torch.cat([angle.sin(), angle.cos()], 1) * (size / size.square().mean().sqrt()).repeat(2)
+        grid = torch.cat([encodings.repeat(side, 1), encodings.repeat_interleave(side, 0)], 1)
+        table[:, : grid.shape[1]] = grid.to(table)
         patch = self.embeddings.patch_embedding.weight
         wave = torch.arange(patch.shape[-1])
         cosines = torch.cos(math.pi * wave[:CYCLES, None] * (wave + 0.5) / len(wave))
-        shares = 1 / (1 + wave[:CYCLES, None] + wave[:CYCLES]) * (wave[:CYCLES, None] + wave[:CYCLES] < CYCLES)
-        drawn = torch.randn((*patch.shape[:2], *shares.shape), generator=generator) * shares
-        mixed = torch.einsum("ocij,ih,jw->ochw", drawn, cosines, cosines)
-        patch.copy_(CONTRAST * mixed / mixed.square().sum((1, 2, 3)).mean().sqrt())
+        amplitudes = 1 / (1 + wave[:CYCLES, None] + wave[:CYCLES]) * (wave[:CYCLES, None] + wave[:CYCLES] < CYCLES)
+        noise = torch.randn((*patch.shape[:2], *amplitudes.shape), generator=generator) * amplitudes
+        filters = torch.einsum("ocij,ih,jw->ochw", noise, cosines, cosines)
+        patch.copy_(CONTRAST * filters / filters.square().sum((1, 2, 3)).mean().sqrt())
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map images [N, 3, S, S] to patch features [N, patches, width]."""
@@ -169,13 +169,13 @@ class Prefix:
 class Memory:
     """Inputs of the action expert that do not change between denoising steps."""
 
-    views: tuple[View, ...]
+    contexts: tuple[AttentionContext, ...]
     """Attention inputs of each expert layer, with keys and values of the prefix as memory."""
     state: Tensor
     """[B, S] normalised state."""
 
 
-class Denoised(NamedTuple):
+class DenoisingOutput(NamedTuple):
     """Outputs of one forward pass of the action expert."""
 
     velocity: Tensor
@@ -190,10 +190,10 @@ def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
     `double` computes the angles in float64 (lerobot). Angles reach 1571 rad, where float32 (openpi's JAX code
     and transformers) has an error of 1e-4 rad.
     """
-    kind = torch.float64 if double else torch.float32
-    share = torch.linspace(0.0, 1.0, width // 2, dtype=kind, device=time.device)
-    period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD) ** share
-    angle = time.to(kind)[..., None] * (1.0 / period * 2 * math.pi)
+    dtype = torch.float64 if double else torch.float32
+    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=dtype, device=time.device)
+    period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD) ** fraction
+    angle = time.to(dtype)[..., None] * (1.0 / period * 2 * math.pi)
     return torch.cat([angle.sin(), angle.cos()], dim=-1).float()
 
 
@@ -245,8 +245,8 @@ class FlowModel(nn.Module, ABC):
         images = self.embed_images(inputs.images.flatten(0, 1)).unflatten(0, (batch, cameras))
         # Text only: `embed_images` scales images.
         text = self.language.embed_tokens(inputs.tokens) * math.sqrt(self.spec.language.width)
-        seen = inputs.image_mask[..., None].expand(-1, -1, images.shape[2]).flatten(1)
-        return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, inputs.token_mask], dim=1)
+        image_mask = inputs.image_mask[..., None].expand(-1, -1, images.shape[2]).flatten(1)
+        return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([image_mask, inputs.token_mask], dim=1)
 
     def prefix(self, inputs: FlowInputs, *, output: bool = False) -> Prefix:
         """Run the backbone on the prefix and return its key-value cache.
@@ -254,11 +254,13 @@ class FlowModel(nn.Module, ABC):
         `output`: also run the last layer and return its hidden states.
         """
         x, valid = self.embed_prefix(inputs)
-        view = View(rotary(positions_of(valid), self.spec.language), key_mask(valid, valid if output else None))
-        layers, hidden = self.language.remember(x, [view] * self.spec.language.depth, output=output)
+        context = AttentionContext(
+            rotary(get_positions(valid), self.spec.language), key_mask(valid, valid if output else None)
+        )
+        layers, hidden = self.language.compute_keys_values(x, [context] * self.spec.language.depth, output=output)
         return Prefix(layers=layers, valid=valid, state=inputs.state, hidden=hidden)
 
-    def denoise(self, memory: Memory, x: Tensor, time: Tensor) -> Denoised:
+    def denoise(self, memory: Memory, x: Tensor, time: Tensor) -> DenoisingOutput:
         """Run one forward pass of the action expert.
 
         Args:
@@ -268,8 +270,8 @@ class FlowModel(nn.Module, ABC):
         """
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
         # The last tokens are the actions'; that of the state may come first.
-        hidden = self.expert(tokens, memory.views, condition)[:, -self.spec.horizon :]
-        return Denoised(velocity=self.action_out_proj(hidden).float(), hidden=hidden)
+        hidden = self.expert(tokens, memory.contexts, condition)[:, -self.spec.horizon :]
+        return DenoisingOutput(velocity=self.action_out_proj(hidden).float(), hidden=hidden)
 
     def recompute_activations(self) -> None:
         """Enable activation checkpointing: the backward pass recomputes all activations except the inputs of layers."""
@@ -288,8 +290,8 @@ class FlowModel(nn.Module, ABC):
             for name, parameter in self.named_parameters():
                 # Adaptive norms start at 0: otherwise they would scale by untrained values.
                 if parameter.dim() > 1 and "norm.dense" not in name:
-                    drawn = torch.randn(parameter.shape, generator=generator)
-                    parameter.copy_(drawn / math.sqrt(parameter[0].numel()))
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.copy_(noise / math.sqrt(parameter[0].numel()))
                 else:
                     scale = "norm" in name and name.endswith("weight") and "dense" not in name
                     offset = not name.startswith("vision") and self.spec.language.gemma
@@ -309,10 +311,10 @@ class FlowModel(nn.Module, ABC):
 
     def _mix_time(self, actions: Tensor, time: Tensor) -> Tensor:
         """Mix embedded times [B or 1, D] into noisy actions [B, H, D] with the time MLP."""
-        beside = time[:, None].to(actions.dtype).expand(len(actions), actions.shape[1], -1)
-        return self.time_mlp(torch.cat([actions, beside], dim=-1))
+        time_tokens = time[:, None].to(actions.dtype).expand(len(actions), actions.shape[1], -1)
+        return self.time_mlp(torch.cat([actions, time_tokens], dim=-1))
 
 
-def with_memory(view: View, layers: tuple[KeysValues, ...]) -> tuple[View, ...]:
-    """Return a copy of `view` for each layer, with the keys and values of the layer as memory."""
-    return tuple(replace(view, memory=pair) for pair in layers)
+def add_memory(context: AttentionContext, layers: tuple[KeysValues, ...]) -> tuple[AttentionContext, ...]:
+    """Return a copy of `context` for each layer, with the keys and values of the layer as memory."""
+    return tuple(replace(context, memory=pair) for pair in layers)

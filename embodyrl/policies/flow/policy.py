@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, follow_ode
+from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, integrate_ode
 from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
@@ -81,8 +81,8 @@ class NoiseHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return standard deviations [B, H, D] for hidden states [B, H, width]."""
-        share = 0.5 * (torch.tanh(self.mlp_logvar(hidden)) + 1.0)
-        return (0.5 * (self._low + (self._high - self._low) * share)).exp()
+        fraction = 0.5 * (torch.tanh(self.mlp_logvar(hidden)) + 1.0)
+        return (0.5 * (self._low + (self._high - self._low) * fraction)).exp()
 
 
 RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
@@ -173,20 +173,20 @@ class FlowPolicy:
             FpoLikelihood(cfg, self._shape) if fpo else ChainLikelihood(cfg, self._shape, module.noise_head)
         )
         self._by_dimension = not fpo and not cfg.steers
-        self._count_dimensions()
+        self._update_scored_dimensions()
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE; their tokens are 0."""
-        prefix, velocity = self._acting(obs)
+        prefix, velocity = self._encode_for_acting(obs)
         if noise is None:
-            chosen = SampledChunks.greedily(self._greedy(obs, velocity))
+            sampled = SampledChunks.greedily(self._compute_greedy_chunk(obs, velocity))
         else:
             scale = temperature or self._temperature
-            chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)
-            chosen = replace(chosen, logprob=self._counted(chosen.logprob))
-        tokens, logprob = chosen.kept(self.spec)
-        executed = chosen.state[:, : self._shape.executed].cpu().numpy()
+            sampled = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)
+            sampled = replace(sampled, logprob=self._select_varying_dimensions(sampled.logprob))
+        tokens, logprob = sampled.kept(self.spec)
+        executed = sampled.state[:, : self._shape.executed].cpu().numpy()
         return PolicyOutput(
             actions=self._scale.to_actions(executed, obs),
             tokens=tokens,
@@ -197,7 +197,7 @@ class FlowPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        return self._value(self._acting(obs)[0], len(obs)).cpu().numpy()
+        return self._value(self._encode_for_acting(obs)[0], len(obs)).cpu().numpy()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
@@ -205,15 +205,15 @@ class FlowPolicy:
 
         The prompt has no instruction suffix.
         """
-        middle = torch.zeros(len(obs), *self._size, device=self._device)
-        v, hidden = self._velocity(self._prefix(obs), middle, torch.ones(len(obs), device=self._device))
+        zero_noise = torch.zeros(len(obs), *self._size, device=self._device)
+        v, hidden = self._velocity(self._prefix(obs), zero_noise, torch.ones(len(obs), device=self._device))
         return torch.cat([hidden.mean(1), v.flatten(1)], 1)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
-        prefix, velocity = self._acting(obs)
+        prefix, velocity = self._encode_for_acting(obs)
         scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
-        logprob, entropy = (spread(self._counted(part), self.spec) for part in scored)
+        logprob, entropy = (spread(self._select_varying_dimensions(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
@@ -228,22 +228,22 @@ class FlowPolicy:
         # The prefix is encoded once: further pairs of noise and time cost one pass of the small expert each.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
-        near = torch.zeros_like(target, dtype=torch.bool)
+        correct = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
-            near = (self._greedy(obs, velocity) - target).abs() < 0.1
+            correct = (self._compute_greedy_chunk(obs, velocity) - target).abs() < 0.1
             # Padding flows to 0 and would count as correct.
-            near = near[..., : self._shape.action_dim]
-        return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
+            correct = correct[..., : self._shape.action_dim]
+        return ImitationScores(loss=loss, accuracy=correct.float().flatten(1).mean(1))
 
     def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
         """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time."""
-        rows = np.arange(len(target))
+        seeds = np.arange(len(target))
         if torch.is_grad_enabled():
-            rows = torch.randint(2**47, (len(target),)).numpy()
-        noise = normals(rows, START, self._size, self._device)
+            seeds = torch.randint(2**47, (len(target),)).numpy()
+        noise = normals(seeds, START, self._size, self._device)
         # If u is uniform, u^(1/a) has the distribution Beta(a, 1).
-        drawn = uniforms(rows, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
-        t = (0.001 + 0.999 * drawn).astype(np.float32)
+        beta_sample = uniforms(seeds, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
+        t = (0.001 + 0.999 * beta_sample).astype(np.float32)
         return flow_matching_error(velocity, target, noise, on_device(t, self._device)).flatten(1).mean(1)
 
     def save(self, folder: Path) -> None:
@@ -255,39 +255,39 @@ class FlowPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`); RL heads may be missing or unused."""
         self._files.load(self._module, folder)
-        self._count_dimensions()
+        self._update_scored_dimensions()
         self.conditioning = read_conditioning(folder)
 
     @property
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
 
-    def _greedy(self, obs: Observation, velocity: Velocity) -> Tensor:
-        return follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps)
+    def _compute_greedy_chunk(self, obs: Observation, velocity: Velocity) -> Tensor:
+        return integrate_ode(velocity, self._get_greedy_start(obs), self._cfg.num_steps)
 
-    def _greedy_start(self, obs: Observation) -> Tensor:
+    def _get_greedy_start(self, obs: Observation) -> Tensor:
         """Return the initial noise of greedy actions, [B, H, D]."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
         return normals(seeds_of_observations(obs), START, self._size, self._device)
 
-    def _acting(self, obs: Observation) -> tuple[Any, Velocity]:
+    def _encode_for_acting(self, obs: Observation) -> tuple[Any, Velocity]:
         """Return the prefix and the velocity function for inference; `Conditioning` adds a suffix and guidance."""
-        rule = self.conditioning
-        if rule is None:
+        conditioning = self.conditioning
+        if conditioning is None:
             prefix = self._prefix(obs)
             return prefix, partial(self._velocity, prefix)
-        prefix = self._prefix(rule.conditioned(obs) if rule.guidance else rule.null(obs))
-        if rule.guidance in (0, 1):
+        prefix = self._prefix(conditioning.conditioned(obs) if conditioning.guidance else conditioning.null(obs))
+        if conditioning.guidance in (0, 1):
             return prefix, partial(self._velocity, prefix)
-        null = self._prefix(rule.null(obs))
+        null = self._prefix(conditioning.null(obs))
 
-        def guided(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        def guided_velocity(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
             v, hidden = self._velocity(prefix, x, t)
-            base, _ = self._velocity(null, x, t)
-            return base + rule.guidance * (v - base), hidden
+            null_velocity, _ = self._velocity(null, x, t)
+            return null_velocity + conditioning.guidance * (v - null_velocity), hidden
 
-        return prefix, guided
+        return prefix, guided_velocity
 
     def _prefix(self, obs: Observation) -> Any:
         with self._autocast:
@@ -310,15 +310,15 @@ class FlowPolicy:
         if self._cfg.value_from is ValueFrom.prefix:
             return head(prefix.pooled.float().detach())
         with torch.no_grad():
-            middle = torch.zeros(count, *self._size, device=self._device)
-            _, hidden = self._velocity(prefix, middle, torch.ones(count, device=self._device))
+            zero_noise = torch.zeros(count, *self._size, device=self._device)
+            _, hidden = self._velocity(prefix, zero_noise, torch.ones(count, device=self._device))
         return head(hidden.mean(1))
 
-    def _counted(self, per_action: Tensor) -> Tensor:
+    def _select_varying_dimensions(self, per_action: Tensor) -> Tensor:
         """Select the log-probabilities [B, K, P] of action dimensions that are not constant in the data."""
         return per_action[..., varying(self._scale.varies)] if self._by_dimension else per_action
 
-    def _count_dimensions(self) -> None:
+    def _update_scored_dimensions(self) -> None:
         """Set the number of log-probabilities per action, without dimensions that are constant in the data."""
         if self._by_dimension:
             self.spec = replace(self.spec, scored=len(varying(self._scale.varies)))

@@ -16,18 +16,18 @@ STATE_BINS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptForm:
+class PromptFormat:
     """Format of a model's prompts."""
 
     template: str
     """Template with {task} and, if the state is text, {state}."""
-    limit: int
+    max_tokens: int
     """Maximum number of tokens."""
     bos: str | None = None
     """Start token of the prompt; None: no start token."""
-    tail: str = ""
+    suffix: str = ""
     """Text at the end of the prompt, tokenized separately."""
-    cleans: bool = True
+    normalizes_text: bool = True
     """True if the instruction is stripped, and underscores and newlines are replaced by spaces."""
 
     @property
@@ -36,17 +36,17 @@ class PromptForm:
         return "{state}" in self.template
 
     def text(self, task: str, state: str = "") -> str:
-        """Return the prompt of an instruction, without `tail`."""
-        task = task.strip().replace("_", " ").replace("\n", " ") if self.cleans else task.removesuffix("\n")
+        """Return the prompt of an instruction, without `suffix`."""
+        task = task.strip().replace("_", " ").replace("\n", " ") if self.normalizes_text else task.removesuffix("\n")
         return self.template.format(task=task, state=state)
 
 
-PI0_PROMPT = PromptForm(template="{task}", limit=48, bos="<bos>", tail="\n")
-PI05_PROMPT = PromptForm(template="Task: {task}, State: {state};\nAction: ", limit=200, bos="<bos>")
-SMOLVLA_PROMPT = PromptForm(template="{task}\n", limit=48, cleans=False)
+PI0_PROMPT = PromptFormat(template="{task}", max_tokens=48, bos="<bos>", suffix="\n")
+PI05_PROMPT = PromptFormat(template="Task: {task}, State: {state};\nAction: ", max_tokens=200, bos="<bos>")
+SMOLVLA_PROMPT = PromptFormat(template="{task}\n", max_tokens=48, normalizes_text=False)
 
 
-def state_text(state: npt.ArrayLike) -> str:
+def format_state(state: npt.ArrayLike) -> str:
     """Format a normalised state [S] in -1..1 as indices 0..255 of equal bins; -1 below the range."""
     edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
     return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
@@ -55,12 +55,12 @@ def state_text(state: npt.ArrayLike) -> str:
 class FlowPrompts:
     """Encodes prompts of one format with one tokenizer."""
 
-    def __init__(self, tokenizer_file: Path, form: PromptForm, *, tasks: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer_file: Path, prompt_format: PromptFormat, *, tasks: Sequence[str] = ()) -> None:
         """Read a tokenizer.
 
         Args:
             tokenizer_file: `tokenizer.json` of a checkpoint.
-            form: prompt format of the checkpoint.
+            prompt_format: prompt format of the checkpoint.
             tasks: the expected instructions; without states, the longest one sets the padded width.
 
         Raises:
@@ -68,17 +68,17 @@ class FlowPrompts:
         """
         fix = "Put the tokenizer.json of the language model into the checkpoint's folder"
         self._tokenizer = read_tokenizer(tokenizer_file, f"{fix} (pi0 and pi0.5: PaliGemma's; SmolVLA: SmolVLM2's).")
-        self.form = form
-        bos = None if form.bos is None else self._tokenizer.token_to_id(form.bos)
-        if form.bos is not None and bos is None:
+        self.prompt_format = prompt_format
+        bos = None if prompt_format.bos is None else self._tokenizer.token_to_id(prompt_format.bos)
+        if prompt_format.bos is not None and bos is None:
             raise CheckpointError(
-                f"{tokenizer_file} has no token '{form.bos}', the start token of prompts; use the tokenizer of this "
-                f"model."
+                f"{tokenizer_file} has no token '{prompt_format.bos}', the start token of prompts; use the tokenizer "
+                f"of this model."
             )
-        self._head = () if bos is None else (bos,)
-        self._tail = self._ids(form.tail) if form.tail else ()
-        self._encode = lru_cache(maxsize=4096)(self._encode_text)
-        self.width = 0 if form.reads_state else max((len(self.encode(task)) for task in tasks), default=0)
+        self._prefix_ids = () if bos is None else (bos,)
+        self._suffix_ids = self._tokenize(prompt_format.suffix) if prompt_format.suffix else ()
+        self._encode_cached = lru_cache(maxsize=4096)(self._encode_uncached)
+        self.width = 0 if prompt_format.reads_state else max((len(self.encode(task)) for task in tasks), default=0)
 
     def encode(self, task: str, state: npt.ArrayLike | None = None) -> tuple[int, ...]:
         """Return the token ids of an instruction and, in formats with state, of the normalised state [S].
@@ -86,11 +86,11 @@ class FlowPrompts:
         Raises:
             ConfigError: the prompt exceeds the model's maximum length.
         """
-        ids = self._encode(self.form.text(task, "" if state is None else state_text(state)))
-        if len(ids) > self.form.limit:
+        ids = self._encode_cached(self.prompt_format.text(task, "" if state is None else format_state(state)))
+        if len(ids) > self.prompt_format.max_tokens:
             raise ConfigError(
-                f"The prompt of '{task}' has {len(ids)} tokens, but this model supports {self.form.limit}. "
-                "Shorten the instruction."
+                f"The prompt of '{task}' has {len(ids)} tokens, but this model supports "
+                f"{self.prompt_format.max_tokens}. Shorten the instruction."
             )
         return ids
 
@@ -99,14 +99,14 @@ class FlowPrompts:
 
         W is the width of the known tasks; a longer row widens the batch to a multiple of 16.
         """
-        given = [None] * len(tasks) if states is None else list(states)
-        assert not (self.form.reads_state and states is None), "these prompts need the state"
-        rows = [self.encode(task, state) for task, state in zip(tasks, given, strict=True)]
-        width = min(padded_width(self.width, max(map(len, rows))), self.form.limit)
+        state_rows = [None] * len(tasks) if states is None else list(states)
+        assert not (self.prompt_format.reads_state and states is None), "these prompts need the state"
+        rows = [self.encode(task, state) for task, state in zip(tasks, state_rows, strict=True)]
+        width = min(padded_width(self.width, max(map(len, rows))), self.prompt_format.max_tokens)
         return pad_right(rows, width), np.arange(width) < np.array([[len(row)] for row in rows])
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
-        return (*self._head, *self._ids(text), *self._tail)
+    def _encode_uncached(self, text: str) -> tuple[int, ...]:
+        return (*self._prefix_ids, *self._tokenize(text), *self._suffix_ids)
 
-    def _ids(self, text: str) -> tuple[int, ...]:
+    def _tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -97,8 +97,8 @@ class FlowSettings(ResidualSettings):
     @property
     def sampled_steps(self) -> int:
         """Number of denoising steps from which the single stochastic step is sampled."""
-        skips = self.ignore_last or self.likelihood is Likelihood.flow_cps
-        return self.num_steps - 1 if skips else self.num_steps
+        skips_last = self.ignore_last or self.likelihood is Likelihood.flow_cps
+        return self.num_steps - 1 if skips_last else self.num_steps
 
     def problems(self) -> Iterator[str]:
         """Yield errors for invalid combinations of settings, for example those that leave no stochastic step."""
@@ -115,7 +115,7 @@ class FlowSettings(ResidualSettings):
             yield "model.num_steps=1: the last step of flow_cps is deterministic; set model.num_steps to 2 or more."
 
 
-def flow_gripper(env: EnvSpec) -> GripperConvention | None:
+def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
     """Return the gripper convention of flow policies, which LIBERO's simulator and demonstrations also use."""
     gripper = env.action.gripper
     return None if gripper is None else GripperConvention(open=-1.0, closed=1.0, index=gripper.index)
@@ -125,11 +125,11 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
     """Return the input and output sizes of the actor on a frozen flow; `hidden`: number of expert features."""
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, shape.action_dim)
-    numbers = shape.width * (1 if cfg.noise_repeated else shape.horizon)
-    return SteeringShape.selecting(hidden, numbers, actions=shape.executed, bound=cfg.noise_bound)
+    num_values = shape.width * (1 if cfg.noise_repeated else shape.horizon)
+    return SteeringShape.selecting(hidden, num_values, actions=shape.executed, bound=cfg.noise_bound)
 
 
-def described(
+def add_actor_spec(
     spec: PolicySpec, cfg: FlowSettings, env: EnvSpec, shape: ChunkShape, hidden: int, folder: Path | None
 ) -> PolicySpec:
     """Return the spec of a flow policy in a folder. For a frozen flow, the spec has the actor's token layout.
@@ -144,7 +144,7 @@ def described(
     return replace(spec, scored=record_of(cfg, shape).per_action)
 
 
-def described_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
+def add_actor_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
     """Return the costs of a flow policy, including the costs of the actor if the flow is frozen."""
     return steering_costs(costs, steering_shape(cfg, shape, hidden)) if cfg.steers else costs
 

@@ -158,7 +158,7 @@ _STACK = (
     *("tie_word_embeddings", "use_adarms", "use_bidirectional_attention", "vision_use_head", "vocab_size"),
 )
 _ROPE = 10_000.0
-_STACK_ONLY = {
+_SUPPORTED_STACK_VALUES = {
     "hidden_act": ("gelu_pytorch_tanh",),
     "hidden_activation": ("gelu_pytorch_tanh", None),
     "layer_norm_eps": (1e-6,),
@@ -242,7 +242,7 @@ def _read_transformers(config: Mapping[str, Any], where: Path) -> Pi0Spec:
     check_keys(config, where, ignored=_TRANSFORMERS, only=_PERIODS)
     check_keys(config["vlm_config"], f"{where}: vlm_config", ignored=_VLM)
     for name, stack in (("text_config", text), ("vision_config", vision), ("dit_config", config["dit_config"])):
-        check_keys(stack, f"{where}: {name}", ignored=_STACK, only=_STACK_ONLY)
+        check_keys(stack, f"{where}: {name}", ignored=_STACK, only=_SUPPORTED_STACK_VALUES)
     return Pi0Spec(
         vision=VisionSpec(**_sizes(vision, "image_size", "patch_size")),
         language=_layers(text),
@@ -254,14 +254,17 @@ def _read_transformers(config: Mapping[str, Any], where: Path) -> Pi0Spec:
     )
 
 
-_THEIRS = {
+_TRANSFORMERS_NAMES = {
     "width": "hidden_size", "depth": "num_hidden_layers", "mlp": "intermediate_size", "heads": "num_attention_heads"
 }  # fmt: skip
 
 
-def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Return sizes from a transformers config, under the field names of the specs; `more`: names equal in both."""
-    return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
+def _sizes(raw: Mapping[str, Any], *same_names: str) -> dict[str, Any]:
+    """Return sizes from a transformers config, by the field names of the specs; `same_names`: names equal in both."""
+    return {
+        local_name: int(raw[external_name])
+        for local_name, external_name in (_TRANSFORMERS_NAMES | {name: name for name in same_names}).items()
+    }
 
 
 def _layers(raw: Mapping[str, Any]) -> LayersSpec:
@@ -277,15 +280,15 @@ def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
     size = SMOLVLA.vision.image_size
     only = {"attention_mode": ("cross_attn",), "n_obs_steps": (1,), "resize_imgs_with_padding": ([size, size],)}
     check_keys(config, where, ignored=(*_LEROBOT, *_SMOLVLA), only=only | _PERIODS)
-    strange = {}
+    unsupported = {}
     layers = int(config.get("num_vlm_layers", SMOLVLA.language.depth))
     if (experts := int(config.get("num_expert_layers", -1))) not in (-1, 0, layers):
-        strange["num_expert_layers"] = experts
+        unsupported["num_expert_layers"] = experts
     if _SMOLVLM not in str(config["vlm_model_name"]):
-        strange["vlm_model_name"] = config["vlm_model_name"]
-    if strange:
+        unsupported["vlm_model_name"] = config["vlm_model_name"]
+    if unsupported:
         raise CheckpointError(
-            f"{where}: {strange} is not supported. Use SmolVLA on SmolVLM2-500M with num_expert_layers equal to "
+            f"{where}: {unsupported} is not supported. Use SmolVLA on SmolVLM2-500M with num_expert_layers equal to "
             "num_vlm_layers."
         )
     language = replace(SMOLVLA.language, depth=layers)

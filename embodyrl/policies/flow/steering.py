@@ -9,7 +9,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from embodyrl.policies.flow.likelihood import flow_sde, follow_ode, times
+from embodyrl.policies.flow.likelihood import flow_sde, get_step_times, integrate_ode
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
 from embodyrl.policies.steering.actor import Seen, Steered, executed
@@ -27,7 +27,7 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         """Return the inputs of the actor [B, F], computed from the observation without gradients."""
 
     def _see(self, obs: Observation) -> Seen:
-        prefix, velocity = self._acting(obs)
+        prefix, velocity = self._encode_for_acting(obs)
         with torch.no_grad():
             features = self._features(obs, velocity)
         return Seen(features, self._value(prefix, len(obs)), velocity)
@@ -53,11 +53,11 @@ class SteeredStart(SteeredFlowPolicy):
         rows = (self._cfg.noise_bound * choice.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
         x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, seen.model
         if seeds is None or not self._cfg.steered_noise:
-            x = follow_ode(velocity, x, steps)
+            x = integrate_ode(velocity, x, steps)
         else:
             level = x.new_full((), self._cfg.steered_noise)
             for k in range(steps):
-                t, end = times(torch.full((len(x),), k, device=x.device), steps)
+                t, end = get_step_times(torch.full((len(x),), k, device=x.device), steps)
                 step = flow_sde(x, velocity(x, t.flatten())[0], t, end, level)
                 x = step.mean + step.std * temperature * normals(seeds, STEP + k, x.shape[1:], x.device)
         return self._scale.to_actions(x[:, : self._shape.executed].cpu().numpy(), obs)
@@ -75,7 +75,7 @@ class CorrectedFlow(SteeredFlowPolicy):
             hidden.append(rows)
             return v, rows
 
-        proposed = self._greedy(obs, watched)[:, : self._shape.executed, : self._shape.action_dim]
+        proposed = self._compute_greedy_chunk(obs, watched)[:, : self._shape.executed, : self._shape.action_dim]
         return torch.cat([hidden[0].mean(1), proposed.flatten(1)], 1)
 
     def _execute(

@@ -20,8 +20,8 @@ from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
-from embodyrl.policies.vla.folder import CONFIG_FILE, lacking
-from embodyrl.policies.vla.problems import seen_problems
+from embodyrl.policies.vla.folder import CONFIG_FILE, find_missing_files
+from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny."
@@ -143,7 +143,7 @@ def _correction(cfg: OftSettings) -> SteeringShape:
 
 
 def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
-    if problems := seen_problems("OpenVLA", env):
+    if problems := find_env_problems("OpenVLA", env):
         return problems
     data_set = config.statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
     problems = []
@@ -181,7 +181,9 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
         read_config(folder)
     except CheckpointError as error:
         return [f"model.path: {error}"]
-    problems = [*lacking(folder, tokenizer="; download the whole repository again.", adapted=cfg.uses_adapters)]
+    problems = [
+        *find_missing_files(folder, tokenizer="; download the whole repository again.", adapted=cfg.uses_adapters)
+    ]
     if any(folder.glob("vision_backbone--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} has FiLM layers (OFT+), which are not supported; use another checkpoint."

@@ -111,10 +111,10 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
     return lambda key, tensor: loaded.merged(prefix + key, tensor)
 
 
-def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within: tuple[str, ...] = ADAPTED) -> None:
+def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, prefixes: tuple[str, ...] = ADAPTED) -> None:
     """Add adapters to the selected linear layers and patch embeddings.
 
-    All other weights of the parts `within` are frozen.
+    All other weights of the parts `prefixes` are frozen.
 
     Adapters of layers without influence on the output are frozen too; public adapters contain them.
 
@@ -125,11 +125,11 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
     layers = [
         name
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d) and name.startswith(within)
+        if isinstance(layer, nn.Linear | nn.Conv2d) and name.startswith(prefixes)
     ]
     suffixes = tuple(f".{name}" for name in spec.target_modules)
-    names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(suffixes)]
-    if not names:
+    target_names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(suffixes)]
+    if not target_names:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         raise ConfigError(
             f"model.lora.target_modules={','.join(spec.target_modules)} matches no layer. Known layer names: {known}."
@@ -138,7 +138,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
         r=spec.r,
         lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]  (peft also scales by fractions)
         use_rslora=spec.use_rslora,
-        target_modules=names,
+        target_modules=target_names,
         lora_dropout=0.0,
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
@@ -158,7 +158,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
             parameter.requires_grad_(trained[f"{base}.weight"])
         else:
             # peft has frozen all weights, including those without an adapter.
-            parameter.requires_grad_(not name.startswith(within) and trained[name])
+            parameter.requires_grad_(not name.startswith(prefixes) and trained[name])
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:

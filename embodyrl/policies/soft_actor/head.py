@@ -10,7 +10,7 @@ from torch.nn import functional
 from embodyrl.policies.actor_critic.policy import GaussianHead
 from embodyrl.types import FloatArray
 
-_WITHIN = 1.0 - 1e-6
+_MAX_TANH = 1.0 - 1e-6
 
 
 class SquashedHead(GaussianHead):
@@ -26,7 +26,7 @@ class SquashedHead(GaussianHead):
         # The deviation is an output here: the parameter would be unused.
         del self.log_std
 
-    def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def get_mean_and_log_std(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and the log standard deviation before squashing, both [B, K, A]."""
         mean, log_std = outputs.chunk(2, -1)
         return mean, log_std.clamp(-20.0, 2.0)
@@ -40,7 +40,7 @@ class SquashedHead(GaussianHead):
 
     def draw(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Sample squashed actions [B, K * A] with their log density [B] per row, with gradients."""
-        mean, log_std = self.spread(outputs)
+        mean, log_std = self.get_mean_and_log_std(outputs)
         choice = mean + log_std.exp() * torch.randn_like(mean)
         logprob, _ = self.score(outputs, choice, 1.0)
         return choice.tanh().flatten(1), logprob.sum((1, 2))
@@ -51,7 +51,7 @@ class SquashedHead(GaussianHead):
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
         """Return the pre-tanh samples of actions, both [B, K, A]; actions are clipped so that atanh is finite."""
-        return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
+        return np.arctanh(self.normalise(actions).clip(-_MAX_TANH, _MAX_TANH))
 
     def normalise(self, actions: FloatArray) -> FloatArray:
         """Scale actions [B, K, A] from their bounds to -1..1."""

@@ -49,12 +49,12 @@ class SteeringActor(nn.Module):
 
     def greedy(self, features: Tensor) -> Tensor:
         """Return the mean of the Gaussian, [B, rows, n]."""
-        return self.head.spread(self(features))[0]
+        return self.head.get_mean_and_log_std(self(features))[0]
 
     def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample outputs [B, rows, n] from the seeds [B]; return them with tokens and log-probability [B, K, 1]."""
         outputs = self(features)
-        mean, log_std = self.head.spread(outputs)
+        mean, log_std = self.head.get_mean_and_log_std(outputs)
         choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], features.device)
         tokens = self.shape.layout.pack(seeds[:, None], choice.flatten(1).cpu().numpy())
         return SampledChunks(state=choice, tokens=tokens, logprob=self._score(outputs, choice, temperature)[0])
@@ -263,5 +263,5 @@ class Steered(ABC):
         target = target.mean(1, keepdim=True) if shape.rows == 1 else target
         outputs = self._actor(features)
         logprob, _ = head.score(outputs, target.atanh(), 1.0)
-        error = (head.spread(outputs)[0].detach().tanh() - target).abs().flatten(1).mean(1) * shape.bound
+        error = (head.get_mean_and_log_std(outputs)[0].detach().tanh() - target).abs().flatten(1).mean(1) * shape.bound
         return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=torch.zeros_like(error), error=error)

@@ -48,7 +48,7 @@ def saved_config(config: bytes) -> bytes:
     return config if content.pop(RANDOM_INIT_KEY, None) is None else (json.dumps(content, indent=2) + "\n").encode()
 
 
-def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
+def find_missing_files(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
     """Yield problems of a `model.path` that has a valid config.json.
 
     Args:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.causal_lm import _count
+from embodyrl.policies.causal_lm import _count_parameters
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.causal_lm.sampling import choose, truncate
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
@@ -83,7 +83,9 @@ def test_causal_lm_sampled_and_recomputed_log_probs_agree(temperature: float):
     entropy = scores.entropy.detach().numpy()
     assert (entropy[said] > 0).all()
     assert (entropy[~said] == 0).all()
-    np.testing.assert_array_equal(out.cost, np.array([len(policy.read(observe(p))[0]) for p in PROMPTS]) + said.sum(1))
+    np.testing.assert_array_equal(
+        out.cost, np.array([len(policy.reader(observe(p))[0]) for p in PROMPTS]) + said.sum(1)
+    )
     final = policy.values(observe(*PROMPTS))
     np.testing.assert_allclose(final[:, 0], out.value[:, 0], atol=2e-4)
 
@@ -92,7 +94,7 @@ def test_log_probs_and_gradients_match_a_plain_forward_pass(policy: CausalLMPoli
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(PROMPTS[1]), out.tokens[1:2])
     reply = out.tokens[1][out.tokens[1] >= 0]
-    ids = torch.tensor([[*policy.read(observe(PROMPTS[1]))[0], *reply]])
+    ids = torch.tensor([[*policy.reader(observe(PROMPTS[1]))[0], *reply]])
     logprobs = policy.module.lm(ids).logits[0].log_softmax(-1).detach()
     start = ids.shape[1] - len(reply)
     wanted = [float(logprobs[start - 1 + t, token]) for t, token in enumerate(reply)]
@@ -138,7 +140,7 @@ def test_forward_length_equals_the_longest_row(policy: CausalLMPolicy):
 def test_greedy_matches_transformers_generate(policy: CausalLMPolicy):
     out = policy.act(observe(*PROMPTS), noise=None)
     for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
-        ids = torch.tensor([policy.read(observe(prompt))[0]])
+        ids = torch.tensor([policy.reader(observe(prompt))[0]])
         wanted = policy.module.lm.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
         assert tokens[tokens >= 0].tolist() == wanted
 
@@ -174,7 +176,7 @@ def test_deterministic_rows_are_bit_identical(policy: CausalLMPolicy):
     torch.use_deterministic_algorithms(True)
     try:
         found = [policy.act(observe(*batch), noise=noise(5)) for batch in batches]
-        lengths = [len(policy.read(observe(prompt))[0]) for prompt in PROMPTS]
+        lengths = [len(policy.reader(observe(prompt))[0]) for prompt in PROMPTS]
         alone = [policy.act(observe(*[prompt] * 5), noise=noise(5)) for prompt in PROMPTS[1:4]]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -188,7 +190,7 @@ def test_reply_without_end_token_is_truncated(policy: CausalLMPolicy):
     plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
     assert plain.cut_off is not None
     full, last = plain.tokens[:, -1] >= 0, plain.tokens[:, -1]
-    np.testing.assert_array_equal(plain.cut_off, full & (last != int(policy.ends[0])))
+    np.testing.assert_array_equal(plain.cut_off, full & (last != int(policy.end_tokens[0])))
     row = int(np.flatnonzero(plain.cut_off)[0])
     stop = policy.tokenizer.decode([last[row]])
     stopped = build(sampling=SamplingSettings(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
@@ -203,11 +205,11 @@ def test_replies_end_with_stop_texts_and_end_tokens(policy: CausalLMPolicy):
     stopped = build(sampling=SamplingSettings(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
     assert stopped.replies[row] == plain.replies[row].split(stop)[0]
     assert (stopped.tokens[row] >= 0).sum() == plain.replies[row].index(stop) + 1
-    policy.ends, kept = torch.tensor([int(plain.tokens[row, 2])]), policy.ends
+    policy.end_tokens, kept = torch.tensor([int(plain.tokens[row, 2])]), policy.end_tokens
     try:
         assert (policy.act(observe(*PROMPTS), noise=noise(5, 1)).tokens[row] >= 0).sum() <= 3
     finally:
-        policy.ends = kept
+        policy.end_tokens = kept
 
 
 def test_stop_tokens_apply_after_the_minimum_length(policy: CausalLMPolicy):
@@ -222,7 +224,7 @@ def test_stop_tokens_apply_after_the_minimum_length(policy: CausalLMPolicy):
     longer = build(sampling=SamplingSettings(**params, min_new_tokens=4))
     tokens = longer.act(observe(*PROMPTS), noise=noise(5, 1)).tokens
     assert ((tokens >= 0).sum(1) >= 4).all()
-    assert not np.isin(tokens[:, :4], longer.ends.numpy()).any()
+    assert not np.isin(tokens[:, :4], longer.end_tokens.numpy()).any()
     # A stop string at the second token ends no reply of at least four tokens, and does not cut its text.
     first_four = (
         build(sampling=SamplingSettings(min_new_tokens=4)).act(observe(*PROMPTS), noise=noise(5, 1)).tokens[:, :4]
@@ -231,7 +233,7 @@ def test_stop_tokens_apply_after_the_minimum_length(policy: CausalLMPolicy):
     stop = policy.tokenizer.decode([first_four[row, 1]])
     out = build(sampling=SamplingSettings(stop=[stop], min_new_tokens=4)).act(observe(*PROMPTS), noise=noise(5, 1))
     assert out.tokens[row, :4].tolist() == first_four[row].tolist()
-    assert out.replies[row].startswith(policy.read.decode(first_four[row]))
+    assert out.replies[row].startswith(policy.reader.decode(first_four[row]))
     # Nor does a stop token end it with the last of n tokens, where it would be the most probable one.
     greedy = policy.act(observe(*PROMPTS), noise=None).tokens
     new = [(r, n) for r in range(len(greedy)) for n in range(1, 5) if greedy[r, n] not in (-1, *greedy[r, :n])]
@@ -410,10 +412,10 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
     talk = join_messages([Message(role="user", content="1+1"), Message(role="assistant", content="2")])
     plain = policy.tokenizer
     chatty = build(cfg)
-    assert plain.decode(chatty.read(observe(talk))[0]) == plain.decode(
+    assert plain.decode(chatty.reader(observe(talk))[0]) == plain.decode(
         plain("u:1+1|a:2|a:", add_special_tokens=False)["input_ids"]
     )
-    assert plain.decode(build(cfg.updated({"chat": False})).read(observe(talk))[0]) == plain.decode(
+    assert plain.decode(build(cfg.updated({"chat": False})).reader(observe(talk))[0]) == plain.decode(
         plain("1+12")["input_ids"]
     )
 
@@ -443,7 +445,7 @@ def test_sft_learns_the_end_of_a_reply():
     policy, prompts = build(), observe("12=", "abc=")
     tokens = policy.encode_replies(["1", "abc"])
     length = (tokens >= 0).sum(axis=1)
-    assert np.isin(tokens[[0, 1], length - 1], policy.ends.numpy()).all()
+    assert np.isin(tokens[[0, 1], length - 1], policy.end_tokens.numpy()).all()
     logprob = policy.score(prompts, tokens).logprob.detach().numpy()
     assert (logprob[[0, 1], length - 1] < -0.1).all(), "an untrained model would go on"
     scores = policy.imitate(prompts, tokens[:, :, None].astype(np.float32))
@@ -485,4 +487,4 @@ def test_weights_are_cast_once_per_reply():
 def test_hostile_weight_header_is_a_checkpoint_error(tmp_path, size):
     (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + b"x" * 100)
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
-        _count(tmp_path)
+        _count_parameters(tmp_path)

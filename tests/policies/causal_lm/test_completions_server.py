@@ -174,7 +174,7 @@ def test_sampling_parameters_are_sent_to_the_server(folder: Path, url: str) -> N
     assert ((out.tokens >= 0).sum(1) >= 2).all()
     for row in out.tokens:
         said = row[row >= 0]
-        assert not np.isin(said[:-1], own.ends.numpy()).any(), "what ends a reply is its last token"
+        assert not np.isin(said[:-1], own.end_tokens.numpy()).any(), "what ends a reply is its last token"
     greedy = {"stop_token_ids": [int(build(folder).act(ASKED, noise=None).tokens[0, 2])]}
     both = [build(folder, place, sampling=SamplingSettings(**greedy)).act(ASKED, noise=None) for place in (url, None)]
     assert both[0].tokens.tolist() == both[1].tokens.tolist()
@@ -213,7 +213,7 @@ def test_served_teacher_matches_a_local_teacher(folder: Path, teacher_url: str) 
     assert (theirs[1, 2:] == 0).all()
     assert abs(theirs - student.score(ASKED, said).logprob).max() > 0.01, "it is not the student itself"
     with pytest.raises(EmbodyError, match="did not answer completions"):
-        ServedReference(teacher_url, "tiny", student.read, 10**6)
+        ServedReference(teacher_url, "tiny", student.reader, 10**6)
     with pytest.raises(EmbodyError, match="not the model other"):
         student.served_by(teacher_url, "other")
 

@@ -15,7 +15,7 @@ from toy_runs import rows
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
-from embodyrl.policies.causal_lm.critic import WithCritic
+from embodyrl.policies.causal_lm.critic import PolicyWithCritic
 from embodyrl.policies.protocol import Policy, PolicyRequest, weights_changed, weights_version
 from embodyrl.types import Observation
 
@@ -39,7 +39,7 @@ def critic(seed: int = 2) -> Policy:
 
 def test_values_are_computed_by_the_separate_critic(tmp_path: Path) -> None:
     policy, other = build(1, 0), critic()
-    joined = WithCritic(policy, other, "c")
+    joined = PolicyWithCritic(policy, other, "c")
     out = joined.act(ASKED, noise=np.full((2, 3), 0.4, np.float32))
     assert joined.spec.value_dim == 3
     torch.testing.assert_close(joined.score(ASKED, out.tokens).value, other.score(ASKED, out.tokens).value)
@@ -51,7 +51,7 @@ def test_values_are_computed_by_the_separate_critic(tmp_path: Path) -> None:
     scores.value.sum().backward()
     assert any(p.grad is not None for name, p in joined.module.named_parameters() if name.startswith("value_head.lm"))
     joined.save(tmp_path)
-    again = WithCritic(build(5, 0), build(6, 3), "c")
+    again = PolicyWithCritic(build(5, 0), build(6, 3), "c")
     again.load_weights(tmp_path)
     np.testing.assert_allclose(again.values(ASKED), joined.values(ASKED), atol=1e-6)
 
@@ -59,7 +59,7 @@ def test_values_are_computed_by_the_separate_critic(tmp_path: Path) -> None:
 def test_weight_updates_with_a_separate_critic_reach_the_engine() -> None:
     """The version of the combined module differs from that of the policy, which its engine checks."""
     policy = build(1, 0)
-    joined = WithCritic(policy, critic(), "c")
+    joined = PolicyWithCritic(policy, critic(), "c")
     joined.act(ASKED, noise=None)
     known = weights_version(policy.module)
     joined.act(ASKED, noise=None)

@@ -13,7 +13,7 @@ from embodyrl.policies.causal_lm import server
 
 @pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE)
 def test_unusable_list_of_models_is_refused(monkeypatch, parts: Parts):
-    monkeypatch.setattr(server, "_MOST_BYTES", 1 << 22)
+    monkeypatch.setattr(server, "_MAX_BYTES", 1 << 22)
     with hostile_server(parts) as url, pytest.raises(EmbodyError, match=f"server at rollout.url={url}/v1"):
         server.ServerEngine(f"{url}/v1", None, None, dtype="float32", sampling=None)
 
@@ -30,7 +30,7 @@ def test_server_without_models_is_refused():
 def test_reply_without_top_tokens_is_refused(logprobs):
     """A reply without tokens may have no log-probabilities either."""
     with pytest.raises(EmbodyError, match=r"does not return the 2 most probable tokens.*Set rollout\.logprobs=0"):
-        server._most_probable({"token_ids": [], "logprobs": logprobs}, 2)
+        server._parse_top_tokens({"token_ids": [], "logprobs": logprobs}, 2)
 
 
 CHOICES = {
@@ -57,7 +57,7 @@ def test_unusable_completion_is_refused(answer):
 
 def test_slow_reply_has_a_deadline(monkeypatch):
     """A server that sends one byte at a time would otherwise extend the timeout with every byte."""
-    monkeypatch.setattr(server, "ANSWER_S", 0.5)
+    monkeypatch.setattr(server, "REPLY_TIMEOUT_S", 0.5)
     parts = lambda: iter(lambda: b" ", None)  # noqa: E731
     head = [b"HTTP/1.1 200 OK\r\n\r\n"]
     with (

@@ -16,7 +16,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
-from embodyrl.policies.causal_lm.shared_prompts import pays
+from embodyrl.policies.causal_lm.shared_prompts import is_sharing_cheaper
 
 BASE = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
 BASE["pad_token_id"] = 0
@@ -52,9 +52,11 @@ def test_hybrid_model_replies_as_in_a_plain_forward_pass(tmp_path: Path, kind: s
     policy = read(write(tmp_path, kind, **ATTENTION, **HYBRID[kind]))
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(*PROMPTS), out.tokens).logprob.detach().numpy()
-    assert not pays(policy.module, [policy.read(observe("12="))[0]] * 8, 6), "a backward pass needs earlier states"
+    assert not is_sharing_cheaper(policy.module, [policy.reader(observe("12="))[0]] * 8, 6), (
+        "a backward pass needs earlier states"
+    )
     for i, prompt in enumerate(PROMPTS):
-        ids, reply = policy.read(observe(prompt))[0], out.tokens[i][out.tokens[i] >= 0]
+        ids, reply = policy.reader(observe(prompt))[0], out.tokens[i][out.tokens[i] >= 0]
         logits = policy.module.lm(torch.tensor([[*ids, *reply]])).logits[0, len(ids) - 1 : -1]
         plain = logits.log_softmax(-1).gather(1, torch.tensor(reply)[:, None])[:, 0].detach().numpy()
         np.testing.assert_allclose(out.logprob[i, : len(reply)], plain, atol=1e-4)

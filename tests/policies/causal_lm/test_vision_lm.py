@@ -121,14 +121,14 @@ def test_vision_replies_and_log_probs_match_transformers(policy: CausalLMPolicy)
     for row in range(4):
         alone = policy.score(one(obs, row), drawn.tokens[row : row + 1]).logprob.detach().numpy()
         np.testing.assert_allclose(alone[0], drawn.logprob[row], atol=1e-5)
-        (prompt,) = policy.read(one(obs, row))
+        (prompt,) = policy.reader(one(obs, row))
         said = policy.module.lm.generate(
             input_ids=torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             **prompt.image_inputs,
             max_new_tokens=6,
             do_sample=False,
-            suppress_tokens=policy.never.tolist(),
+            suppress_tokens=policy.forbidden_tokens.tolist(),
             return_dict_in_generate=True,
             output_logits=True,
         )
@@ -143,7 +143,7 @@ def test_positions_match_those_of_transformers_generate(policy: CausalLMPolicy):
     given: list[torch.Tensor] = []
     keep = lambda module, args, kwargs: given.append(kwargs["position_ids"])  # noqa: E731
     for row in range(4):
-        (prompt,) = policy.read(one(obs, row))
+        (prompt,) = policy.reader(one(obs, row))
         ids = torch.tensor([[0, 0, *prompt]])
         mask = (ids > 0).long()
         inputs = dict(prompt.image_inputs)
@@ -196,7 +196,7 @@ def test_saved_vision_folder_has_the_published_layout(tmp_path: Path):
 
 def test_replies_contain_no_image_tokens():
     policy, obs = build(), observe()
-    picture = int(policy.never[0])
+    picture = int(policy.forbidden_tokens[0])
     with torch.no_grad():
         policy.module.lm.lm_head.weight[picture] = 0
         policy.module.lm.lm_head.weight *= 1e-3

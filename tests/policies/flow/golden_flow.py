@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from embodyrl.policies.flow.layouts import to_ours
-from embodyrl.policies.flow.likelihood import flow_matching_error, follow_ode
+from embodyrl.policies.flow.layouts import to_local_names
+from embodyrl.policies.flow.likelihood import flow_matching_error, integrate_ode
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec, expert_mlp
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla
@@ -101,7 +101,7 @@ def build(spec):
 
 def model_of(name):
     model = build(spec_of(name))
-    weights, _ = to_ours(stored(name), GOLDEN)
+    weights, _ = to_local_names(stored(name), GOLDEN)
     model.load_state_dict(weights)
     return model
 
@@ -135,7 +135,7 @@ def velocity_of(model, prefix):
 def sample(model, prefix, noise, steps):
     """Return actions [B, H, A] for noise, with the integrator of the policy."""
     with torch.no_grad():
-        return follow_ode(velocity_of(model, prefix), noise, steps)
+        return integrate_ode(velocity_of(model, prefix), noise, steps)
 
 
 def loss_of(model, prefix, actions, noise, time):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_sde, follow_ode, times
+from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_sde, get_step_times, integrate_ode
 from embodyrl.policies.flow.policy import NoiseHead
 from embodyrl.policies.flow.settings import FlowSettings, Likelihood
 from embodyrl.policies.vla.records import ChunkShape, TokenLayout
@@ -157,7 +157,7 @@ def test_mixed_chain_follows_the_ode_except_one_step():
         places = torch.from_numpy(chosen.tokens[:, 0])
         kept = torch.from_numpy(chosen.tokens[:, 1:].view(np.float32))[:, : SHAPE.horizon * SHAPE.width]
         for k in range(cfg.num_steps):
-            t, end = times(torch.full((64,), k), cfg.num_steps)
+            t, end = get_step_times(torch.full((64,), k), cfg.num_steps)
             v, _ = field.over()(x, t.flatten())
             step = flow_sde(x, v, t, end, torch.tensor(cfg.noise_level))
             torch.testing.assert_close(kept[places == k], x.flatten(1)[places == k], rtol=0, atol=1e-5)
@@ -210,7 +210,7 @@ def test_fpo_ratio_is_the_difference_of_losses():
     with torch.no_grad():
         chosen = average.sample(field.over(), many, CPU, 1.0)
         torch.testing.assert_close(
-            chosen.state, follow_ode(field.over(), normals(many, START, (6, 5), CPU), 4), rtol=0, atol=0
+            chosen.state, integrate_ode(field.over(), normals(many, START, (6, 5), CPU), 4), rtol=0, atol=0
         )
         field.out.bias += 0.01
         new, entropy = average.score(field.over(), chosen.tokens, CPU, 1.0)

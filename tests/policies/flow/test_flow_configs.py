@@ -13,7 +13,7 @@ from transformers import PI0Config
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA, read_spec
-from embodyrl.policies.flow.vla.folder import read_units, side_files, warnings
+from embodyrl.policies.flow.vla.folder import find_warnings, read_normalizer, side_files
 
 OPENPI = {
     "action_dim": 32,
@@ -145,7 +145,7 @@ def test_other_transformers_fields_are_rejected_by_name(part, key, value, tmp_pa
 def test_other_sampling_settings_give_a_warning(form, told, keys, match, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(told))
     values = {"model_type": form, "num_action_chunks": 3} | keys
-    found = warnings(tmp_path, POLICIES.get(form).settings.model_validate(values))
+    found = find_warnings(tmp_path, POLICIES.get(form).settings.model_validate(values))
     assert re.search(match, found[0]) if match else found == ()
 
 
@@ -209,12 +209,12 @@ def test_lerobot_units_must_match_the_settings(form, told, keys, match, tmp_path
     factory = POLICIES.get(form)
     cfg = factory.settings.model_validate({"model_type": form, "path": str(folder), "num_action_chunks": 3} | keys)
     with nullcontext() if match is None else pytest.raises(ConfigError, match=match):
-        read_units(folder, cfg, 8, 7)
+        read_normalizer(folder, cfg, 8, 7)
     if "normalization_mapping" in told:
         numbers = {name: [float(i)] * 8 for i, name in enumerate(("q01", "min", "mean", "std", "max", "q99"))}
         entry = {"action": {name: row[:7] for name, row in numbers.items()}, "proprio": numbers}
         (folder / "dataset_statistics.json").write_text(json.dumps({"data": entry}))
-        read_units(folder, cfg, 8, 7)
+        read_normalizer(folder, cfg, 8, 7)
         config = json.loads(side_files(folder, cfg)["config.json"])
         read = {"ACTION": str(cfg.normalization).upper(), "STATE": str(cfg.normalization).upper()}
         assert config["normalization_mapping"] == told["normalization_mapping"] | read
@@ -229,6 +229,6 @@ def test_sft_rejects_relative_actions(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"use_relative_actions": True}))
     with pytest.raises(ConfigError, match=r"use_relative_actions=true in config\.json: `embodyrl sft` trains absolute"):
-        read_units(folder, cfg, 8, 7)
+        read_normalizer(folder, cfg, 8, 7)
     with pytest.raises(ConfigError, match=r"model\.delta_dims=6: `embodyrl sft` trains absolute"):
-        read_units(folder, cfg.updated({"delta_dims": 6}), 8, 7)
+        read_normalizer(folder, cfg.updated({"delta_dims": 6}), 8, 7)

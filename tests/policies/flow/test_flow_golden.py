@@ -83,7 +83,7 @@ def smolvla(model, data):
     loss.mean().backward()
     for key in data:
         if key.startswith("grad."):
-            found[key] = model.get_parameter(SMOLVLA_LEROBOT.ours(key.removeprefix("grad."))).grad
+            found[key] = model.get_parameter(SMOLVLA_LEROBOT.to_local(key.removeprefix("grad."))).grad
     return found
 
 
@@ -101,9 +101,9 @@ def test_parameters_without_gradient_match_golden_values(name, models):
     noise, time = data["noise"], data["time"]
     loss_of(model, model.prefix(inputs_of(data)), torch.zeros_like(noise), noise, time).mean().backward()
     layout = SMOLVLA_LEROBOT if name == "smolvla" else OPENPI
-    without = {layout.theirs(key) for key, parameter in model.named_parameters() if parameter.grad is None}
+    without = {layout.to_external(key) for key, parameter in model.named_parameters() if parameter.grad is None}
     if name == "smolvla":
-        assert without == set(about(name)["without_gradient"]) - {key for key, _ in layout.dead}
+        assert without == set(about(name)["without_gradient"]) - {key for key, _ in layout.unused}
     else:
         last = "paligemma_with_expert.paligemma.model.language_model.layers.3."
         assert all(key.startswith(last) or key.endswith("language_model.norm.weight") for key in without)

@@ -12,7 +12,14 @@ from tiny_vla import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm, state_text
+from embodyrl.policies.flow.prompts import (
+    PI0_PROMPT,
+    PI05_PROMPT,
+    SMOLVLA_PROMPT,
+    FlowPrompts,
+    PromptFormat,
+    format_state,
+)
 from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, side_files, to_deltas
 from embodyrl.policies.flow.vla.network import fitted_size, pad_centred, pad_left_top
 from embodyrl.policies.flow.vla.statistics import LEROBOT_EPS, FlowStatistics, read_lerobot, read_openpi
@@ -115,7 +122,7 @@ def test_smolvla_prompt_matches_reference(tokenizer_file):
 
 def test_states_are_binned_as_text():
     """256 bins of width 1/128; an edge belongs to the upper bin."""
-    assert state_text([-1.0, -1.0 + 1 / 128, -1e-4, 0.0, 0.999, 1.0, -1.0001]) == "0 1 127 128 255 255 -1"
+    assert format_state([-1.0, -1.0 + 1 / 128, -1e-4, 0.0, 0.999, 1.0, -1.0001]) == "0 1 127 128 255 255 -1"
 
 
 def test_batches_are_padded_on_the_right(tokenizer_file):
@@ -130,7 +137,7 @@ def test_batches_are_padded_on_the_right(tokenizer_file):
 
 
 def test_prompts_beyond_the_token_limit_are_refused(tokenizer_file):
-    prompts = FlowPrompts(tokenizer_file, PromptForm(template="{task}", limit=48))
+    prompts = FlowPrompts(tokenizer_file, PromptFormat(template="{task}", limit=48))
     assert prompts.batch(["x" * 48])[0].shape == (1, 48)
     with pytest.raises(ConfigError, match="has 49 tokens, but this model supports 48"):
         prompts.batch(["x" * 49])
@@ -138,7 +145,7 @@ def test_prompts_beyond_the_token_limit_are_refused(tokenizer_file):
 
 def test_unusable_tokenizers_are_refused(tokenizer_file, tmp_path):
     with pytest.raises(CheckpointError, match="no token '<s>'"):
-        FlowPrompts(tokenizer_file, PromptForm(template="{task}", limit=48, bos="<s>"))
+        FlowPrompts(tokenizer_file, PromptFormat(template="{task}", limit=48, bos="<s>"))
     with pytest.raises(CheckpointError, match="PaliGemma's"):
         FlowPrompts(tmp_path / "none.json", PI0_PROMPT)
 

@@ -13,15 +13,15 @@ from embodyrl.policies.flow.layouts import (
     OPENPI,
     SMOLVLA_LEROBOT,
     TRANSFORMERS,
-    Source,
-    fresh_source,
-    to_ours,
-    to_theirs,
+    StorageFormat,
+    build_storage_format,
+    to_external_names,
+    to_local_names,
 )
 from embodyrl.policies.flow.vla.build import load_weights, save_weights
 
 OUTPUT = OPENPI.tied
-OWN_EMBEDDING = OPENPI.theirs(EMBEDDING)
+OWN_EMBEDDING = OPENPI.to_external(EMBEDDING)
 ANY = "paligemma_with_expert.gemma_expert.model.layers.2.mlp.up_proj.weight"
 
 
@@ -71,9 +71,9 @@ def test_original_files_round_trip_key_by_key(name, tmp_path):
 def test_weight_names_match_the_originals(name):
     """The recorded file has openpi's names; lerobot adds the prefix `model.`."""
     original = stored(name)
-    weights, source = to_ours(original, GOLDEN)
-    assert source == Source(layout=OPENPI, embedding_names=(OWN_EMBEDDING,))
-    lerobot = to_theirs(weights, Source(layout=LEROBOT, embedding_names=(f"model.{OWN_EMBEDDING}",)))
+    weights, source = to_local_names(original, GOLDEN)
+    assert source == StorageFormat(layout=OPENPI, embedding_names=(OWN_EMBEDDING,))
+    lerobot = to_external_names(weights, StorageFormat(layout=LEROBOT, embedding_names=(f"model.{OWN_EMBEDDING}",)))
     same(lerobot, {f"model.{key}": tensor for key, tensor in original.items()})
 
 
@@ -99,14 +99,14 @@ def test_untied_output_matrix_is_refused(tmp_path):
 
 def test_unused_weights_are_kept(tmp_path):
     beside = {
-        OPENPI.dead[0][0]: torch.randn(400, 64),
+        OPENPI.unused[0][0]: torch.randn(400, 64),
         "normalize_inputs.buffer_observation_state.mean": torch.randn(8),
         "value_head.mlp.0.weight": torch.randn(4, 64),
         "noise_head.mlp_logvar.0.bias": torch.randn(3),
     }
     model = build(spec_of("pi0"))
     source = load_weights(model.state_dict(), write(tmp_path / "in", stored("pi0") | beside))
-    same(dict(source.aside), beside)
+    same(dict(source.extra_tensors), beside)
     save_weights(model.state_dict(), tmp_path / "out", source)
     same(load_file(tmp_path / "out" / "model.safetensors"), stored("pi0") | beside)
 
@@ -132,7 +132,7 @@ def test_value_head_of_another_architecture_is_ignored(tmp_path):
     own = {key: tensor.clone() for key, tensor in model.value_head.state_dict().items()}
     theirs = {"value_head.mlp.0.weight": weight, "value_head.mlp.0.bias": weight[:, 0].clone()}
     source = load_weights(model.state_dict(), write(tmp_path / "in", stored("pi0") | theirs))
-    same(dict(source.aside), theirs)
+    same(dict(source.extra_tensors), theirs)
     same(model.value_head.state_dict(), own)
     with pytest.raises(CheckpointError, match=r"lacks 1 of .*'value_head.0.bias'"):
         load_weights(model.state_dict(), write(tmp_path / "half", stored("pi0") | {"value_head.0.weight": weight}))
@@ -165,9 +165,9 @@ def test_each_missing_weight_is_refused():
     for key in stored("smolvla"):
         tensors = stored("smolvla")
         del tensors[key]
-        weights, _ = to_ours(tensors, GOLDEN)
+        weights, _ = to_local_names(tensors, GOLDEN)
         gone = set(model.state_dict()) - set(weights)
-        assert gone == ({SMOLVLA_LEROBOT.ours(key)} if "lm_head" not in key else set())
+        assert gone == ({SMOLVLA_LEROBOT.to_local(key)} if "lm_head" not in key else set())
 
 
 @pytest.mark.parametrize(
@@ -225,9 +225,11 @@ def test_fresh_model_has_all_weights_of_its_layout():
     """One copy of the embedding, and zeros for the unused output matrix."""
     weights = model_of("pi0").state_dict()
     for layout in (OPENPI, LEROBOT, TRANSFORMERS):
-        source = fresh_source(layout, weights)
-        assert source.embedding_names == (layout.tied or layout.theirs(EMBEDDING),)
-        assert {key: tuple(tensor.shape) for key, tensor in source.aside.items()} == {layout.dead[0][0]: (400, 64)}
+        source = build_storage_format(layout, weights)
+        assert source.embedding_names == (layout.tied or layout.to_external(EMBEDDING),)
+        assert {key: tuple(tensor.shape) for key, tensor in source.extra_tensors.items()} == {
+            layout.unused[0][0]: (400, 64)
+        }
 
 
 def test_bfloat16_files_load_into_float32_models(tmp_path):

@@ -90,9 +90,11 @@ def loaded(setup, tmp_path_factory):
 
 
 def test_weight_names_match_transformers(loaded):
-    ours = {TRANSFORMERS.theirs(key) for key in model_of("pi0").state_dict()} | {key for key, _ in TRANSFORMERS.dead}
+    ours = {TRANSFORMERS.to_external(key) for key in model_of("pi0").state_dict()} | {
+        key for key, _ in TRANSFORMERS.unused
+    }
     assert ours == set(loaded.state_dict())
-    assert TRANSFORMERS.theirs(EMBEDDING) in ours
+    assert TRANSFORMERS.to_external(EMBEDDING) in ours
 
 
 @torch.no_grad()
@@ -118,7 +120,7 @@ def test_gradients_match_transformers(setup, loaded):
     torch.testing.assert_close(loss.detach(), found.detach(), atol=0.0, rtol=1e-4)
     compared = 0
     for key, parameter in ours.named_parameters():
-        expected = loaded.get_parameter(TRANSFORMERS.theirs(key)).grad
+        expected = loaded.get_parameter(TRANSFORMERS.to_external(key)).grad
         if parameter.grad is None:
             assert expected is None or not expected.any()
             continue
@@ -139,8 +141,8 @@ def test_new_transformers_checkpoint_is_read(setup, tmp_path):
     theirs = PI0ForConditionalGeneration(setup[2])
     theirs.save_pretrained(tmp_path / "theirs")
     state = theirs.state_dict()
-    dead = {key for key, _ in TRANSFORMERS.dead}
-    check_saved(tmp_path / "theirs", {TRANSFORMERS.ours(key): state[key] for key in state if key not in dead})
+    dead = {key for key, _ in TRANSFORMERS.unused}
+    check_saved(tmp_path / "theirs", {TRANSFORMERS.to_local(key): state[key] for key in state if key not in dead})
 
 
 def check_saved(folder, weights):

@@ -236,10 +236,10 @@ def test_imitation_loss_is_the_mean_over_pairs(folder):
 def test_random_greedy_noise_depends_on_the_whole_observation(folder):
     policy, obs = build(folder, greedy_start="random"), observe(3)
     alike = replace(obs, images=np.repeat(obs.images[:1], 3, axis=0))
-    starts = policy._greedy_start(alike)
+    starts = policy._get_greedy_start(alike)
     assert len({start.numpy().tobytes() for start in starts}) == 3, "states differ, if images do not"
-    assert torch.equal(policy._greedy_start(alike), starts)
-    assert not build(folder, greedy_start="zero")._greedy_start(obs).any()
+    assert torch.equal(policy._get_greedy_start(alike), starts)
+    assert not build(folder, greedy_start="zero")._get_greedy_start(obs).any()
 
 
 @pytest.mark.integration

@@ -212,7 +212,7 @@ def test_residual_updates_keep_the_flow_frozen(tmp_path):
             actor._step([actor._replay.transitions(rows)], np.arange(2), step)
         asked = torch.zeros(2, known)
         asked[:, -width] = torch.tensor([-0.2, 0.8])
-        mean, _ = module.residual_actor.head.spread(module.residual_actor(asked))
+        mean, _ = module.residual_actor.head.get_mean_and_log_std(module.residual_actor(asked))
         low, high = mean[:, 0, 0].tanh().tolist()
         assert low > 0.4
         assert high < -0.4

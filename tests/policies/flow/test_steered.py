@@ -173,7 +173,7 @@ def test_dsrl_update_uses_stored_features(tmp_path):
             metrics = actor._step([actor._replay.transitions(rows)], np.arange(2), step)
         assert math.isfinite(metrics["loss"])
         features = torch.full((1, host.policy.module.network.hidden_width), 0.1)
-        mean, _ = host.policy.module.noise_actor.head.spread(host.policy.module.noise_actor(features))
+        mean, _ = host.policy.module.noise_actor.head.get_mean_and_log_std(host.policy.module.noise_actor(features))
         assert mean.tanh()[0, 0, 0] < -0.7
         assert all(torch.equal(p, frozen[name]) for name, p in host.policy.module.network.named_parameters())
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodyrl.policies.flow.likelihood import flow_cps, flow_noise, flow_sde, ode, times
+from embodyrl.policies.flow.likelihood import flow_cps, flow_noise, flow_sde, get_step_times, ode
 from embodyrl.policies.flow.policy import NoiseHead
 from embodyrl.policies.vla.chains import Transition
 
@@ -35,7 +35,7 @@ def ours(golden: dict[str, Tensor], facts: dict[str, str]) -> dict[str, Tensor]:
     x, v = golden["x"], golden["v"]
     found = {"noise_net.logvar_min": torch.tensor([head._low]), "noise_net.logvar_max": torch.tensor([head._high])}
     for index in range(steps):
-        t, end = times(torch.full((len(x),), index), steps)
+        t, end = get_step_times(torch.full((len(x),), index), steps)
         with torch.no_grad():
             made = {
                 "flow_ode": ode(x, v, t, end),
@@ -107,7 +107,7 @@ def test_log_prob_and_gradient_match_torch():
 
 def test_deterministic_step_has_finite_gradients():
     mean, level = torch.ones(1, 2, 3, requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    step = flow_cps(mean, mean, *times(torch.tensor([3]), 4), level)
+    step = flow_cps(mean, mean, *get_step_times(torch.tensor([3]), 4), level)
     value = step.log_prob(torch.zeros(1, 2, 3)).sum() + step.entropy().sum()
     assert value == 0
     assert all(g.isfinite().all() for g in torch.autograd.grad(value, (mean, level)))
@@ -117,7 +117,7 @@ def test_deterministic_step_has_finite_gradients():
 def test_last_denoising_step_is_deterministic(steps):
     """For any rounding of 1 - i/steps, the last step of CPS is deterministic, and its mean equals the ODE's."""
     x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-    t, end = times(torch.full((2,), steps - 1), steps)
+    t, end = get_step_times(torch.full((2,), steps - 1), steps)
     assert (end == 0).all()
     level = torch.tensor(0.5)
     assert (flow_cps(x, v, t, end, level).std == 0).all()
@@ -132,7 +132,7 @@ def test_flow_sde_has_the_marginals_of_the_flow_ode():
     x = torch.randn(20_000, 1, 1, generator=generator)
     states = {flow_sde: x, flow_cps: x}
     for index in range(steps):
-        t, end = times(torch.tensor([index]), steps)
+        t, end = get_step_times(torch.tensor([index]), steps)
         for method, state in states.items():
             variance = (1 - t) ** 2 * spread**2 + t**2  # of x_t, for data N(0, spread^2)
             v = (t - (1 - t) * spread**2) / variance * state  # the exact velocity

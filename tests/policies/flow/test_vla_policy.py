@@ -21,7 +21,7 @@ from embodyrl.plan.build import mismatches
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES, export_policy
 from embodyrl.policies.flow.layouts import LEROBOT, OPENPI, SMOLVLA_LEROBOT, TRANSFORMERS
-from embodyrl.policies.flow.likelihood import follow_ode
+from embodyrl.policies.flow.likelihood import integrate_ode
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.vla.network import pad_centred, pad_left_top
@@ -152,7 +152,7 @@ def test_greedy_chunks_match_published_preprocessing_and_euler_steps(form, tmp_p
         state=torch.nn.functional.pad(torch.from_numpy(state).float(), (0, 7)),
     )
     model = build_model(form)
-    start = policy._greedy_start(obs)
+    start = policy._get_greedy_start(obs)
     with torch.no_grad():
         x = sample(model, model.prefix(inputs), start, 4)[:, :3, :7].numpy()
     expected = (x + 1) / 2 * (2.0 + 1e-6) - 0.9 if form == "pi05" else x * (0.5 + 1e-6) + 0.1
@@ -179,7 +179,7 @@ def test_pi05_without_state_uses_the_pi0_prompt(tmp_path):
     assert not policy.spec.inputs.state
     obs = observe(2)
     moved = replace(obs, state=obs.state + 5.0)
-    reader = policy.module.network.reader
+    reader = policy.module.network.processor
     assert torch.equal(reader.read(obs).tokens, reader.read(moved).tokens)
     assert reader.read(obs).tokens.shape[1] == 2 + len(ENV.tasks[0])
 
@@ -192,8 +192,8 @@ def test_pi05_accepts_states_of_any_length(told, tmp_path):
     path = write_checkpoint(tmp_path / "pi05", "pi05", state_dim=15, action_dim=7)
     policy = build("pi05", path, env=wide, state_in_prompt=told)
     assert policy.act(obs, noise=None).actions.shape == (2, 3, 7)
-    changed = policy.module.network.reader.read(replace(obs, state=-obs.state)).tokens
-    assert torch.equal(policy.module.network.reader.read(obs).tokens, changed) is not told
+    changed = policy.module.network.processor.read(replace(obs, state=-obs.state)).tokens
+    assert torch.equal(policy.module.network.processor.read(obs).tokens, changed) is not told
 
 
 def test_relative_actions_use_the_state(tmp_path):
@@ -213,8 +213,8 @@ def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
         found = policy.imitate(obs, actions)
         noise = normals(np.arange(4), START, (6, 12), torch.device("cpu"))
         t = torch.from_numpy(0.001 + 0.999 * uniforms(np.arange(4), TIMES, 1)[:, 0] ** (2 / 3)).float()
-        target = torch.from_numpy(network.reader.from_actions(actions, obs))
-        prefix = network.model.prefix(network.reader.read(obs))
+        target = torch.from_numpy(network.processor.from_actions(actions, obs))
+        prefix = network.model.prefix(network.processor.read(obs))
         at = t[:, None, None]
         v = network.model.denoise(network.model.memory(prefix), at * noise + (1 - at) * target, t).velocity
         loss = (v - (noise - target)).square().flatten(1).mean(1)
@@ -222,7 +222,7 @@ def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
     # Of the seven numbers of an action: padding, which stays where it is, would count as right.
     with torch.no_grad():
         velocity = partial(network.velocity, network.encode_prefix(obs))
-        flowed = follow_ode(velocity, policy._greedy_start(obs), policy._cfg.num_steps)
+        flowed = integrate_ode(velocity, policy._get_greedy_start(obs), policy._cfg.num_steps)
     right = ((flowed - target).abs() < 0.1)[..., :7].float().mean((1, 2))
     torch.testing.assert_close(found.accuracy, right)
     assert not torch.allclose(right, ((flowed - target).abs() < 0.1).float().mean((1, 2)), atol=1e-3)

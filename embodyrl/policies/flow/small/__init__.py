@@ -11,13 +11,13 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.settings import (
     FlowSettings,
+    add_actor_costs,
+    add_actor_spec,
     check_steering,
-    described,
-    described_costs,
-    flow_gripper,
+    get_flow_gripper,
     record_of,
 )
-from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
+from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig, read_bounds
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.records import ChunkShape
@@ -40,10 +40,10 @@ class SmallFlowSettings(FlowSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Config, chunk shape, and bounds (`units`) of a policy whose weights are not yet loaded."""
+    """Config, chunk shape and bounds of a policy whose weights are not yet loaded."""
 
     config: SmallConfig
-    units: Units
+    bounds: NormalizationBounds
     shape: ChunkShape
     random: bool
 
@@ -73,25 +73,27 @@ class SmallFlowFactory:
             action_dim=env.action.dim,
             tokens_per_chunk=record_of(cfg, plan.shape).tokens,
             value_dim=value_dim,
-            gripper=flow_gripper(env),
+            gripper=get_flow_gripper(env),
             action_kinds=frozenset({ActionKind.box}),
         )
-        return described(spec, cfg, env, plan.shape, plan.config.width, _folder(cfg))
+        return add_actor_spec(spec, cfg, env, plan.shape, plan.config.width, _folder(cfg))
 
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters."""
         plan = _plan(cfg, env)
-        weights = weight_sizes(_NETWORK, plan.config, plan.shape, plan.units, words=1)
+        weights = weight_sizes(_NETWORK, plan.config, plan.shape, plan.bounds, min_words=1)
         costs = PolicyCosts(num_parameters=count(weights))
-        return described_costs(costs, cfg, plan.shape, plan.config.width)
+        return add_actor_costs(costs, cfg, plan.shape, plan.config.width)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
         """Check that sizes and actor match the weights in a folder (see `PolicyFactory.compare`)."""
         plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder)[0])
-        wrong = [f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v]
-        if wrong:
+        mismatches = [
+            f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v
+        ]
+        if mismatches:
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {', '.join(wrong)}. Use the environment and "
+                f"{folder / CONFIG_FILE} does not match this run: {', '.join(mismatches)}. Use the environment and "
                 "model with which the checkpoint was trained."
             )
         check_steering(cfg, plan.shape, plan.config.width, folder)
@@ -107,12 +109,12 @@ class SmallFlowFactory:
         plan = _plan(cfg, request.env)
         spec = self.spec(cfg, request.env, request.value_dim)
         folder = None if plan.random else _folder(cfg)
-        return build_policy(cfg, spec, plan.config, plan.shape, plan.units, folder, request)
+        return build_policy(cfg, spec, plan.config, plan.shape, plan.bounds, folder, request)
 
 
 def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     config, random = SmallConfig.read(_folder(cfg))
-    units = units_of(env, flow_gripper(env), _folder(cfg))
+    bounds = read_bounds(env, get_flow_gripper(env), _folder(cfg))
     config = replace(
         config,
         num_images=cfg.num_images_in_input,
@@ -121,7 +123,7 @@ def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     )
     chunk, width = cfg.num_action_chunks, env.action.dim
     shape = ChunkShape(horizon=chunk, width=width, executed=chunk, action_dim=width)
-    return _Plan(config=config, units=units, shape=shape, random=random)
+    return _Plan(config=config, bounds=bounds, shape=shape, random=random)
 
 
 def _folder(cfg: SmallFlowSettings) -> Path | None:

@@ -57,7 +57,7 @@ class SmallConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+class NormalizationBounds:
     """Bounds of actions and states. Equal bounds mean that the dimension is constant in the data."""
 
     action_low: FloatArray
@@ -69,7 +69,7 @@ class Units:
     state_high: FloatArray
 
 
-def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> Units:
+def read_bounds(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> NormalizationBounds:
     """Return the bounds of actions and states that normalisation maps to -1 and 1.
 
     The bounds are q01 and q99 of the folder's statistics, else those of the action space, else -1 and 1.
@@ -82,22 +82,22 @@ def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | Non
     Raises:
         CheckpointError: the statistics are malformed, or have another number of dimensions.
     """
-    low, high = (np.array(bound, np.float32) for bound in env.action.bounds)
-    free = ~np.isfinite(high - low)
-    low, high = np.where(free, -1.0, low), np.where(free, 1.0, high)
+    low, high = (np.array(limit, np.float32) for limit in env.action.bounds)
+    unbounded = ~np.isfinite(high - low)
+    low, high = np.where(unbounded, -1.0, low), np.where(unbounded, 1.0, high)
     state = -np.ones(env.state_dim, np.float32), np.ones(env.state_dim, np.float32)
     if folder is not None and (folder / STATISTICS_FILE).exists():
         low, high = _bounds(folder, "action", env.action.dim)
         state = _bounds(folder, "proprio", env.state_dim) if env.state_dim else state
     if gripper is not None:
-        ends = sorted((gripper.open, gripper.closed))
-        low[gripper.index], high[gripper.index] = ends
-    return Units(action_low=low, action_high=high, state_low=state[0], state_high=state[1])
+        gripper_range = sorted((gripper.open, gripper.closed))
+        low[gripper.index], high[gripper.index] = gripper_range
+    return NormalizationBounds(action_low=low, action_high=high, state_low=state[0], state_high=state[1])
 
 
 def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]:
-    numbers = own_statistics(folder / STATISTICS_FILE).get(part, {})
-    low, high = (np.array(numbers.get(name, ()), np.float32) for name in ("q01", "q99"))
+    statistics = own_statistics(folder / STATISTICS_FILE).get(part, {})
+    low, high = (np.array(statistics.get(name, ()), np.float32) for name in ("q01", "q99"))
     if low.shape != (size,):
         raise CheckpointError(
             f"{folder / STATISTICS_FILE}: the statistics of '{part}' have {len(low)} dimensions, but the environment "

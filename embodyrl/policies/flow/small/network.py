@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
-from embodyrl.policies.flow.small.config import SmallConfig, Units
+from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig
 from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
@@ -47,7 +47,7 @@ class SmallFiles:
         fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=RL_HEADS, fix=fix)
 
 
-PLACE_SCALE = 0.3
+POSITION_SCALE = 0.3
 """Scale of position embeddings relative to features with initial scale 1."""
 
 
@@ -115,8 +115,8 @@ class ExpertBlock(nn.Module):
         """Map action tokens x [B, H, width], given `time` [B, width] and the prefix's keys [B, heads, N, d]."""
         scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(time)[:, None].chunk(6, dim=2)
         q, k, v = self.attention.project(self.norm(x) * (1 + scale1) + shift1)
-        seen = torch.cat([keys, k], 2), torch.cat([values, v], 2)
-        x = x + (1 + gate1) * self.attention.attend(q, *seen, mask)
+        keys_values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        x = x + (1 + gate1) * self.attention.attend(q, *keys_values, mask)
         return x + (1 + gate2) * self.mlp(self.norm(x) * (1 + scale2) + shift2)
 
 
@@ -128,7 +128,7 @@ class InstructionAttention(nn.Module):
 
     def __init__(self, planes: tuple[int, ...], maps: int, width: int) -> None:
         super().__init__()
-        self.halving = nn.ModuleList(_halve(a, b) for a, b in pairwise((3, *planes)))
+        self.halving = nn.ModuleList(_downsample(a, b) for a, b in pairwise((3, *planes)))
         last = planes[-1]
         self.norm1, self.norm2 = nn.GroupNorm(8, last), nn.GroupNorm(8, last)
         self.between = nn.Conv2d(last, last, 3, 1, 1)
@@ -148,13 +148,13 @@ class InstructionAttention(nn.Module):
         maps = self.maps(F.gelu(self.norm2(grid) * (1 + scale2) + shift2))
         height, width = maps.shape[2:]
         # Softmax over locations: the expected location has a gradient towards bright parts of the map.
-        share = maps.flatten(2).softmax(2).unflatten(2, (height, width))
-        down = (share.sum(3) * torch.linspace(-1, 1, height, device=maps.device)).sum(2)
-        across = (share.sum(2) * torch.linspace(-1, 1, width, device=maps.device)).sum(2)
-        return self.out(torch.cat([down, across], 1))
+        attention = maps.flatten(2).softmax(2).unflatten(2, (height, width))
+        row = (attention.sum(3) * torch.linspace(-1, 1, height, device=maps.device)).sum(2)
+        column = (attention.sum(2) * torch.linspace(-1, 1, width, device=maps.device)).sum(2)
+        return self.out(torch.cat([row, column], 1))
 
 
-def _halve(inputs: int, outputs: int) -> nn.Sequential:
+def _downsample(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 5 if inputs == 3 else 3, 2, 2 if inputs == 3 else 1), nn.GELU())
 
 
@@ -166,22 +166,22 @@ class SmallFlow(nn.Module):
     state_low: Tensor
     state_high: Tensor
 
-    def __init__(self, config: SmallConfig, shape: ChunkShape, units: Units, *, words: int) -> None:
+    def __init__(self, config: SmallConfig, shape: ChunkShape, bounds: NormalizationBounds, *, min_words: int) -> None:
         """Build the network with weights from torch's random generator.
 
         Args:
             config: sizes.
             shape: sizes of a chunk.
-            units: bounds of actions and states.
-            words: minimum padded width of instructions; longer instructions widen their batch.
+            bounds: bounds of actions and states.
+            min_words: minimum padded width of instructions; longer instructions widen their batch.
         """
         super().__init__()
         self.config, self.shape = config, shape
         self.prefix_width = self.hidden_width = width = config.width
-        self._words = words
+        self._min_words = min_words
         self.varies = np.ones(shape.action_dim, np.float32)
         for name in ("action_low", "action_high", "state_low", "state_high"):
-            self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(units, name))))
+            self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(bounds, name))))
         if config.num_images:
             self.eye = InstructionAttention(config.planes, config.maps, width)
             self.camera = nn.Parameter(0.02 * torch.randn(config.num_images, width))
@@ -200,37 +200,37 @@ class SmallFlow(nn.Module):
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
         """Encode observations: images [B, C, h, w, 3], state [B, S] unnormalised, instructions."""
         ids = on_device(self._word_ids(obs.instructions), self.action_in.weight.device)
-        words, known = self.word(ids), ids > 0
-        parts = [words + _waves(ids.shape[1], self.config.width, ids.device)]
+        words, word_mask = self.word(ids), ids > 0
+        token_groups = [words + _embed_positions(ids.shape[1], self.config.width, ids.device)]
         if self.config.num_images:
-            # `known` is never empty: an empty instruction is one unknown word.
-            mean = (words * known[..., None]).sum(1) / known.sum(1, keepdim=True)
-            parts.append(self._see(obs, mean))
+            # `word_mask` is never empty: an empty instruction is one unknown word.
+            mean = (words * word_mask[..., None]).sum(1) / word_mask.sum(1, keepdim=True)
+            token_groups.append(self._encode_images(obs, mean))
         if self.config.state_dim:
             state = on_device(np.ascontiguousarray(obs.state), ids.device)
-            parts.append(self.state(self._state(state))[:, None])
-        tokens = torch.cat(parts, 1)
-        rest = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
-        seen = torch.cat([known, rest], 1)[:, None, None]
+            token_groups.append(self.state(self._normalise_state(state))[:, None])
+        tokens = torch.cat(token_groups, 1)
+        other_mask = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
+        token_mask = torch.cat([word_mask, other_mask], 1)[:, None, None]
         for block in self.encoder:
-            tokens = block(tokens, seen)
+            tokens = block(tokens, token_mask)
         tokens = self.norm(tokens)
-        both = self.memory(tokens).unflatten(2, (2, self.config.layers, self.config.heads, -1))
+        keys_values = self.memory(tokens).unflatten(2, (2, self.config.layers, self.config.heads, -1))
         # Computed for all layers of the expert together: no step of the flow changes them.
-        keys, values = both.permute(2, 3, 0, 4, 1, 5).unbind()
-        mask = F.pad(seen, (0, self.shape.horizon), value=True)
-        shares = seen[:, 0, 0, :, None] / seen.sum(3, keepdim=True)[:, 0]
-        pooled = (tokens * shares).sum(1)
+        keys, values = keys_values.permute(2, 3, 0, 4, 1, 5).unbind()
+        mask = F.pad(token_mask, (0, self.shape.horizon), value=True)
+        weights = token_mask[:, 0, 0, :, None] / token_mask.sum(3, keepdim=True)[:, 0]
+        pooled = (tokens * weights).sum(1)
         return SmallPrefix(keys=keys.unbind(), values=values.unbind(), mask=mask, pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return the velocity and the hidden states of the action tokens (see `FlowModule`)."""
         width = self.config.width
-        rows = self.action_in(x) + _waves(x.shape[1], width, x.device)
-        time = self.time(_time_waves(t, width))
+        tokens = self.action_in(x) + _embed_positions(x.shape[1], width, x.device)
+        time = self.time(_embed_times(t, width))
         for block, keys, values in zip(self.expert, prefix.keys, prefix.values, strict=True):
-            rows = block(rows, time, keys, values, prefix.mask)
-        hidden = self.out_norm(rows)
+            tokens = block(tokens, time, keys, values, prefix.mask)
+        hidden = self.out_norm(tokens)
         return self.action_out(hidden), hidden
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
@@ -241,44 +241,44 @@ class SmallFlow(nn.Module):
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
         """Convert environment actions to flow targets in -1..1 (clipped), both [B, K, A]; 0 for constant dimensions."""
         low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
-        rows = 2.0 * (actions - low) / np.maximum(high - low, 1e-6) - 1.0
-        return np.where(high > low, np.clip(rows, -1.0, 1.0), 0.0).astype(np.float32)
+        targets = 2.0 * (actions - low) / np.maximum(high - low, 1e-6) - 1.0
+        return np.where(high > low, np.clip(targets, -1.0, 1.0), 0.0).astype(np.float32)
 
-    def _state(self, state: Tensor) -> Tensor:
+    def _normalise_state(self, state: Tensor) -> Tensor:
         """Scale states [B, S] so that the data range becomes -1..1, and clip to -2..2; constant dimensions become 0."""
         span = self.state_high - self.state_low
         scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))
 
-    def _see(self, obs: Observation, language: Tensor) -> Tensor:
+    def _encode_images(self, obs: Observation, language: Tensor) -> Tensor:
         images = on_device(np.ascontiguousarray(obs.images[:, : self.config.num_images]), language.device)
         pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
-        asked = language.repeat_interleave(self.config.num_images, dim=0)
-        return self.eye(pixels, asked).unflatten(0, (len(obs), -1)) + self.camera
+        instruction_rows = language.repeat_interleave(self.config.num_images, dim=0)
+        return self.eye(pixels, instruction_rows).unflatten(0, (len(obs), -1)) + self.camera
 
     def _word_ids(self, instructions: tuple[str, ...]) -> np.ndarray:
         """Return hashed words [B, N], padded with 0; an empty instruction is one unknown word."""
-        rows = [
+        word_rows = [
             [1 + zlib.crc32(w.encode()) % (self.config.vocabulary - 1) for w in text.lower().split()] or [1]
             for text in instructions
         ]
-        ids = np.zeros((len(rows), max(self._words, *map(len, rows))), np.int64)
-        for row, words in zip(ids, rows, strict=True):
+        ids = np.zeros((len(word_rows), max(self._min_words, *map(len, word_rows))), np.int64)
+        for row, words in zip(ids, word_rows, strict=True):
             row[: len(words)] = words
         return ids
 
 
-def _waves(count: int, width: int, device: torch.device) -> Tensor:
+def _embed_positions(count: int, width: int, device: torch.device) -> Tensor:
     """Return sinusoidal position embeddings [count, width] (arXiv 1706.03762), scaled down."""
-    place = torch.arange(count, device=device)[:, None]
-    angle = place * torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(1e4) / width))
-    return PLACE_SCALE * torch.cat([angle.sin(), angle.cos()], 1)
+    position = torch.arange(count, device=device)[:, None]
+    angle = position * torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(1e4) / width))
+    return POSITION_SCALE * torch.cat([angle.sin(), angle.cos()], 1)
 
 
-def _time_waves(t: Tensor, width: int) -> Tensor:
+def _embed_times(t: Tensor, width: int) -> Tensor:
     """Return sinusoidal embeddings [B, width] of times [B], with geometric periods from 0.004 to 4 (openpi)."""
-    share = torch.linspace(0, 1, width // 2, device=t.device)
-    angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** share))
+    fraction = torch.linspace(0, 1, width // 2, device=t.device)
+    angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** fraction))
     return torch.cat([angle.sin(), angle.cos()], -1)
 
 
@@ -287,7 +287,7 @@ def build_policy(
     spec: PolicySpec,
     config: SmallConfig,
     shape: ChunkShape,
-    units: Units,
+    bounds: NormalizationBounds,
     folder: Path | None,
     request: PolicyRequest,
 ) -> FlowPolicy:
@@ -296,10 +296,10 @@ def build_policy(
     Raises:
         CheckpointError: the folder has no weights of this shape.
     """
-    longest = max((len(task.split()) for task in request.env.instructions or request.env.tasks), default=1)
+    max_words = max((len(task.split()) for task in request.env.instructions or request.env.tasks), default=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
-        network = SmallFlow(config, shape, units, words=max(1, longest))
+        network = SmallFlow(config, shape, bounds, min_words=max(1, max_words))
         module = FlowModule(network, cfg, request.value_dim)
     policy = policy_class(cfg)(spec, cfg, module, network, SmallFiles(config), request)
     if folder is not None:

@@ -5,22 +5,22 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import check_steering, described, described_costs, flow_gripper, record_of
+from embodyrl.policies.flow.settings import add_actor_costs, add_actor_spec, check_steering, get_flow_gripper, record_of
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     check_prompts,
-    prompt_form,
+    find_warnings,
+    get_prompt_format,
     read_folder,
-    read_units,
-    warnings,
+    read_normalizer,
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings, reads_state
-from embodyrl.policies.flow.vla.sizes import vla_costs
+from embodyrl.policies.flow.vla.sizes import estimate_costs
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.adapter import adapter_problems
-from embodyrl.policies.vla.folder import lacking
-from embodyrl.policies.vla.problems import seen_problems
+from embodyrl.policies.vla.folder import find_missing_files
+from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.policies.vla.processors import image_features, order_problem
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
@@ -54,9 +54,9 @@ class VlaFactory:
         model = read_folder(folder, cfg)
         if problems := _mismatches(cfg, model, env):
             raise ConfigError(problems)
-        read_units(folder, cfg, env.state_dim, env.action.dim)
+        read_normalizer(folder, cfg, env.state_dim, env.action.dim)
         self._check_cameras(cfg, env, folder)
-        check_prompts(prompt_form(cfg, model, folder), folder, env.instructions or env.tasks, env.state_dim)
+        check_prompts(get_prompt_format(cfg, model, folder), folder, env.instructions or env.tasks, env.state_dim)
         shape = _shape(cfg, model, env)
         spec = PolicySpec(
             inputs=InputSpec(
@@ -71,24 +71,24 @@ class VlaFactory:
             tokens_per_chunk=record_of(cfg, shape).tokens,
             imitated=model.horizon,
             value_dim=value_dim,
-            gripper=flow_gripper(env),
+            gripper=get_flow_gripper(env),
             action_kinds=frozenset({ActionKind.box}),
-            warnings=warnings(folder, cfg),
+            warnings=find_warnings(folder, cfg),
         )
-        return described(spec, cfg, env, shape, model.expert.width, folder)
+        return add_actor_spec(spec, cfg, env, shape, model.expert.width, folder)
 
     def _check_cameras(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the cameras in LeRobot's config.json match the cameras of the environment."""
         if cfg.cameras is not None or (folder / INPUTS_FILE).is_file():
             return
-        names, read = env.cameras.names, env.cameras.names[: cfg.num_images_in_input]
-        if problem := order_problem(image_features(folder), names, read):
+        names, read_names = env.cameras.names, env.cameras.names[: cfg.num_images_in_input]
+        if problem := order_problem(image_features(folder), names, read_names):
             raise ConfigError(f"model={cfg.model_type} in env '{env.name}': {problem}")
 
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate size and memory from the checkpoint's config.json."""
         model = read_folder(_folder(cfg), cfg)
-        return described_costs(vla_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
+        return add_actor_costs(estimate_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the actor matches the actor in the folder (see `PolicyFactory.compare`)."""
@@ -118,7 +118,7 @@ def _shape(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> ChunkShape:
 
 
 def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
-    if problems := seen_problems(cfg.model_type, env):
+    if problems := find_env_problems(cfg.model_type, env):
         return problems
     problems = []
     if cfg.num_action_chunks > model.horizon:
@@ -127,10 +127,15 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
             "checkpoint's chunk; lower it."
         )
     # pi0.5's state is text of any length, or unused.
-    state = 0 if isinstance(cfg, Pi05Settings) else env.state_dim
-    for what, size, most in (("actions", env.action.dim, model.action_dim), ("states", state, model.state_dim)):
-        if size > most:
-            problems.append(f"env '{env.name}' has {what} of {size} numbers; {cfg.model_type} supports at most {most}.")
+    state_dim = 0 if isinstance(cfg, Pi05Settings) else env.state_dim
+    for quantity, size, max_size in (
+        ("actions", env.action.dim, model.action_dim),
+        ("states", state_dim, model.state_dim),
+    ):
+        if size > max_size:
+            problems.append(
+                f"env '{env.name}' has {quantity} of {size} numbers; {cfg.model_type} supports at most {max_size}."
+            )
     if cfg.delta_dims > min(env.action.dim, env.state_dim):
         problems.append(
             f"model.delta_dims={cfg.delta_dims}: env '{env.name}' has {env.action.dim} numbers in an action and "
@@ -153,11 +158,11 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
         read_folder(folder, cfg)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
-    where = (
+    hint = (
         ", which published checkpoints do not contain; copy that of the language model there (pi0, pi0.5: PaliGemma's; "
         "SmolVLA: SmolVLM2's)."
     )
-    return [*lacking(folder, tokenizer=where, adapted=cfg.uses_adapters)]
+    return [*find_missing_files(folder, tokenizer=hint, adapted=cfg.uses_adapters)]
 
 
 FACTORY = VlaFactory()

@@ -20,10 +20,10 @@ from embodyrl.policies.flow.layouts import (
     OPENPI,
     SMOLVLA_LEROBOT,
     Layout,
-    Source,
-    fresh_source,
-    to_ours,
-    to_theirs,
+    StorageFormat,
+    build_storage_format,
+    to_external_names,
+    to_local_names,
 )
 from embodyrl.policies.flow.model import BACKBONE
 from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
@@ -31,7 +31,7 @@ from embodyrl.policies.flow.settings import ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.flow.vla.folder import side_files
-from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaReader
+from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
@@ -43,7 +43,7 @@ from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec
 
 
-def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | None = None) -> Source:
+def load_weights(target: Mapping[str, Tensor], folder: Path, transform: Change | None = None) -> StorageFormat:
     """Copy a folder's weights into a model's weights in place, cast to the model's dtypes; return the storage format.
 
     All checks run before the first weight is changed. RL heads are optional in the model and in the folder.
@@ -51,7 +51,7 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | No
     Args:
         target: weights by embodyrl's names, without adapters.
         folder: safetensors shards in any known layout.
-        change: function of name and weight, applied to each weight; merges adapters.
+        transform: function of name and weight, applied to each weight; merges adapters.
 
     Raises:
         CheckpointError: a file is unreadable or truncated; weights are missing, unexpected, misshaped or untied.
@@ -64,50 +64,50 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | No
         )
     stored: dict[str, Tensor] = {}
     for path in files:
-        found = map_weights(path)
-        if twice := sorted(found.keys() & stored.keys()):
-            raise CheckpointError(f"{path}: weight '{twice[0]}' is in two shards; download the folder again.")
-        stored |= found
-    weights, source = to_ours(stored, folder)
+        shard = map_weights(path)
+        if duplicates := sorted(shard.keys() & stored.keys()):
+            raise CheckpointError(f"{path}: weight '{duplicates[0]}' is in two shards; download the folder again.")
+        stored |= shard
+    weights, storage = to_local_names(stored, folder)
     # RLinf's value heads have another architecture: ignore them.
-    theirs = source.layout.theirs
-    check_weights(target, weights, folder, may_lack=HEADS, may_hold=HEADS, shown=lambda key: f"'{theirs(key)}'")
+    to_external = storage.layout.to_external
+    check_weights(target, weights, folder, may_lack=HEADS, may_hold=HEADS, shown=lambda key: f"'{to_external(key)}'")
     with torch.no_grad():
         for key, tensor in weights.items():
             if key in target:
-                target[key].copy_(change(key, tensor) if change else tensor)
-    unread = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key not in target}
-    return replace(source, aside=dict(source.aside) | unread)
+                target[key].copy_(transform(key, tensor) if transform else tensor)
+    unused = {storage.layout.to_external(key): tensor for key, tensor in weights.items() if key not in target}
+    return replace(storage, extra_tensors=dict(storage.extra_tensors) | unused)
 
 
-def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Layout) -> None:
+def save_weights(weights: Mapping[str, Tensor], folder: Path, target_format: StorageFormat | Layout) -> None:
     """Write weights as safetensors shards into a new folder.
 
     Args:
         weights: weights by embodyrl's names, without adapters; they keep their dtypes.
         folder: new folder; the caller renames it, which makes the write atomic.
-        like: storage format returned by `load_weights`, to write the same names and additional weights; or a layout,
-            to write the weights for its loader.
+        target_format: storage format returned by `load_weights`, to write the same names and additional weights; or a
+            layout, to write the weights for its loader.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: tensor.detach().cpu() for key, tensor in weights.items()}
-    source = fresh_source(like, weights) if isinstance(like, Layout) else like
-    save_torch_state_dict(_apart(to_theirs(weights, source)), folder, max_shard_size=SHARD_BYTES)
+    storage = build_storage_format(target_format, weights) if isinstance(target_format, Layout) else target_format
+    save_torch_state_dict(_copy_shared_tensors(to_external_names(weights, storage)), folder, max_shard_size=SHARD_BYTES)
 
 
-def _apart(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_shared_tensors(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share memory, because the writer would keep only one of the names."""
-    seen: set[int] = set()
-    apart = {}
+    pointers: set[int] = set()
+    copies = {}
     for key, tensor in stored.items():
-        apart[key] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
-        seen.add(tensor.data_ptr())
-    return apart
+        copies[key] = tensor.clone() if tensor.data_ptr() in pointers else tensor.contiguous()
+        pointers.add(tensor.data_ptr())
+    return copies
 
 
-MODEL = "network.model."
+MODEL_PREFIX = "network.model."
 """Prefix of the model in a `FlowModule`."""
-BESIDE_FILE = "beside.safetensors"
+EXTRA_WEIGHTS_FILE = "beside.safetensors"
 """File of the fully trained weights that are saved next to adapters."""
 
 
@@ -125,24 +125,31 @@ class VlaFiles:
             network: network that adopts the statistics of loaded weights.
             adapter: spec of the trained adapters, if any.
         """
-        self._base, self._reader, self._adapter = base, network.reader, adapter
-        self._side_files = side_files(base, network.reader.cfg)
+        self._base, self._processor, self._adapter = base, network.processor, adapter
+        self._side_files = side_files(base, network.processor.cfg)
         paligemma = isinstance(network.model.spec, Pi0Spec)
-        self._source: Source | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
+        self._storage: StorageFormat | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write the weights under the names and dtypes of the loaded checkpoint; with adapters, only the adapters."""
         if self._adapter is None:
-            like = self._source
-            if isinstance(like, Source):
-                kept = {k: t for k, t in like.aside.items() if not like.layout.ours(k).startswith(HEADS)}
-                like = replace(like, aside=kept)
-            save_weights(_plain(module), folder, like)
+            target_format = self._storage
+            if isinstance(target_format, StorageFormat):
+                kept_tensors = {
+                    k: t
+                    for k, t in target_format.extra_tensors.items()
+                    if not target_format.layout.to_local(k).startswith(HEADS)
+                }
+                target_format = replace(target_format, extra_tensors=kept_tensors)
+            save_weights(_get_base_weights(module), folder, target_format)
         else:
             from embodyrl.policies.openvla_oft.lora import save_adapter
 
             save_adapter(module, self._adapter, folder)
-            save_file({k: t.detach().cpu().contiguous() for k, t in _beside(module).items()}, folder / BESIDE_FILE)
+            save_file(
+                {k: t.detach().cpu().contiguous() for k, t in _get_extra_weights(module).items()},
+                folder / EXTRA_WEIGHTS_FILE,
+            )
         for name, content in self._side_files.items():
             (folder / name).write_bytes(content)
 
@@ -156,17 +163,17 @@ class VlaFiles:
         """
         adapter = None if weight_files(folder) else find_adapter(folder)
         if adapter is None:
-            self._source = load_weights(_plain(module), folder)
+            self._storage = load_weights(_get_base_weights(module), folder)
         elif self._adapter is None:
             self.load_merged(module, adapter)
-            _load_beside(module, folder)
+            _load_extra_weights(module, folder)
         else:
             from embodyrl.policies.openvla_oft.lora import load_adapter
 
             load_adapter(module, adapter)
-            _load_beside(module, folder)
-        self._reader.adopt(folder)
-        self._side_files = side_files(folder, self._reader.cfg)
+            _load_extra_weights(module, folder)
+        self._processor.load_statistics(folder)
+        self._side_files = side_files(folder, self._processor.cfg)
 
     def load_merged(self, module: nn.Module, adapter: Path) -> None:
         """Read the weights of `model.path` and merge an adapter into them.
@@ -176,28 +183,28 @@ class VlaFiles:
         """
         from embodyrl.policies.openvla_oft.lora import merging
 
-        state = _plain(module)
-        self._source = load_weights(state, self._base, merging(adapter, state, self._base, MODEL))
+        state = _get_base_weights(module)
+        self._storage = load_weights(state, self._base, merging(adapter, state, self._base, MODEL_PREFIX))
 
 
-def _plain(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a `FlowModule` by name, without the prefix `MODEL`; heads keep their names."""
-    return {key.removeprefix(MODEL): tensor for key, tensor in base_state(module).items()}
+def _get_base_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a `FlowModule` by name, without the prefix `MODEL_PREFIX`; heads keep their names."""
+    return {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in base_state(module).items()}
 
 
-def _beside(module: nn.Module) -> dict[str, Tensor]:
+def _get_extra_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights without adapters, which are trained in full: heads, and input and output projections."""
     parts = ("vision.", "projector.", "language.", "expert.")
-    return {key: tensor for key, tensor in _plain(module).items() if not key.startswith(parts)}
+    return {key: tensor for key, tensor in _get_base_weights(module).items() if not key.startswith(parts)}
 
 
-def _load_beside(module: nn.Module, folder: Path) -> None:
+def _load_extra_weights(module: nn.Module, folder: Path) -> None:
     fix = "Set model.path to the folder with which the checkpoint was trained."
-    fill_weights(_beside(module), folder / BESIDE_FILE, optional=HEADS, fix=fix)
+    fill_weights(_get_extra_weights(module), folder / EXTRA_WEIGHTS_FILE, optional=HEADS, fix=fix)
 
 
 def build_policy(
-    cfg: VlaSettings, folder: Path, sizes: FlowSpec, spec: PolicySpec, shape: ChunkShape, request: PolicyRequest
+    cfg: VlaSettings, folder: Path, flow_spec: FlowSpec, spec: PolicySpec, shape: ChunkShape, request: PolicyRequest
 ) -> FlowPolicy:
     """Build the policy of a folder.
 
@@ -205,9 +212,9 @@ def build_policy(
         CheckpointError: a file is missing, truncated or does not fit.
         ConfigError: `model.lora.target_modules` matches no layer.
     """
-    assert isinstance(sizes, Pi0Spec | SmolVlaSpec)
+    assert isinstance(flow_spec, Pi0Spec | SmolVlaSpec)
     with torch.device("meta"):
-        model = Pi0(sizes) if isinstance(sizes, Pi0Spec) else SmolVla(sizes)
+        model = Pi0(flow_spec) if isinstance(flow_spec, Pi0Spec) else SmolVla(flow_spec)
     adapted = cfg.is_lora and request.trainable
     if cfg.precision is Precision.bf16:
         # Frozen weights, also those with adapters, are stored in half precision.
@@ -217,28 +224,30 @@ def build_policy(
     model.to_empty(device=request.device)
     if request.gradient_checkpointing:
         model.recompute_activations()
-    reader = VlaReader(cfg, sizes, folder, request)
-    pools = request.value_dim > 0 and cfg.value_from is ValueFrom.prefix
-    network = VlaNetwork(model, reader, shape, pools=pools)
+    processor = VlaProcessor(cfg, flow_spec, folder, request)
+    with_pooled = request.value_dim > 0 and cfg.value_from is ValueFrom.prefix
+    network = VlaNetwork(model, processor, shape, with_pooled=with_pooled)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
         # The heads use the global generator, which is restored afterwards.
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, lora_spec(cfg) if adapted else None)
-    # Before the weights are read: this selects the trained weights, and `_adapt` changes the selection.
-    policy = policy_class(cfg)(spec, cfg, module, reader, files, request)
-    _fill(module, files, cfg, folder, request)
+    # Before the weights are read: this selects the trained weights, and `_add_adapters` changes the selection.
+    policy = policy_class(cfg)(spec, cfg, module, processor, files, request)
+    _load_initial_weights(module, files, cfg, folder, request)
     policy.conditioning = read_conditioning(folder)
     if request.trainable:
         trained = ("expert",) if cfg.train_expert_only else ("expert", *BACKBONE)
         for part in {"expert", *BACKBONE} - set(trained):
             model.get_submodule(part).requires_grad_(False)
         if adapted:
-            _adapt(module, cfg, tuple(f"{MODEL}{part}." for part in trained), request)
+            _add_adapters(module, cfg, tuple(f"{MODEL_PREFIX}{part}." for part in trained), request)
     return policy
 
 
-def _fill(module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest) -> None:
+def _load_initial_weights(
+    module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest
+) -> None:
     """Load the weights of `model.path`, with the adapter of `model.lora.path` merged unless adapters are trained."""
     adapter = given_adapter(cfg)
     if starts_random(folder):
@@ -249,9 +258,9 @@ def _fill(module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, r
         files.load(module, folder)
 
 
-def _adapt(module: nn.Module, cfg: VlaSettings, within: tuple[str, ...], request: PolicyRequest) -> None:
+def _add_adapters(module: nn.Module, cfg: VlaSettings, prefixes: tuple[str, ...], request: PolicyRequest) -> None:
     from embodyrl.policies.openvla_oft.lora import inject, load_adapter
 
-    inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, within=within)
+    inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, prefixes=prefixes)
     if (adapter := given_adapter(cfg)) is not None:
         load_adapter(module, adapter)

@@ -15,9 +15,9 @@ from safetensors.numpy import load, save
 from embodyrl.config.settings import format_value
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.files import read_json
-from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
+from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptFormat
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
-from embodyrl.policies.flow.vla.processors import MODES, check_processors, prompt_limit
+from embodyrl.policies.flow.vla.processors import MODES, check_processors, read_prompt_limit
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.statistics import (
     LEROBOT_EPS,
@@ -53,26 +53,26 @@ def pad_dims(x: npt.ArrayLike, size: int) -> FloatArray:
 
 def to_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
     """Subtract the state [B, S] from the first `dims` dimensions of actions [B, H, A], both unnormalised."""
-    return _shift(actions, state, dims, -1.0)
+    return _add_state(actions, state, dims, -1.0)
 
 
 def from_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
     """Add the state [B, S] to the first `dims` dimensions of actions [B, H, A]: the inverse of `to_deltas`."""
-    return _shift(actions, state, dims, 1.0)
+    return _add_state(actions, state, dims, 1.0)
 
 
-def _shift(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float) -> FloatArray:
+def _add_state(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float) -> FloatArray:
     out = np.array(actions, np.float32)
     out[..., :dims] += sign * np.asarray(state, np.float32)[..., None, :dims]
     return out
 
 
-_TOLD = ("mean", "std", "min", "max", "q01", "q99")
+_STATISTIC_NAMES = ("mean", "std", "min", "max", "q01", "q99")
 _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Units:
+class Normalizer:
     """Conversion between the units of states and actions and the units of the model."""
 
     state: Affine | None
@@ -80,7 +80,7 @@ class Units:
     actions: Affine
 
 
-def kind_of(spec: FlowSpec) -> str:
+def get_model_type(spec: FlowSpec) -> str:
     """Return the model type with these sizes: pi0, pi05 or smolvla."""
     if isinstance(spec, Pi0Spec):
         return "pi05" if spec.adaptive else "pi0"
@@ -94,35 +94,35 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
         CheckpointError: config.json is missing, malformed, or of another model.
     """
     spec = read_spec(folder, adaptive=isinstance(cfg, Pi05Settings))
-    if kind_of(spec) != cfg.model_type:
+    if get_model_type(spec) != cfg.model_type:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE} describes a {kind_of(spec)} model, not {cfg.model_type}; set "
-            f"model={kind_of(spec)}."
+            f"{folder / CONFIG_FILE} describes a {get_model_type(spec)} model, not {cfg.model_type}; set "
+            f"model={get_model_type(spec)}."
         )
     return spec if cfg.horizon is None else replace(spec, horizon=cfg.horizon)
 
 
-def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
+def find_contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     """Return contradictions between LeRobot's config.json and the settings."""
-    told = _config(folder)
-    modes: dict[str, str] = told.get("normalization_mapping") or {}
-    found = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
+    config = _config(folder)
+    modes: dict[str, str] = config.get("normalization_mapping") or {}
+    trained_modes = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
     problems = []
     known = {str(mode).upper(): str(mode) for mode in Normalization}
-    if found - {str(cfg.normalization).upper()}:
-        fix = [known[mode] for mode in known if {mode} == found]
+    if trained_modes - {str(cfg.normalization).upper()}:
+        fix = [known[mode] for mode in known if {mode} == trained_modes]
         fix = f"set model.normalization={fix[0]}" if fix else f"only {', '.join(known.values())} are supported"
         problems.append(
             f"model.normalization={cfg.normalization}: {folder / CONFIG_FILE} was trained with "
-            f"{' and '.join(sorted(found))} (normalization_mapping); {fix}."
+            f"{' and '.join(sorted(trained_modes))} (normalization_mapping); {fix}."
         )
-    if isinstance(cfg, Pi05Settings) and told.get("discrete_state_input", cfg.state_in_prompt) != cfg.state_in_prompt:
+    if isinstance(cfg, Pi05Settings) and config.get("discrete_state_input", cfg.state_in_prompt) != cfg.state_in_prompt:
         stored = format_value(not cfg.state_in_prompt)
         problems.append(
             f"model.state_in_prompt={format_value(cfg.state_in_prompt)}: {folder / CONFIG_FILE} has "
             f"discrete_state_input={stored}; set model.state_in_prompt={stored}."
         )
-    if told.get("use_relative_actions") and not cfg.delta_dims:
+    if config.get("use_relative_actions") and not cfg.delta_dims:
         problems.append(
             f"model.delta_dims=0: {folder / CONFIG_FILE} was trained on actions relative to the state "
             f"(use_relative_actions); set it to the number of relative dimensions (all except the gripper: 6 on "
@@ -131,29 +131,35 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     return problems
 
 
-def prompt_form(cfg: VlaSettings, spec: FlowSpec, folder: Path) -> PromptForm:
+def get_prompt_format(cfg: VlaSettings, spec: FlowSpec, folder: Path) -> PromptFormat:
     """Return the prompt format; pi0.5 without the state uses pi0's prompts.
 
     The checkpoint's files may limit the length.
     """
-    form = SMOLVLA_PROMPT
+    prompt_format = SMOLVLA_PROMPT
     if isinstance(spec, Pi0Spec):
-        form = PI05_PROMPT if isinstance(cfg, Pi05Settings) and cfg.state_in_prompt else PI0_PROMPT
-    return replace(form, limit=prompt_limit(folder) or form.limit)
+        prompt_format = PI05_PROMPT if isinstance(cfg, Pi05Settings) and cfg.state_in_prompt else PI0_PROMPT
+    return replace(prompt_format, max_tokens=read_prompt_limit(folder) or prompt_format.max_tokens)
 
 
-def check_prompts(form: PromptForm, folder: Path, tasks: Sequence[str], state_dim: int) -> None:
+def check_prompts(prompt_format: PromptFormat, folder: Path, tasks: Sequence[str], state_dim: int) -> None:
     """Check that no instruction exceeds the model's maximum length.
 
     Raises:
         ConfigError: an instruction has too many tokens; the message contains the instruction.
     """
-    state = np.zeros(state_dim, np.float32) if form.reads_state else None
+    state = np.zeros(state_dim, np.float32) if prompt_format.reads_state else None
     # A token is at least one byte, so most instructions need no tokenizer.
-    few = form.limit - len(form.template) - len(form.tail) - 4 * state_dim * form.reads_state - 2
-    if long := [task for task in tasks if len(task.encode()) > few]:
-        prompts = FlowPrompts(folder / TOKENIZER_FILE, form)
-        for task in long:
+    max_short_bytes = (
+        prompt_format.max_tokens
+        - len(prompt_format.template)
+        - len(prompt_format.suffix)
+        - 4 * state_dim * prompt_format.reads_state
+        - 2
+    )
+    if long_tasks := [task for task in tasks if len(task.encode()) > max_short_bytes]:
+        prompts = FlowPrompts(folder / TOKENIZER_FILE, prompt_format)
+        for task in long_tasks:
             prompts.encode(task, state)
 
 
@@ -161,22 +167,22 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG_FILE)
 
 
-def warnings(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
+def find_warnings(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
     """Return warnings about a checkpoint, such as a different number of executed actions."""
-    told = _config(folder)
-    used = {
+    config = _config(folder)
+    settings = {
         "n_action_steps": ("executes {} actions per query", "model.num_action_chunks", cfg.num_action_chunks),
         "num_steps": ("uses {} denoising steps", "model.num_steps", cfg.num_steps),
         "num_inference_steps": ("uses {} denoising steps", "model.num_steps", cfg.num_steps),
     }
     return tuple(
-        f"the checkpoint {text.format(told[name])} ({name}), but {key}={value} is set"
-        for name, (text, key, value) in used.items()
-        if told.get(name, value) != value and not (folder / STATISTICS_FILE).exists()
+        f"the checkpoint {text.format(config[name])} ({name}), but {key}={value} is set"
+        for name, (text, key, value) in settings.items()
+        if config.get(name, value) != value and not (folder / STATISTICS_FILE).exists()
     )
 
 
-def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
+def read_normalizer(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Normalizer:
     """Read the statistics of a folder that the config selects, cut to the environment's dimensions.
 
     Sources are `dataset_statistics.json` (embodyrl), or openpi's `norm_stats.json` (also in `assets`), or
@@ -186,32 +192,32 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         CheckpointError: the statistics are missing, ambiguous, or have too few dimensions.
         ConfigError: the settings contradict config.json, or `embodyrl sft` wrote statistics of absolute actions.
     """
-    own = (folder / STATISTICS_FILE).exists()
-    if not own and (problems := contradictions(folder, cfg)):
+    is_sft = (folder / STATISTICS_FILE).exists()
+    if not is_sft and (problems := find_contradictions(folder, cfg)):
         raise ConfigError(problems)
-    found, eps = _find_statistics(folder, cfg, action_dim)
-    if not found:
+    statistics_by_part, eps = _find_statistics(folder, cfg, action_dim)
+    if not statistics_by_part:
         if starts_random(folder):
-            return Units(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
+            return Normalizer(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
         raise CheckpointError(
             f"{folder} has no statistics of states and actions: neither {OPENPI_FILE} (openpi; also in assets/) "
             f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Download them with the weights; without them actions "
             f"cannot be unnormalised."
         )
-    if own and (cfg.delta_dims or _config(folder).get("use_relative_actions")):
+    if is_sft and (cfg.delta_dims or _config(folder).get("use_relative_actions")):
         key = f"model.delta_dims={cfg.delta_dims}" if cfg.delta_dims else f"use_relative_actions=true in {CONFIG_FILE}"
         raise ConfigError(
             f"{key}: `embodyrl sft` trains absolute actions, which its {STATISTICS_FILE} describes. Set "
             "model.delta_dims=0, and use a checkpoint without use_relative_actions."
         )
     sizes = {"actions": action_dim} | ({"state": state_dim} if reads_state(cfg) else {})
-    units: dict[str, Affine] = {}
+    converters: dict[str, Affine] = {}
     for part, size in sizes.items():
-        if part not in found:
+        if part not in statistics_by_part:
             raise CheckpointError(
                 f"{folder} has no statistics of {part}, because its data set has none. Use another checkpoint."
             )
-        statistics = found[part]
+        statistics = statistics_by_part[part]
         quantiles = cfg.normalization is Normalization.quantiles
         affine = statistics.quantiles(eps) if quantiles else statistics.mean_std(eps)
         # Published statistics may be padded with constant dimensions.
@@ -221,9 +227,9 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
                 f"{statistics.where} has {len(affine.shift)} dimensions, but the environment has {size}. The "
                 f"checkpoint was trained on another robot. Use another checkpoint, or fine-tune it with `embodyrl sft`."
             )
-        clip = statistics.clip(size) if own else ()
-        units[part] = Affine(shift=affine.shift[:size], scale=affine.scale[:size], clip=clip)
-    return Units(state=units.get("state"), actions=units["actions"])
+        clip = statistics.clip(size) if is_sft else ()
+        converters[part] = Affine(shift=affine.shift[:size], scale=affine.scale[:size], clip=clip)
+    return Normalizer(state=converters.get("state"), actions=converters["actions"])
 
 
 def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[Mapping[str, FlowStatistics], float]:
@@ -231,10 +237,12 @@ def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[M
     key = cfg.unnorm_key
     processors = check_processors(folder, cfg, action_dim)
     if (folder / STATISTICS_FILE).exists():
-        own = own_statistics(folder / STATISTICS_FILE)
+        sft_statistics = own_statistics(folder / STATISTICS_FILE)
         parts = {"proprio": "state", "action": "actions"}
         return {
-            name: to_statistics(own[part], f"{folder}: {name}") for part, name in parts.items() if part in own
+            name: to_statistics(sft_statistics[part], f"{folder}: {name}")
+            for part, name in parts.items()
+            if part in sft_statistics
         }, OPENPI_EPS
     if (openpi := _openpi_file(folder, key)) is not None:
         return read_openpi(openpi), OPENPI_EPS
@@ -243,7 +251,7 @@ def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[M
         return read_lerobot(flat, folder / f"{PREPROCESSOR}.json", key), processors.eps
     # Processors were introduced later: older models have the statistics among their weights.
     for path in (*sorted(folder.glob(_NORMALIZER)), *sorted(folder.glob("model*.safetensors"))):
-        tensors = _vectors(path)
+        tensors = _read_statistics(path)
         if tensors or path.name.startswith("policy_"):
             return read_lerobot(tensors, path, key), LEROBOT_EPS
     return {}, OPENPI_EPS
@@ -264,7 +272,7 @@ def _openpi_file(folder: Path, key: str | None) -> Path | None:
     return next(iter(assets.values()), None)
 
 
-def _vectors(path: Path) -> dict[str, np.ndarray]:
+def _read_statistics(path: Path) -> dict[str, np.ndarray]:
     """Read the normalisation statistics from a safetensors file, without reading the weights."""
     try:
         with safe_open(path, "np") as file:
@@ -276,25 +284,27 @@ def _vectors(path: Path) -> dict[str, np.ndarray]:
 def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
     """Read configuration, tokenizer, processors and the statistics of the settings, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
-    found = {p.name: read_side_file(p) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
-    found[CONFIG_FILE] = saved_config(found[CONFIG_FILE])
-    if STATISTICS_FILE in found:
-        found.pop(OPENPI_FILE, None)  # statistics of other data
-        return _told_to_lerobot(found, MODES[cfg.normalization])
+    files = {p.name: read_side_file(p) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
+    files[CONFIG_FILE] = saved_config(files[CONFIG_FILE])
+    if STATISTICS_FILE in files:
+        files.pop(OPENPI_FILE, None)  # statistics of other data
+        return _with_lerobot_statistics(files, MODES[cfg.normalization])
     if (openpi := _openpi_file(folder, cfg.unnorm_key)) is not None:
-        found[OPENPI_FILE] = read_side_file(openpi)
-    return found
+        files[OPENPI_FILE] = read_side_file(openpi)
+    return files
 
 
-def _told_to_lerobot(files: dict[str, bytes], mode: str) -> dict[str, bytes]:
+def _with_lerobot_statistics(files: dict[str, bytes], mode: str) -> dict[str, bytes]:
     """Copy embodyrl's statistics and normalization into the LeRobot files among `files`; return all files."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
-    numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}
+    numbers = {
+        external_name: entry[local_name] for external_name, (local_name, _) in parts.items() if local_name in entry
+    }
     for name in [name for name in files if fnmatch(name, "policy_*normalizer*.safetensors")]:
-        kept = {k: t for k, t in load(files[name]).items() if not (numbers and STATISTIC.fullmatch(k))}
-        told = {f"{part}.{n}": row[n] for part, row in numbers.items() for n in _TOLD if n in row}
-        files[name] = save(kept | {key: np.asarray(row, np.float32) for key, row in told.items()})
+        other_tensors = {k: t for k, t in load(files[name]).items() if not (numbers and STATISTIC.fullmatch(k))}
+        tensors = {f"{part}.{n}": row[n] for part, row in numbers.items() for n in _STATISTIC_NAMES if n in row}
+        files[name] = save(other_tensors | {key: np.asarray(row, np.float32) for key, row in tensors.items()})
     modes = dict.fromkeys((part.rpartition(".")[2].upper() for part in numbers), mode)
     if config.get("normalization_mapping"):
         config["normalization_mapping"] |= modes
@@ -304,8 +314,8 @@ def _told_to_lerobot(files: dict[str, bytes], mode: str) -> dict[str, bytes]:
     for step in steps:
         if "norm_map" in step:
             step["norm_map"] |= modes
-    described = [*(config.get(name) for _, name in parts.values()), *(step.get("features") for step in steps)]
-    for features in filter(None, described):
+    feature_maps = [*(config.get(name) for _, name in parts.values()), *(step.get("features") for step in steps)]
+    for features in filter(None, feature_maps):
         for part in numbers.keys() & features.keys():
             features[part]["shape"] = [len(numbers[part]["mean"])]
     changed = {CONFIG_FILE: config, **processors}

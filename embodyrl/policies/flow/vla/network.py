@@ -11,11 +11,19 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.layers import Decoder, DecoderLayer, KeysValues, View, block_mask, key_mask, rotary
-from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, time_embedding, with_memory
+from embodyrl.policies.flow.layers import (
+    AttentionContext,
+    Decoder,
+    DecoderLayer,
+    KeysValues,
+    block_mask,
+    key_mask,
+    rotary,
+)
+from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, add_memory, time_embedding
 from embodyrl.policies.flow.prompts import FlowPrompts
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
-from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, prompt_form, read_units, to_deltas
+from embodyrl.policies.flow.vla.folder import from_deltas, get_prompt_format, pad_dims, read_normalizer, to_deltas
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
@@ -57,25 +65,27 @@ class Pi0(FlowModel):
         The state token does not attend to the actions.
         """
         # pi0's suffix starts with the state token.
-        lead = 0 if self.spec.adaptive else 1
-        size, device = lead + self.spec.horizon, prefix.valid.device
-        blocks = (torch.arange(size, device=device) >= lead).long()
-        past, own = key_mask(prefix.valid), block_mask(blocks)
-        mask = torch.cat([past.expand(-1, -1, size, -1), own.expand(len(past), -1, -1, -1)], dim=-1)
+        num_state_tokens = 0 if self.spec.adaptive else 1
+        size, device = num_state_tokens + self.spec.horizon, prefix.valid.device
+        blocks = (torch.arange(size, device=device) >= num_state_tokens).long()
+        prefix_mask, suffix_mask = key_mask(prefix.valid), block_mask(blocks)
+        mask = torch.cat(
+            [prefix_mask.expand(-1, -1, size, -1), suffix_mask.expand(len(prefix_mask), -1, -1, -1)], dim=-1
+        )
         positions = prefix.valid.sum(1, keepdim=True) + torch.arange(size, device=device)
-        view = View(rotary(positions, self.spec.expert), mask)
-        return Memory(views=with_memory(view, prefix.layers), state=prefix.state)
+        context = AttentionContext(rotary(positions, self.spec.expert), mask)
+        return Memory(contexts=add_memory(context, prefix.layers), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the tokens of the noisy actions, and the input of the adaptive norms (pi0.5).
 
         For pi0, the tokens also contain the state, and the second value is None.
         """
-        actions, when = self.action_in_proj(x), time_embedding(time, self.spec.expert.width)
+        actions, time_features = self.action_in_proj(x), time_embedding(time, self.spec.expert.width)
         if self.spec.adaptive:
-            return actions, F.silu(self.time_mlp(when.to(actions.dtype)))
+            return actions, F.silu(self.time_mlp(time_features.to(actions.dtype)))
         state = self.state_proj(memory.state.to(actions.dtype))[:, None]
-        return torch.cat([state, self._mix_time(actions, when)], dim=1), None
+        return torch.cat([state, self._mix_time(actions, time_features)], dim=1), None
 
 
 class SmolVla(FlowModel):
@@ -96,53 +106,62 @@ class SmolVla(FlowModel):
         kv_width = text.kv_heads * text.head_dim
         self.expert = Decoder(
             spec.expert,
-            [DecoderLayer(spec.expert, kv_inputs=None if self._joint(i) else kv_width) for i in range(text.depth)],
+            [
+                DecoderLayer(spec.expert, kv_inputs=None if self._is_joint_layer(i) else kv_width)
+                for i in range(text.depth)
+            ],
         )
 
     def embed_images(self, images: Tensor) -> Tensor:
         """Merge each s x s square of patches into one token, row by row, scaled like the text embeddings."""
-        features, s = self.vision(images), self.spec.shuffle
+        features, shuffle = self.vision(images), self.spec.shuffle
         side = math.isqrt(features.shape[1])
-        squares = features.unflatten(1, (side // s, s, side // s, s)).transpose(2, 3).flatten(3).flatten(1, 2)
+        squares = (
+            features.unflatten(1, (side // shuffle, shuffle, side // shuffle, shuffle))
+            .transpose(2, 3)
+            .flatten(3)
+            .flatten(1, 2)
+        )
         return self.projector(squares) * math.sqrt(self.spec.language.width)
 
     def memory(self, prefix: Prefix) -> Memory:
         """Append the state to the keys and values of the prefix; project them for layers with cross-attention."""
         text, size, device = self.spec.language, self.spec.horizon, prefix.valid.device
         valid = torch.cat([prefix.valid, prefix.valid.new_ones(len(prefix.valid), 1)], dim=1)
-        past, count = key_mask(valid), valid.sum(1, keepdim=True)
-        state = View(rotary(count - 1, text), past)
+        prefix_mask, count = key_mask(valid), valid.sum(1, keepdim=True)
+        state = AttentionContext(rotary(count - 1, text), prefix_mask)
         layers = self._append_state(prefix, state)
         steps = torch.arange(size, device=device)
-        own = block_mask(steps).expand(len(past), -1, -1, -1)
-        joint = View(
-            rotary(count + steps, self.spec.expert), torch.cat([past.expand(-1, -1, size, -1), own], dim=-1)
-        )  # fmt: skip
+        suffix_mask = block_mask(steps).expand(len(prefix_mask), -1, -1, -1)
+        joint_context = AttentionContext(
+            rotary(count + steps, self.spec.expert),
+            torch.cat([prefix_mask.expand(-1, -1, size, -1), suffix_mask], dim=-1),
+        )
         # Positions from 0; keys translated from the other stack are already rotated.
-        across = View(rotary(steps[None], self.spec.expert), past, among=False)
-        views = []
+        cross_context = AttentionContext(rotary(steps[None], self.spec.expert), prefix_mask, self_attention=False)
+        contexts = []
         for i, (layer, pair) in enumerate(zip(self.expert.layers, layers, strict=True)):
-            view = joint if self._joint(i) else across
-            seen = pair if self._joint(i) else layer(None, pair)[1]
-            views.append(View(view.rope, view.mask, seen, view.among))
-        return Memory(views=tuple(views), state=prefix.state)
+            context = joint_context if self._is_joint_layer(i) else cross_context
+            keys_values = pair if self._is_joint_layer(i) else layer(None, pair)[1]
+            contexts.append(AttentionContext(context.rope, context.mask, keys_values, context.self_attention))
+        return Memory(contexts=tuple(contexts), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return action tokens with time embeddings, whose angles are computed in float64 as in the published code."""
-        when = time_embedding(time, self.spec.expert.width, double=True)
-        return self._mix_time(self.action_in_proj(x), when), None
+        time_features = time_embedding(time, self.spec.expert.width, double=True)
+        return self._mix_time(self.action_in_proj(x), time_features), None
 
-    def _append_state(self, prefix: Prefix, view: View) -> tuple[KeysValues, ...]:
+    def _append_state(self, prefix: Prefix, context: AttentionContext) -> tuple[KeysValues, ...]:
         """Append the keys and values of the state token to the keys and values of images and text."""
         token = self.state_proj(prefix.state.to(self.state_proj.weight.dtype))[:, None]
-        views = [View(view.rope, view.mask, pair) for pair in prefix.layers]
-        own, _ = self.language.remember(token, views)
+        contexts = [AttentionContext(context.rope, context.mask, pair) for pair in prefix.layers]
+        state_keys_values, _ = self.language.compute_keys_values(token, contexts)
         return tuple(
             (torch.cat([past_k, k.to(past_k.dtype)], dim=2), torch.cat([past_v, v.to(past_v.dtype)], dim=2))
-            for (past_k, past_v), (k, v) in zip(prefix.layers, own, strict=True)
+            for (past_k, past_v), (k, v) in zip(prefix.layers, state_keys_values, strict=True)
         )
 
-    def _joint(self, layer: int) -> bool:
+    def _is_joint_layer(self, layer: int) -> bool:
         return layer % self.spec.joint_every == 0
 
 
@@ -169,7 +188,7 @@ def pad_centred(frames: ByteArray, side: int) -> Tensor:
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         target[top : top + height, left : left + width] = np.asarray(image)
-    return _centred(torch.from_numpy(canvas))
+    return _to_unit_range(torch.from_numpy(canvas))
 
 
 def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = None) -> Tensor:
@@ -177,7 +196,7 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
 
     As in LeRobot's SmolVLA: plain bilinear interpolation in float32, without antialiasing.
     """
-    pixels = _centred(on_device(np.array(frames), device or "cpu"))
+    pixels = _to_unit_range(on_device(np.array(frames), device or "cpu"))
     height, width = fitted_size(frames, side)
     # The same pixels for acting and training: inside autocast, resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):
@@ -185,12 +204,12 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
     return F.pad(pixels, (side - width, 0, side - height, 0), value=BLACK)
 
 
-def _centred(frames: Tensor) -> Tensor:
+def _to_unit_range(frames: Tensor) -> Tensor:
     """Convert [N, H, W, 3] bytes to [N, 3, H, W] in -1..1."""
     return frames.permute(0, 3, 1, 2).float() / 255.0 * 2.0 - 1.0
 
 
-class VlaReader:
+class VlaProcessor:
     """Converts observations and actions to the model's inputs; implements `ActionScale`."""
 
     def __init__(self, cfg: VlaSettings, spec: FlowSpec, folder: Path, request: PolicyRequest) -> None:
@@ -201,21 +220,21 @@ class VlaReader:
         """
         self.cfg, self._spec, self._env = cfg, spec, request.env
         self._device = torch.device(request.device)
-        form = prompt_form(cfg, spec, folder)
+        prompt_format = get_prompt_format(cfg, spec, folder)
         self._prompts = FlowPrompts(
             folder / TOKENIZER_FILE,
-            form,
-            tasks=() if form.reads_state else request.env.instructions or request.env.tasks,
+            prompt_format,
+            tasks=() if prompt_format.reads_state else request.env.instructions or request.env.tasks,
         )
-        self.adopt(folder)
+        self.load_statistics(folder)
 
-    def adopt(self, folder: Path) -> None:
+    def load_statistics(self, folder: Path) -> None:
         """Read the normalization statistics of a weights folder."""
-        self._units = read_units(folder, self.cfg, self._env.state_dim, self._env.action.dim)
+        self._normalizer = read_normalizer(folder, self.cfg, self._env.state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
-        self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
+        self.varies = (np.array(self._normalizer.actions.scale) > 1e-5).astype(np.float32)
 
-    def read(self, obs: Observation) -> FlowInputs:
+    def encode(self, obs: Observation) -> FlowInputs:
         """Convert observations to model inputs.
 
         Images [B, C, H, W, 3] have the simulator's orientation; states [B, S] are unnormalised.
@@ -231,28 +250,30 @@ class VlaReader:
         else:
             pixels = pad_left_top(frames, side, self._device)
         state = np.asarray(obs.state, np.float32)
-        if self._units.state is not None:
-            state = self._units.state.normalise(state)
-        ids, seen = self._prompts.batch(obs.instructions, state if self._prompts.form.reads_state else None)
+        if self._normalizer.state is not None:
+            state = self._normalizer.state.normalise(state)
+        ids, token_mask = self._prompts.batch(
+            obs.instructions, state if self._prompts.prompt_format.reads_state else None
+        )
         return FlowInputs(
             images=pixels.unflatten(0, (count, cameras)),
             # Skip a masked camera: no token attends to it, and it has no position.
             image_mask=torch.ones(count, cameras, dtype=torch.bool, device=self._device),
             tokens=on_device(ids, self._device),
-            token_mask=on_device(seen, self._device),
+            token_mask=on_device(token_mask, self._device),
             # Only pi0's and SmolVLA's state is a token, whose size was checked (`VlaFactory.spec`).
             state=on_device(pad_dims(state[:, : self._spec.state_dim], self._spec.state_dim), self._device),
         )
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
         """Convert flow outputs [B, K, D] to environment actions [B, K, A]."""
-        actions = self._units.actions.unnormalise(x[..., : self._env.action.dim])
+        actions = self._normalizer.actions.unnormalise(x[..., : self._env.action.dim])
         return from_deltas(actions, obs.state, self.cfg.delta_dims)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
         """Convert environment actions [B, H, A] to flow targets [B, H, D], padded with zeros."""
         relative = to_deltas(actions, obs.state, self.cfg.delta_dims)
-        return pad_dims(self._units.actions.normalise(relative), self._spec.action_dim)
+        return pad_dims(self._normalizer.actions.normalise(relative), self._spec.action_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,25 +288,25 @@ class VlaPrefix:
 class VlaNetwork(nn.Module):
     """Network of a `FlowModule` for pi0, pi0.5 and SmolVLA."""
 
-    def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
+    def __init__(self, model: FlowModel, processor: VlaProcessor, shape: ChunkShape, *, with_pooled: bool) -> None:
         """Combine model and reader.
 
-        `pools`: also run the last backbone layer, and average its hidden states over the prefix for a value head.
+        `with_pooled`: also run the last backbone layer, and average its hidden states over the prefix for a value head.
         """
         super().__init__()
         self.model = model
         self.shape = shape
         self.prefix_width, self.hidden_width = model.spec.language.width, model.spec.expert.width
-        self.reader = reader
-        self._pools = pools
+        self.processor = processor
+        self._with_pooled = with_pooled
 
     def encode_prefix(self, obs: Observation) -> VlaPrefix:
         """Run the backbone, and the parts of the expert that do not depend on time."""
-        prefix = self.model.prefix(self.reader.read(obs), output=self._pools)
+        prefix = self.model.prefix(self.processor.encode(obs), output=self._with_pooled)
         pooled = None
         if prefix.hidden is not None:
-            seen = prefix.valid[..., None].float()
-            pooled = (prefix.hidden.float() * seen).sum(1) / seen.sum(1)
+            mask = prefix.valid[..., None].float()
+            pooled = (prefix.hidden.float() * mask).sum(1) / mask.sum(1)
         return VlaPrefix(memory=self.model.memory(prefix), pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

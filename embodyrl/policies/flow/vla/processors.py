@@ -26,7 +26,7 @@ _STEPS = {
 }
 """Additional processor steps of LeRobot 0.4 and 0.5 by model; `vla/processors.py` lists the common steps."""
 MODES = {Normalization.mean_std: "MEAN_STD", Normalization.quantiles: "QUANTILES"}
-_IN_LEROBOT = "or set model=lerobot to run the policy in LeRobot."
+_LEROBOT_HINT = "or set model=lerobot to run the policy in LeRobot."
 
 
 def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Processors:
@@ -41,14 +41,14 @@ def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Process
     # After SFT, the normalization is that of the settings, which `side_files` writes into the processors.
     mode = None if (folder / STATISTICS_FILE).exists() else MODES[cfg.normalization]
     modes = {"action": mode, "observation.state": mode if reads_state(cfg) else None}
-    mapped, before = cfg.cameras is not None, _STEPS[cfg.model_type]
-    found = read_processors(folder, files, modes, mapped=mapped, before=before, after=(ABSOLUTE,))
-    if problem := _problem(found, cfg, folder, action_dim):
+    mapped, extra_preprocessors = cfg.cameras is not None, _STEPS[cfg.model_type]
+    processors = read_processors(folder, files, modes, mapped=mapped, before=extra_preprocessors, after=(ABSOLUTE,))
+    if problem := _find_problem(processors, cfg, folder, action_dim):
         raise CheckpointError(f"{folder}/{PREPROCESSOR}.json {problem}")
-    return found
+    return processors
 
 
-def prompt_limit(folder: Path) -> int | None:
+def read_prompt_limit(folder: Path) -> int | None:
     """Return the maximum number of prompt tokens, read from the checkpoint's files; None if the files set no limit.
 
     The tokenizer step of LeRobot's preprocessor overrides config.json (lerobot: tokenizer_max_length, openpi:
@@ -58,30 +58,30 @@ def prompt_limit(folder: Path) -> int | None:
     path = folder / f"{PREPROCESSOR}.json"
     steps = read_json(path).get("steps", []) if path.is_file() else []
     step = next((step for step in steps if step.get("registry_name") == TOKENIZER), {})
-    found = [step.get("config", {}).get("max_length"), *map(config.get, ("tokenizer_max_length", "max_token_len"))]
-    return next((int(limit) for limit in found if limit is not None), None)
+    limits = [step.get("config", {}).get("max_length"), *map(config.get, ("tokenizer_max_length", "max_token_len"))]
+    return next((int(limit) for limit in limits if limit is not None), None)
 
 
-def _problem(found: Processors, cfg: VlaSettings, folder: Path, action_dim: int) -> str | None:
-    kinds = [step.get("registry_name") for step in found.steps.get(PREPROCESSOR, ())]
+def _find_problem(processors: Processors, cfg: VlaSettings, folder: Path, action_dim: int) -> str | None:
+    kinds = [step.get("registry_name") for step in processors.steps.get(PREPROCESSOR, ())]
     if _STATE_PROMPT in kinds and isinstance(cfg, Pi05Settings):
         if not cfg.state_in_prompt:
             return "writes the state into the prompt, but model.state_in_prompt=false. Set model.state_in_prompt=true."
         if kinds.index(_STATE_PROMPT) < kinds.index(_NORMALIZER):
             return (
                 f"writes the state into the prompt before it is normalized, which is not supported. Correct the order "
-                f"of its steps, {_IN_LEROBOT}"
+                f"of its steps, {_LEROBOT_HINT}"
             )
-    prompt = found.config_of(TOKENIZER) or {}
+    prompt = processors.config_of(TOKENIZER) or {}
     if prompt.get("task_key", "task") != "task":
-        return f"reads the instruction from '{prompt['task_key']}' instead of 'task'. Use 'task', {_IN_LEROBOT}"
-    return _relative_problem(found, cfg, action_dim)
+        return f"reads the instruction from '{prompt['task_key']}' instead of 'task'. Use 'task', {_LEROBOT_HINT}"
+    return _find_relative_problem(processors, cfg, action_dim)
 
 
-def _relative_problem(found: Processors, cfg: VlaSettings, action_dim: int) -> str | None:
+def _find_relative_problem(processors: Processors, cfg: VlaSettings, action_dim: int) -> str | None:
     """Return an error if the relative action dimensions differ from `model.delta_dims`."""
-    steps = found.config_of(*RELATIVE) or {}
-    after = bool((found.config_of(ABSOLUTE) or {}).get("enabled"))
+    steps = processors.config_of(*RELATIVE) or {}
+    after = bool((processors.config_of(ABSOLUTE) or {}).get("enabled"))
     relative = bool(steps.get("enabled"))
     if relative != after:
         return f"has relative actions (enabled: {relative}) unlike {POSTPROCESSOR} ({after}). Download both again."
@@ -90,12 +90,12 @@ def _relative_problem(found: Processors, cfg: VlaSettings, action_dim: int) -> s
         return None
     if unknown := [key for key in steps if key not in ("enabled", "exclude_joints", "action_names") and steps[key]]:
         return (
-            f"has relative actions with '{unknown[0]}', which is not supported. Use another checkpoint, {_IN_LEROBOT}"
+            f"has relative actions with '{unknown[0]}', which is not supported. Use another checkpoint, {_LEROBOT_HINT}"
         )
-    mask = _relative_dims(steps, action_dim)
+    mask = _get_relative_dims(steps, action_dim)
     count = sum(mask)
     if mask != [True] * count + [False] * (action_dim - count):
-        return f"has relative actions after absolute actions: {mask}. Use another checkpoint, {_IN_LEROBOT}"
+        return f"has relative actions after absolute actions: {mask}. Use another checkpoint, {_LEROBOT_HINT}"
     if count != cfg.delta_dims:
         return (
             f"has {count} relative action dimensions, but model.delta_dims={cfg.delta_dims}. "
@@ -104,7 +104,7 @@ def _relative_problem(found: Processors, cfg: VlaSettings, action_dim: int) -> s
     return None
 
 
-def _relative_dims(steps: Mapping[str, Any], action_dim: int) -> list[bool]:
+def _get_relative_dims(steps: Mapping[str, Any], action_dim: int) -> list[bool]:
     """Return a list with an entry for each action dimension: True if the dimension is relative to the state."""
     names, excluded = steps.get("action_names"), [str(name).lower() for name in steps.get("exclude_joints") or ()]
     if not names or not excluded:

@@ -13,33 +13,46 @@ _HALF = 2.5
 """Average bytes per stored activation element under autocast, which stores most in bfloat16 and some in float32."""
 
 
-def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
+def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
     """Estimate the number of parameters and the activation memory of a model."""
-    only = cfg.train_expert_only
+    expert_only = cfg.train_expert_only
     weights = weight_sizes(f"{_NETWORK}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
-    total, backbone, layers = count(weights), count(weights, *_BACKBONE), ("expert.", *(() if only else _BACKBONE))
-    trained = total - backbone if only else None
+    total, backbone, layers = (
+        count(weights),
+        count(weights, *_BACKBONE),
+        ("expert.", *(() if expert_only else _BACKBONE)),
+    )
+    trained = total - backbone if expert_only else None
     if cfg.is_lora:  # adapters on all layers, and the fully trained projections of the flow
         adapted = [w for name, w in weights.items() if w.adaptable and name.startswith(layers)]
         trained = total - backbone - count(weights, "expert.") + lora_spec(cfg).r * sum(w.sides for w in adapted)
-    kept = int((_HALF if cfg.half else 4) * _kept_numbers(model, cfg.num_images_in_input, expert_only=only))
-    return PolicyCosts(num_parameters=total, num_trained=trained, activation_bytes=kept, recomputed_bytes=kept // 6)
+    activation_bytes = int(
+        (_HALF if cfg.half else 4) * _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
+    )
+    return PolicyCosts(
+        num_parameters=total,
+        num_trained=trained,
+        activation_bytes=activation_bytes,
+        recomputed_bytes=activation_bytes // 6,
+    )
 
 
-def _kept_numbers(model: FlowSpec, images: int, *, expert_only: bool) -> int:
+def _count_activations(model: FlowSpec, images: int, *, expert_only: bool) -> int:
     """Return the approximate number of activation elements stored per sample for the backward pass.
 
     Per token and layer: 10 vectors of the model's width and 4 of the MLP's; per expert layer: keys and values of
     all tokens. Measured by tests/fakegpu/rows.py.
     """
     expert, tokens = model.expert, images * model.image_tokens + _PROMPT_TOKENS + model.horizon + 1
-    kept = (model.horizon + 1) * _kept(expert) + expert.depth * tokens * 2 * expert.heads * expert.head_dim
+    count_total = (model.horizon + 1) * _count_layer_activations(
+        expert
+    ) + expert.depth * tokens * 2 * expert.heads * expert.head_dim
     if not expert_only:
         vision = model.vision
-        kept += (images * model.image_tokens + _PROMPT_TOKENS) * _kept(model.language)
-        kept += images * vision.patches * vision.depth * (8 * vision.width + 2 * vision.mlp)
-    return kept
+        count_total += (images * model.image_tokens + _PROMPT_TOKENS) * _count_layer_activations(model.language)
+        count_total += images * vision.patches * vision.depth * (8 * vision.width + 2 * vision.mlp)
+    return count_total
 
 
-def _kept(layers: LayersSpec) -> int:
+def _count_layer_activations(layers: LayersSpec) -> int:
     return layers.depth * (10 * layers.width + 4 * layers.mlp)

@@ -64,7 +64,7 @@ class FlowStatistics:
         Raises:
             CheckpointError: mean or std is missing.
         """
-        mean, std = self._pair("mean", "std")
+        mean, std = self._get_pair("mean", "std")
         return Affine(shift=mean, scale=tuple(s + eps for s in std))
 
     def quantiles(self, eps: float = OPENPI_EPS) -> Affine:
@@ -73,7 +73,7 @@ class FlowStatistics:
         Raises:
             CheckpointError: q01 or q99 is missing.
         """
-        low, high = self._pair("q01", "q99")
+        low, high = self._get_pair("q01", "q99")
         half = tuple((b - a + eps) / 2 for a, b in zip(low, high, strict=True))
         return Affine(shift=tuple(a + h for a, h in zip(low, half, strict=True)), scale=half)
 
@@ -82,15 +82,15 @@ class FlowStatistics:
         low, high = data_range(self.numbers)
         return low[:size], high[:size]
 
-    def _pair(self, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        found = [self.numbers.get(name, ()) for name in (first, second)]
-        if not found[0] or len(found[0]) != len(found[1]):
+    def _get_pair(self, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        values = [self.numbers.get(name, ()) for name in (first, second)]
+        if not values[0] or len(values[0]) != len(values[1]):
             raise CheckpointError(
                 f"{self.where} has no usable {first} and {second}; found only: "
                 f"{', '.join(sorted(self.numbers)) or 'none'}. "
                 f"Download the file again, or use the normalisation of the checkpoint's training."
             )
-        return found[0], found[1]
+        return values[0], values[1]
 
 
 def read_openpi(path: Path) -> dict[str, FlowStatistics]:
@@ -129,27 +129,27 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
     Raises:
         CheckpointError: statistics of states or actions are missing, or several robots exist and none is selected.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    statistics: dict[str, dict[str, dict[str, Any]]] = {}
     for key, tensor in tensors.items():
         if (match := STATISTIC.fullmatch(key)) is not None:
             name = "" if match["robot"] in (None, "buffer") else match["robot"]
             part = _LEROBOT_PARTS[match["part"].replace("_", ".")]
             row = np.asarray(tensor, np.float64).reshape(-1).tolist()
-            found.setdefault(name, {}).setdefault(part, {})[match["number"]] = row
-    chosen = next(iter(found.values()), {})
-    if robot is not None and set(found) - {""}:
-        chosen = found[find_data_set(robot, found, where)]
-    elif any(numbers != chosen for numbers in found.values()):
+            statistics.setdefault(name, {}).setdefault(part, {})[match["number"]] = row
+    selected = next(iter(statistics.values()), {})
+    if robot is not None and set(statistics) - {""}:
+        selected = statistics[find_data_set(robot, statistics, where)]
+    elif any(numbers != selected for numbers in statistics.values()):
         raise CheckpointError(
-            f"{where} contains statistics of several robots: {', '.join(sorted(found))}. Set model.unnorm_key "
+            f"{where} contains statistics of several robots: {', '.join(sorted(statistics))}. Set model.unnorm_key "
             f"to the key of the policy's robot."
         )
-    if empty := [part for part in PARTS if not chosen.get(part)]:
+    if missing := [part for part in PARTS if not selected.get(part)]:
         raise CheckpointError(
-            f"{where} contains no statistics of {' and '.join(empty)}; the file is damaged or belongs "
+            f"{where} contains no statistics of {' and '.join(missing)}; the file is damaged or belongs "
             "to another processor step."
         )
-    return {part: to_statistics(chosen[part], f"{where}: {part}") for part in PARTS}
+    return {part: to_statistics(selected[part], f"{where}: {part}") for part in PARTS}
 
 
 def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
