@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image, ImageChops
 from rich.console import Console, RenderableType
 
-from embodyrl.cli.report import picture as draw
+from embodyrl.cli.report import build_dashboard
 from embodyrl.reports.history import read_history
 from embodyrl.reports.page import write_report
 
@@ -68,7 +68,7 @@ def main(training: Path, evaluation: Path) -> None:
     """Make all three images."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        svg = terminal(draw(read_history(training)), f"embodyrl view runs/{training.name}")
+        svg = terminal(build_dashboard(read_history(training)), f"embodyrl view runs/{training.name}")
         page.write_text(f"<style>body {{ margin: 8px; }} svg {{ width: 1184px; }}</style>{svg}", encoding="utf-8")
         shoot(browser(), page, "dashboard", 1200, 640)
         write_report([training], page)

@@ -17,20 +17,20 @@ from embodyrl.registry import closest
 
 def ckpt(args: argparse.Namespace) -> int:
     """Run `embodyrl ckpt`, which lists, verifies, exports or prunes checkpoints."""
-    verbs = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
-    wants = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
+    actions = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
+    usages = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
     args.trust, args.words = split_trust(args.words)
-    verb = args.words[0] if args.words else ""
-    if verb not in verbs:
-        what = f"unknown action '{verb}'.{closest(verb, verbs)}" if verb else "the action is missing."
-        raise ConfigError(f"embodyrl ckpt: {what} Actions: {', '.join(verbs)}.")
-    if len(args.words) != 1 + len(wants[verb].split()):
+    action = args.words[0] if args.words else ""
+    if action not in actions:
+        problem = f"unknown action '{action}'.{closest(action, actions)}" if action else "the action is missing."
+        raise ConfigError(f"embodyrl ckpt: {problem} Actions: {', '.join(actions)}.")
+    if len(args.words) != 1 + len(usages[action].split()):
         raise ConfigError(
-            f"embodyrl ckpt {verb}: wrong number of arguments. Usage: embodyrl ckpt {verb} {wants[verb]}."
+            f"embodyrl ckpt {action}: wrong number of arguments. Usage: embodyrl ckpt {action} {usages[action]}."
         )
-    if args.keep is not None and verb != "prune":
+    if args.keep is not None and action != "prune":
         raise ConfigError("--keep applies only to `embodyrl ckpt prune`; remove --keep.")
-    return verbs[verb](args)
+    return actions[action](args)
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -56,24 +56,24 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    store, steps = _target(args.words[1])
+    store, steps = _select_checkpoints(args.words[1])
     problems: list[dict[str, str]] = []
     for step in steps:
         try:
             store.verify(store.path(step))
         except CheckpointError as error:
             problems.append({"path": str(store.path(step)), "problem": str(error)})
-    checked = [str(store.path(step)) for step in steps]
-    broken = {problem["path"] for problem in problems}
-    lines = (f"{'FAIL' if path in broken else 'ok':<4}  {path}" for path in checked)
-    show_result(args, {"checked": checked, "problems": problems}, lines)
+    paths = [str(store.path(step)) for step in steps]
+    damaged = {problem["path"] for problem in problems}
+    lines = (f"{'FAIL' if path in damaged else 'ok':<4}  {path}" for path in paths)
+    show_result(args, {"checked": paths, "problems": problems}, lines)
     if problems:
         raise CheckpointError("\n".join(problem["problem"] for problem in problems))
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    store, steps = _target(args.words[1])
+    store, steps = _select_checkpoints(args.words[1])
     from embodyrl.commands.export import export
 
     out = export(store.root.parent, steps[-1], Path(args.words[2]), overrides=args.trust)
@@ -91,18 +91,19 @@ def _prune(args: argparse.Namespace) -> int:
 
     best = store.best()
     with lock_folder(store.root.parent):
-        gone = store.prune(int(args.keep), [] if best is None else [best])
-    kept = f"and the best (step {best})" if best is not None else "no best checkpoint is recorded"
+        deleted = store.prune(int(args.keep), [] if best is None else [best])
+    best_text = f"and the best (step {best})" if best is not None else "no best checkpoint is recorded"
     text = (
-        f"deleted {len(gone)} checkpoints: {', '.join(map(str, gone)) or 'none'}; kept the newest {args.keep}, {kept}"
+        f"deleted {len(deleted)} checkpoints: {', '.join(map(str, deleted)) or 'none'}; kept the newest {args.keep}, "
+        f"{best_text}"
     )
-    show_result(args, {"deleted": gone}, [text])
+    show_result(args, {"deleted": deleted}, [text])
     return 0
 
 
-def _target(word: str) -> tuple[CheckpointStore, list[int]]:
+def _select_checkpoints(argument: str) -> tuple[CheckpointStore, list[int]]:
     """Return the checkpoint store of a run and the selected steps: all steps, or the step of one checkpoint folder."""
-    path = Path(word)
+    path = Path(argument)
     step = path.name.removeprefix("step_")
     if path.parent.name == "checkpoints" and step.isdecimal():
         store = CheckpointStore(path.parent)
@@ -111,25 +112,27 @@ def _target(word: str) -> tuple[CheckpointStore, list[int]]:
                 f"The checkpoint {path} does not exist. Steps with a checkpoint: {store.steps() or 'none'}."
             )
         return store, [int(step)]
-    store = CheckpointStore(find_run(word) / "checkpoints")
+    store = CheckpointStore(find_run(argument) / "checkpoints")
     if not store.folders():
-        raise CheckpointError(f"The run {word} has no complete checkpoint.")
+        raise CheckpointError(f"The run {argument} has no complete checkpoint.")
     return store, store.folders()
 
 
 def push(args: argparse.Namespace) -> int:
     """Run `embodyrl push`, which uploads a policy or a data set to the hub."""
-    trust, words = split_trust(args.words)
-    if len(words) != 2 or "@" in words[1] or not HUB_NAME.fullmatch(words[1]):
+    trust, arguments = split_trust(args.words)
+    if len(arguments) != 2 or "@" in arguments[1] or not HUB_NAME.fullmatch(arguments[1]):
         raise ConfigError(
             "embodyrl push needs a folder and a repository (owner/name): embodyrl push runs/my_run me/my_policy."
         )
-    source = resolve_run(words[0])
+    source = resolve_run(arguments[0])
     if not source.is_dir():
-        raise ConfigError(f"'{words[0]}' is neither a folder nor a run in ./runs. List the runs: embodyrl list runs.")
-    print(f"pushing {source} to {words[1]} ...", file=sys.stderr, flush=True)
+        raise ConfigError(
+            f"'{arguments[0]}' is neither a folder nor a run in ./runs. List the runs: embodyrl list runs."
+        )
+    print(f"pushing {source} to {arguments[1]} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.export import push as upload
 
-    pinned = upload(source, words[1], private=args.private, overrides=trust)
-    show_result(args, {"repository": words[1], "pinned": pinned}, [f"pushed {source} as {pinned}"])
+    commit = upload(source, arguments[1], private=args.private, overrides=trust)
+    show_result(args, {"repository": arguments[1], "pinned": commit}, [f"pushed {source} as {commit}"])
     return 0

@@ -34,7 +34,7 @@ class Command:
 
     def epilog(self) -> str:
         """Return the text after the flags in `--help`."""
-        text = "examples:\n" + "\n".join(f"  {e}" for e in self.examples) if self.examples else ""
+        text = "examples:\n" + "\n".join(f"  {example}" for example in self.examples) if self.examples else ""
         if self.long_help:
             text += "\n\n" + _groups_and_keys()
         return text
@@ -57,7 +57,7 @@ COMMANDS = {name: _read(name) for name in _FIRST}
 """Commands of this package by name, the most common commands first."""
 
 
-def of_packages() -> dict[str, Command]:
+def package_commands() -> dict[str, Command]:
     """Return the commands of other installed packages, whose functions parse their own arguments."""
     return {
         entry.name: Command(
@@ -74,10 +74,10 @@ def of_packages() -> dict[str, Command]:
 
 def overview() -> str:
     """Return the text of `embodyrl --help`."""
-    every = COMMANDS | of_packages()
-    first = {name: every.pop(name) for name in _TEXTS["first"] if name in every}
-    width = max(map(len, [*first, *every]))
-    return _TEXTS["overview"].format(first=_table(first, width), more=_table(every, width))
+    commands = COMMANDS | package_commands()
+    common_commands = {name: commands.pop(name) for name in _TEXTS["first"] if name in commands}
+    width = max(map(len, [*common_commands, *commands]))
+    return _TEXTS["overview"].format(first=_table(common_commands, width), more=_table(commands, width))
 
 
 def _table(commands: Mapping[str, Command], width: int) -> str:
@@ -103,12 +103,12 @@ def _groups_and_keys() -> str:
     lines, columns = ["groups (group=option; * = default):"], _columns()
     for group, default in compose.default_options("train").items():
         lines.append(f"  {group}")
-        found = compose.options(group)
-        width = max(map(len, found))
-        for option, file in found.items():
-            mark = "*" if option == default else " "
+        options_by_name = compose.options(group)
+        width = max(map(len, options_by_name))
+        for option, file in options_by_name.items():
+            marker = "*" if option == default else " "
             text = textwrap.shorten(about(group, option, file), max(30, columns - width - 6), placeholder="...")
-            lines.append(f"   {mark} {option:<{width}}  {text}")
+            lines.append(f"   {marker} {option:<{width}}  {text}")
     lines += ["", "common keys (key=value):"]
     for name in _TEXTS["common_keys"]:
         key = all_keys()[name]

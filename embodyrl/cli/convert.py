@@ -27,10 +27,10 @@ from embodyrl.version import __version__
 
 def convert(args: argparse.Namespace) -> int:
     """Run `embodyrl convert SOURCE OUT`."""
-    paths = [word for word in args.words if "=" not in word]
+    paths = [argument for argument in args.words if "=" not in argument]
     if len(paths) != 2:
         raise ConfigError("embodyrl convert needs a source and an output folder: embodyrl convert SOURCE OUT.")
-    data = read_settings([word for word in args.words if "=" in word])
+    data = read_settings([argument for argument in args.words if "=" in argument])
     source, out = map(Path, paths)
     if out.exists():
         raise ConfigError(f"The output folder {out} already exists. Choose another folder, or delete it.")
@@ -40,7 +40,7 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_settings(words: Sequence[str]) -> ConversionSettings:
+def read_settings(arguments: Sequence[str]) -> ConversionSettings:
     """Parse and validate the config overrides of the command line.
 
     Raises:
@@ -49,16 +49,16 @@ def read_settings(words: Sequence[str]) -> ConversionSettings:
     problems: list[str] = []
     settings: dict[str, Setting] = {}
     known = get_keys(ConvertSettings)
-    for word in words:
-        name, value = parse_override(word)
+    for argument in arguments:
+        name, value = parse_override(argument)
         if name not in known:
             problems.append(f"unknown key '{name}'.{closest(name, known)} Keys: {', '.join(known)}.")
-        settings[name] = Setting(name, value, "command line", word)
+        settings[name] = Setting(name, value, "command line", argument)
     values: Mapping[str, Any] = {name: setting.value for name, setting in settings.items() if name in known}
-    found = validated(ConvertSettings, values, problems, settings)
-    if found is None or problems:
+    validated_settings = validated(ConvertSettings, values, problems, settings)
+    if validated_settings is None or problems:
         raise ConfigError(problems)
-    return found.data
+    return validated_settings.data
 
 
 def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:

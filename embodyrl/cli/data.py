@@ -19,45 +19,47 @@ _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_v
 
 def data(args: argparse.Namespace) -> int:
     """Run `embodyrl data`: describe, find_warnings, merge or filter data sets."""
-    verb, folders = args.words[0] if args.words else "", args.words[1:]
-    if verb not in _VERBS:
-        what = f" '{verb}' is not an action.{closest(verb, _VERBS)}" if verb else ""
-        example = f"`embodyrl data info {verb if verb and resolve_asset(verb).is_dir() else 'DIR'}`"
-        raise ConfigError(f"embodyrl data needs an action.{what} Actions: {', '.join(_VERBS)}, for example {example}.")
-    fewest, most = {"info": (1, 10**6), "merge": (3, 10**6), "filter": (2, 2)}[verb]
-    if not fewest <= len(folders) <= most:
-        takes = {
+    action, folders = args.words[0] if args.words else "", args.words[1:]
+    if action not in _ACTIONS:
+        problem = f" '{action}' is not an action.{closest(action, _ACTIONS)}" if action else ""
+        example = f"`embodyrl data info {action if action and resolve_asset(action).is_dir() else 'DIR'}`"
+        raise ConfigError(
+            f"embodyrl data needs an action.{problem} Actions: {', '.join(_ACTIONS)}, for example {example}."
+        )
+    min_folders, max_folders = {"info": (1, 10**6), "merge": (3, 10**6), "filter": (2, 2)}[action]
+    if not min_folders <= len(folders) <= max_folders:
+        expected = {
             "info": "one or more folders",
             "merge": "a new folder and at least two source folders",
             "filter": "a source folder and a new folder",
         }
-        raise ConfigError(f"embodyrl data {verb} takes {takes[verb]}.")
-    given = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]
-    if verb != "filter" and given:
-        raise ConfigError(f"{given[0]} applies only to `embodyrl data filter`. Remove it.")
-    if verb == "filter" and not given:
+        raise ConfigError(f"embodyrl data {action} takes {expected[action]}.")
+    filter_flags = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]
+    if action != "filter" and filter_flags:
+        raise ConfigError(f"{filter_flags[0]} applies only to `embodyrl data filter`. Remove it.")
+    if action == "filter" and not filter_flags:
         raise ConfigError("embodyrl data filter needs a condition, for example --success or --actor person.")
-    return _VERBS[verb](args, folders)
+    return _ACTIONS[action](args, folders)
 
 
 def _info(args: argparse.Namespace, folders: list[str]) -> int:
-    found = [describe(open_set(resolve_asset(folder))) for folder in folders]
-    show_result(args, found, [line for one in found for line in _lines(one)])
+    summaries = [describe(open_set(resolve_asset(folder))) for folder in folders]
+    show_result(args, summaries, [line for summary in summaries for line in _lines(summary)])
     return 0
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    authors = ", ".join(f"{count} {name}" for name, count in found["actions"].items())
-    versions = ", ".join(f"{count} of version {version}" for version, count in found["versions"].items())
-    share = "unknown" if found["success"] is None else f"{100 * found['success']:.1f} %"
-    mean = "unknown" if found["mean_return"] is None else f"{found['mean_return']:.4g}"
+def _lines(summary: dict[str, Any]) -> list[str]:
+    authors = ", ".join(f"{count} {name}" for name, count in summary["actions"].items())
+    versions = ", ".join(f"{count} of version {version}" for version, count in summary["versions"].items())
+    success = "unknown" if summary["success"] is None else f"{100 * summary['success']:.1f} %"
+    mean_return = "unknown" if summary["mean_return"] is None else f"{summary['mean_return']:.4g}"
     return [
-        f"{found['folder']}: {found['episodes']} episodes, {found['frames']} frames of {found['env']}",
-        f"  success  {share} · mean return {mean}",
+        f"{summary['folder']}: {summary['episodes']} episodes, {summary['frames']} frames of {summary['env']}",
+        f"  success  {success} · mean return {mean_return}",
         f"  actions  {authors}",
         f"  policy   {versions}",
-        *(f"  warning  {warning}" for warning in found["warnings"]),
-        *(f"  task     {count} episodes: {task}" for task, count in found["tasks"].items()),
+        *(f"  warning  {warning}" for warning in summary["warnings"]),
+        *(f"  task     {count} episodes: {task}" for task, count in summary["tasks"].items()),
     ]
 
 
@@ -93,9 +95,15 @@ def _number(args: argparse.Namespace, name: str, kind: Callable[[str], Any]) -> 
 
 def _write(args: argparse.Namespace, out: Path, sources: list[DataSet], selection: Selection) -> int:
     write_set(out, sources, selection)
-    found = describe(open_set(out)) | {"warnings": [line for source in sources for line in find_warnings(source)]}
-    show_result(args, found, _lines(found))
+    summary = describe(open_set(out)) | {
+        "warnings": [warning for source in sources for warning in find_warnings(source)]
+    }
+    show_result(args, summary, _lines(summary))
     return 0
 
 
-_VERBS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {"info": _info, "merge": _merge, "filter": _filter}
+_ACTIONS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
+    "info": _info,
+    "merge": _merge,
+    "filter": _filter,
+}

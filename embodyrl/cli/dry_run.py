@@ -18,7 +18,7 @@ def describe(cfg: Config) -> str:
     if cfg.has("launcher"):
         hosts = LAUNCHERS.get(cfg.launcher.name).preview(cfg.cluster)
         lines += [("hosts", hosts)] if hosts else []
-    return "\n".join(f"  {label:<12} {text}" for label, text in lines)
+    return "\n".join(f"  {label:<12} {line_text}" for label, line_text in lines)
 
 
 def run_facts(cfg: Config) -> list[tuple[str, str]]:

@@ -19,7 +19,10 @@ _TEMPLATES = Path(__file__).parent / "env_hub"
 
 def export_env(args: argparse.Namespace) -> int:
     """Run `embodyrl export-env ENV OUT [overrides]`."""
-    paths, overrides = [w for w in args.words if "=" not in w], [w for w in args.words if "=" in w]
+    paths, overrides = (
+        [argument for argument in args.words if "=" not in argument],
+        [argument for argument in args.words if "=" in argument],
+    )
     if len(paths) != 2:
         raise ConfigError(
             "embodyrl export-env takes an environment and an output folder, for example: export-env tabletop OUT."
@@ -40,8 +43,8 @@ def export_env(args: argparse.Namespace) -> int:
         values = {"env": env, "env_text": repr(env), "overrides": repr(tuple(overrides))}
         for template in sorted(_TEMPLATES.glob("*.tmpl")):
             text = template.read_text(encoding="utf-8")
-            for mark, value in values.items():
-                text = text.replace(f"@{mark}@", value)
+            for placeholder, value in values.items():
+                text = text.replace(f"@{placeholder}@", value)
             (folder / template.name.removesuffix(".tmpl")).write_text(text, encoding="utf-8")
         for options in reversed(args.config_dir):  # the first folder with an option counts
             shutil.copytree(options, folder / "conf", ignore=_other_files, dirs_exist_ok=True)

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from embodyrl.cli.commands import COMMANDS, of_packages, overview
-from embodyrl.cli.output import no_collecting, printable
+from embodyrl.cli.commands import COMMANDS, overview, package_commands
+from embodyrl.cli.output import disable_garbage_collection, printable
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import has_room
 from embodyrl.process_cleanup import exit_in_spite_of_leftovers
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _ERROR = "embodyrl: error: "
-_MOVED = {
+_MOVED_COMMANDS = {
     "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE.",
     "results": "`embodyrl results` is a tool of the repository: pip install ./tools/results; embodyrl-results.",
 }
@@ -78,16 +78,16 @@ def _run(arguments: list[str]) -> int:
         return 0
     except KeyboardInterrupt as error:
         # A second signal during the response to the first: the first error's message contains the resume command.
-        first = error.__context__ if isinstance(error.__context__, Interrupted) else ""
-        _tell(f"embodyrl: {str(first) or str(error) or 'interrupted'}.")
+        message = error.__context__ if isinstance(error.__context__, Interrupted) else ""
+        _print_error(f"embodyrl: {str(message) or str(error) or 'interrupted'}.")
         return getattr(error, "exit_code", 130)
     except Interrupted as error:
-        _tell(f"embodyrl: {error}.")
+        _print_error(f"embodyrl: {error}.")
         return error.exit_code
     except EmbodyError as error:
-        mark = _ERROR if isinstance(error, ConfigError) else ""  # other errors continue with a worker's traceback
-        first, *more = str(error).splitlines() or [type(error).__name__]
-        _report([first, *(mark + line for line in more)], arguments)
+        prefix = _ERROR if isinstance(error, ConfigError) else ""  # other errors continue with a worker's traceback
+        message, *details = str(error).splitlines() or [type(error).__name__]
+        _report([message, *(prefix + line for line in details)], arguments)
         return error.exit_code
     except (Exception, SystemExit) as error:  # a component may call sys.exit
         reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
@@ -106,9 +106,9 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"embodyrl {__version__}")
         return 0
-    if name in _MOVED:
-        raise ConfigError(_MOVED[name])
-    command = COMMANDS.get(name) or of_packages().get(name)
+    if name in _MOVED_COMMANDS:
+        raise ConfigError(_MOVED_COMMANDS[name])
+    command = COMMANDS.get(name) or package_commands().get(name)
     if command is None:
         hint = closest(name, COMMANDS)
         if not hint and "=" in name:
@@ -124,8 +124,8 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("words", nargs="*", metavar=command.words, help=command.words_help)
     for flag, options in command.flags.items():
-        spelled = [word for word in (options.get("alias"), flag) if word]
-        parser.add_argument(*spelled, **{key: value for key, value in options.items() if key != "alias"})
+        names = [flag_name for flag_name in (options.get("alias"), flag) if flag_name]
+        parser.add_argument(*names, **{key: value for key, value in options.items() if key != "alias"})
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     if {"-h", "--help"} & set(arguments[1:2] if command.own_flags else arguments[1:]):
@@ -133,7 +133,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(parser.format_help(), end="")
         return 0
     module, _, function = command.target.partition(":")
-    with no_collecting():
+    with disable_garbage_collection():
         target = getattr(importlib.import_module(module), function)
     if command.own_flags:
         return target(argparse.Namespace(words=arguments[1:]))
@@ -150,11 +150,11 @@ def _report(lines: list[str], arguments: list[str]) -> None:
     if not has_room(sys.stderr, 10.0):
         return  # there is no reader
     if "--traceback" in arguments:
-        _tell(traceback.format_exc().rstrip())
-    _tell("\n".join([_ERROR + lines[0], *lines[1:]]))
+        _print_error(traceback.format_exc().rstrip())
+    _print_error("\n".join([_ERROR + lines[0], *lines[1:]]))
 
 
-def _tell(line: str) -> None:
+def _print_error(line: str) -> None:
     """Write a line to standard error, if the stream is open."""
     with contextlib.suppress(OSError):
         print(printable(masked(line)), file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from embodyrl.registry import closest
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
 
-_TRY = "embodyrl train env=tabletop {group}={name} --config-dir {name}/conf"
+_TRAIN_COMMAND = "embodyrl train env=tabletop {group}={name} --config-dir {name}/conf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class Kind:
     """Entry-point group of the package; empty: the template is a file in ./conf, not a package."""
     target: str = ""
     """Attribute of the package to which the entry point refers."""
-    then: Sequence[str] = (_TRY,)
+    then: Sequence[str] = (_TRAIN_COMMAND,)
     """Commands that are suggested to the user after the generation."""
 
 
-_RAW = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))
-KINDS = {name: Kind(**raw) for name, raw in _RAW.items()}
+_KIND_TABLE = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))
+KINDS = {name: Kind(**raw) for name, raw in _KIND_TABLE.items()}
 
 
 def new(args: argparse.Namespace) -> int:
@@ -46,28 +46,30 @@ def new(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"embodyrl new: unknown kind '{kind}'.{closest(kind, KINDS)} Choose one of {', '.join(KINDS)}."
         )
-    chosen, files = KINDS[kind], render(kind, name)
-    taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
-    if taken:
-        raise ConfigError(f"These paths already exist: {', '.join(taken)}. Choose another name, or remove the paths.")
-    if chosen.group and name in compose.options(chosen.group):
-        raise ConfigError(f"{chosen.group}={name} is already an option of embodyrl. Choose another name.")
-    if chosen.entries and importlib.util.find_spec(name) is not None:
+    template_kind, files = KINDS[kind], render(kind, name)
+    existing = [str(path) for path in ([Path(name)] if template_kind.entries else files) if path.exists()]
+    if existing:
+        raise ConfigError(
+            f"These paths already exist: {', '.join(existing)}. Choose another name, or remove the paths."
+        )
+    if template_kind.group and name in compose.options(template_kind.group):
+        raise ConfigError(f"{template_kind.group}={name} is already an option of embodyrl. Choose another name.")
+    if template_kind.entries and importlib.util.find_spec(name) is not None:
         raise ConfigError(f"The installed Python module '{name}' would be shadowed. Choose another name.")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"  {path}")
-    install = ["pip install -e {name}    (or: export PYTHONPATH={name})"] if chosen.entries else []
+    install = ["pip install -e {name}    (or: export PYTHONPATH={name})"] if template_kind.entries else []
     print("next:")
-    for line in (*install, *chosen.then):
-        print(f"  {line.format(group=chosen.group, **_words(kind, name))}")
+    for line in (*install, *template_kind.then):
+        print(f"  {line.format(group=template_kind.group, **_placeholder_values(kind, name))}")
     return 0
 
 
-def _words(kind: str, name: str) -> dict[str, str]:
-    words = {"name": name, "Class": name.title().replace("_", "")}
-    return {**words, "entries": KINDS[kind].entries, "target": KINDS[kind].target.format(**words)}
+def _placeholder_values(kind: str, name: str) -> dict[str, str]:
+    values = {"name": name, "Class": name.title().replace("_", "")}
+    return {**values, "entries": KINDS[kind].entries, "target": KINDS[kind].target.format(**values)}
 
 
 def render(kind: str, name: str) -> dict[Path, str]:
@@ -84,8 +86,8 @@ def render(kind: str, name: str) -> dict[Path, str]:
         for template in sorted(folder.rglob(f"*{SUFFIX}")):
             relative = template.relative_to(folder).as_posix().removesuffix(SUFFIX).replace("NAME", name)
             text = template.read_text(encoding="utf-8")
-            for mark, word in _words(kind, name).items():
-                text = text.replace(f"@{mark}@", word)
+            for placeholder, value in _placeholder_values(kind, name).items():
+                text = text.replace(f"@{placeholder}@", value)
             files[(Path(name) if package else Path()) / relative] = text
     assert files, kind
     return files

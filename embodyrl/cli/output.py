@@ -13,7 +13,7 @@ from embodyrl.files import json_text
 
 def printable(text: str) -> str:
     """Replace control characters, which a terminal interprets as commands, with question marks."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
@@ -22,14 +22,14 @@ def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> No
 
 
 @contextmanager
-def no_collecting() -> Iterator[None]:
+def disable_garbage_collection() -> Iterator[None]:
     """Disable Python's garbage collector, which would traverse permanent objects repeatedly during imports."""
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 

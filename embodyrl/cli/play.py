@@ -15,10 +15,10 @@ from embodyrl.play.start import page, policy_with_env
 
 def play(args: argparse.Namespace) -> int:
     """Run `embodyrl play`, which serves the page until the command is interrupted."""
-    trust, named = split_trust(args.words)
-    if len(named) > 1 or not args.port.isdecimal():
+    trust, runs = split_trust(args.words)
+    if len(runs) > 1 or not args.port.isdecimal():
         raise ConfigError("embodyrl play takes one run and an integer --port: embodyrl play runs/my_run --port 8000.")
-    run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
+    run = find_run(runs[0]) if runs else latest_run("embodyrl play", is_training=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.run_folder import lock_folder
     from embodyrl.config.compose import format_override

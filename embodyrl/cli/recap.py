@@ -33,7 +33,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import PolicySpec
 
-_SCORED = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params")
+_EVALUATION_KEYS = ("seed", "model", "env", "eval", "reward", "algorithm.sampling_params")
 """Config keys that affect the success rate of an evaluation."""
 
 
@@ -70,40 +70,51 @@ class Rounds:
         """
         out, lines = self._arguments.out, list[str]()
         require_instructions(self._policy())
-        first, *_ = (word for word in self._arguments.model if word.startswith("model.path="))
+        path_argument, *_ = (argument for argument in self._arguments.model if argument.startswith("model.path="))
         score = self._evaluate("round_0", list(self._arguments.model))
-        self.finished.append(Round(number=0, run=first.removeprefix("model.path="), **score))
+        self.finished.append(Round(number=0, run=path_argument.removeprefix("model.path="), **score))
         for number in range(1, self._cfg.rounds + 1):
-            before = out / f"round_{number - 1}"
-            acting = [format_override("ckpt", str(before))] if number > 1 else list(self._arguments.model)
+            previous = out / f"round_{number - 1}"
+            policy_arguments = [format_override("ckpt", str(previous))] if number > 1 else list(self._arguments.model)
             data = out / f"episodes_{number}"
-            self._collect(number, data, acting)
-            learning, run = self._learning(number), out / f"round_{number}"
-            values = self._label(number, learning.model)
-            check_unchanged(learning, run, keys=WEIGHT_KEYS, exempt=MEMORY_KEYS, alternative="recap.out")
-            if learning.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
-                COMMANDS.get("sft")(learning, resume=run if run.exists() else None)
+            self._collect(number, data, policy_arguments)
+            sft_cfg, run = self._sft_config(number), out / f"round_{number}"
+            values = self._label(number, sft_cfg.model)
+            check_unchanged(sft_cfg, run, keys=WEIGHT_KEYS, exempt=MEMORY_KEYS, alternative="recap.out")
+            if sft_cfg.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
+                COMMANDS.get("sft")(sft_cfg, resume=run if run.exists() else None)
             score = self._evaluate(run.name, [format_override("ckpt", str(run))])
             self.finished.append(Round(number=number, run=str(run), data=str(data), values=values, **score))
             lines = write_report(out, self.finished, self._commands)
         return self.finished, lines
 
-    def _pool(self, number: int) -> list[str]:
+    def _data_folders(self, number: int) -> list[str]:
         """Return the data sets of round `number`: the demonstrations and the episodes of rounds 1 to `number`."""
-        return [self._arguments.demos, *(str(self._arguments.out / f"episodes_{n}") for n in range(1, number + 1))]
+        return [
+            self._arguments.demos,
+            *(str(self._arguments.out / f"episodes_{index}") for index in range(1, number + 1)),
+        ]
 
-    def _collect(self, number: int, data: Path, acting: list[str]) -> None:
+    def _collect(self, number: int, data: Path, policy_arguments: list[str]) -> None:
         """Collect episodes with the policy of the previous round; each round has a different seed."""
-        named = [format_override("collect.out", str(data)), f"seed={self._arguments.seed + number}"]
-        fixed = ["collect.filter=all", "eval.sampling_params.do_sample=true", *named]
-        cfg = self._compose("collect", [*acting, *self._words("collect"), *fixed, *self._run_words(f"{data.name}_run")])
+        round_arguments = [format_override("collect.out", str(data)), f"seed={self._arguments.seed + number}"]
+        collect_arguments = ["collect.filter=all", "eval.sampling_params.do_sample=true", *round_arguments]
+        cfg = self._compose(
+            "collect",
+            [
+                *policy_arguments,
+                *self._stage_arguments("collect"),
+                *collect_arguments,
+                *self._run_arguments(f"{data.name}_run"),
+            ],
+        )
         COMMANDS.get("collect")(cfg)
 
     def _label(self, number: int, model: ModelSettings) -> dict[str, Any]:
         """Train value models on the data sets of a round, and label all frames; return the metrics."""
-        labels = self._labels(number)
+        labels = self._labels_path(number)
         stage = Stage(
-            folders=tuple(self._pool(number)),
+            folders=tuple(self._data_folders(number)),
             cfg=self._cfg,
             model=model,
             seed=self._arguments.seed,
@@ -112,54 +123,58 @@ class Rounds:
         )
         return label_in_process(stage)
 
-    def _labels(self, number: int) -> Path:
+    def _labels_path(self, number: int) -> Path:
         return self._arguments.out / f"labels_{number}.parquet"
 
-    def _learning(self, number: int) -> Config:
+    def _sft_config(self, number: int) -> Config:
         """Return the SFT config of a round, with the initial weights and the labelled data sets of the round."""
-        return self._compose("sft", self._learning_words(number))
+        return self._compose("sft", self._sft_arguments(number))
 
     def _policy(self) -> PolicySpec:
         """Return the spec of the trained policy for the environment of the demonstrations."""
-        model = self._load("sft", self._learning_words(1)).model
+        model = self._load("sft", self._sft_arguments(1)).model
         return POLICIES.get(model.model_type).spec(model, read_card(resolve_asset(self._arguments.demos)).env, 0)
 
-    def _learning_words(self, number: int) -> list[str]:
-        more = f"data.more=[{','.join(shlex.quote(path) for path in self._pool(number)[1:])}]"
-        words = [more, "data.val_share=0", format_override("objective.labels", str(self._labels(number)))]
-        named = self._run_words(f"round_{number}")
-        return [*self._arguments.model, *self._words("sft"), *words, *named]
+    def _sft_arguments(self, number: int) -> list[str]:
+        extra_data = f"data.more=[{','.join(shlex.quote(path) for path in self._data_folders(number)[1:])}]"
+        arguments = [
+            extra_data,
+            "data.val_share=0",
+            format_override("objective.labels", str(self._labels_path(number))),
+        ]
+        run_arguments = self._run_arguments(f"round_{number}")
+        return [*self._arguments.model, *self._stage_arguments("sft"), *arguments, *run_arguments]
 
-    def _evaluate(self, name: str, acting: list[str]) -> dict[str, Any]:
+    def _evaluate(self, name: str, policy_arguments: list[str]) -> dict[str, Any]:
         """Evaluate a policy on env.eval; return the success rate and its interval as fields of `Round`."""
         if not self._cfg.evaluate:
             return {}
         run = self._arguments.out / f"{name}_eval"
-        cfg = self._compose("eval", [*acting, *self._words("eval"), *self._run_words(run.name)])
+        cfg = self._compose("eval", [*policy_arguments, *self._stage_arguments("eval"), *self._run_arguments(run.name)])
         check_unchanged(
-            cfg, run, keys=_SCORED, exempt=("env.train", "env.eval.total_num_envs"), alternative="recap.out"
+            cfg, run, keys=_EVALUATION_KEYS, exempt=("env.train", "env.eval.total_num_envs"), alternative="recap.out"
         )
-        if (found := read_score(run)) is None:
+        if (score := read_score(run)) is None:
             COMMANDS.get("eval")(cfg, resume=run if run.exists() else None)
-            found = read_score(run)
-        return found or {}
+            score = read_score(run)
+        return score or {}
 
-    def _words(self, stage: str) -> tuple[str, ...]:
+    def _stage_arguments(self, stage: str) -> tuple[str, ...]:
         return self._arguments.by_stage[stage]
 
-    def _run_words(self, name: str) -> list[str]:
+    def _run_arguments(self, name: str) -> list[str]:
         folder = format_override("runner.output_dir", str(self._arguments.out))
         return [folder, f"runner.experiment_name={name}", "runner.on_existing=resume"]
 
-    def _compose(self, command: str, words: list[str]) -> Config:
+    def _compose(self, command: str, arguments: list[str]) -> Config:
         """Compose and check the config of a stage, and record its command for the report."""
-        cfg = self._load(command, words)
-        self._commands.append(format_shell_command([command, *words, *dir_flags(self._dirs)], cfg))
+        cfg = self._load(command, arguments)
+        self._commands.append(format_shell_command([command, *arguments, *dir_flags(self._dirs)], cfg))
         return cfg
 
-    def _load(self, command: str, words: list[str]) -> Config:
+    def _load(self, command: str, arguments: list[str]) -> Config:
         """Compose and check the config of a stage."""
-        base = config_of_ckpt(words) if command != "sft" else None
-        cfg = load_config(command, words, config_dirs=self._dirs, base=base)
+        base = config_of_ckpt(arguments) if command != "sft" else None
+        cfg = load_config(command, arguments, config_dirs=self._dirs, base=base)
         check_components(cfg)
         return cfg

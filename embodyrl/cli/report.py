@@ -19,7 +19,7 @@ from embodyrl.reports.samples import sample_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-_REPLIES, _REFRESH_S = 3, 15
+_MAX_REPLIES, _REFRESH_S = 3, 15
 
 
 def report(args: argparse.Namespace) -> int:
@@ -27,7 +27,7 @@ def report(args: argparse.Namespace) -> int:
     from embodyrl.plan.keys import all_keys, state_keys
     from embodyrl.reports.page import write_report
 
-    runs = [find_run(word) for word in args.words] or [latest_run("embodyrl report")]
+    runs = [find_run(argument) for argument in args.words] or [latest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
     defaults = {name: key.default for name, key in all_keys().items() if not key.required}
@@ -64,8 +64,8 @@ def card(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"Cannot write {args.out or run}: {error.strerror}. Choose another path with --out."
         ) from error
-    found = card_of(run)
-    show_result(args, found, (card_text(found), *(f"card  {path}" for path in paths)))
+    result_card = card_of(run)
+    show_result(args, result_card, (card_text(result_card), *(f"card  {path}" for path in paths)))
     return 0
 
 
@@ -98,45 +98,45 @@ def view(args: argparse.Namespace) -> int:
     from rich.live import Live
 
     if not args.follow:
-        Console().print(picture(read_history(run)))
+        Console().print(build_dashboard(read_history(run)))
         return 0
-    with Live(picture(read_history(run)), auto_refresh=False) as live:
+    with Live(build_dashboard(read_history(run)), auto_refresh=False) as live:
         while is_running(run):
             time.sleep(1.0)
-            live.update(picture(read_history(run)), refresh=True)
+            live.update(build_dashboard(read_history(run)), refresh=True)
     return 0
 
 
-def picture(history: History) -> RenderableType:
+def build_dashboard(history: History) -> RenderableType:
     """Return the dashboard of a training run, or the table of an evaluation, as a rich renderable."""
     from rich.console import Group
     from rich.text import Text
 
-    shown = history.evaluations[-1] if history.evaluations else history.unfinished
-    if not (history.rows or shown):
+    evaluation = history.evaluations[-1] if history.evaluations else history.unfinished
+    if not (history.rows or evaluation):
         return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for them.")
-    if said := list(sample_lines(samples_of(history, _REPLIES))):
-        return Group(_numbers(history, shown), Text("\n".join(["replies", *said])))
-    return _numbers(history, shown)
+    if reply_lines := list(sample_lines(samples_of(history, _MAX_REPLIES))):
+        return Group(_numbers(history, evaluation), Text("\n".join(["replies", *reply_lines])))
+    return _numbers(history, evaluation)
 
 
-def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
+def _numbers(history: History, evaluation: Evaluation | None) -> RenderableType:
     from rich.table import Table
 
     from embodyrl.monitor.dashboard import replay
     from embodyrl.monitor.protocol import RunInfo
 
-    if shown is not None and not history.rows:
-        known = any(e.success_once is not None for e in shown.episodes)
-        title = f"{history.name}{': unfinished, episodes so far' * (shown is history.unfinished)}"
-        table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=title)
-        for task in [*dict.fromkeys(e.task for e in shown.own), None]:
-            table.add_row(printable(task or "all tasks"), str(shown.score(task)))
-        for suite, score in shown.suites.items():
+    if evaluation is not None and not history.rows:
+        has_success = any(row.success_once is not None for row in evaluation.episodes)
+        title = f"{history.name}{': unfinished, episodes so far' * (evaluation is history.unfinished)}"
+        table = Table("task", f"{'success' if has_success else 'return'}, 95 % interval", title=title)
+        for task in [*dict.fromkeys(row.task for row in evaluation.own), None]:
+            table.add_row(printable(task or "all tasks"), str(evaluation.score(task)))
+        for suite, score in evaluation.suites.items():
             table.add_row(f"suite {suite}", str(score))
         return table
-    names = {e.task_id: printable(e.task) for e in (shown.episodes if shown else ())}
-    tasks = tuple(names.get(k, "") for k in range(max(names, default=-1) + 1))
+    names = {row.task_id: printable(row.task) for row in (evaluation.episodes if evaluation else ())}
+    tasks = tuple(names.get(task_id, "") for task_id in range(max(names, default=-1) + 1))
     total = int(history.config["runner"]["max_steps"])
     events = (printable(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
     return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)

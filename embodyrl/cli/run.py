@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from embodyrl.cli.output import no_collecting
+from embodyrl.cli.output import disable_garbage_collection
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.commands import COMMANDS
 from embodyrl.config.compose import dir_flags, format_override
@@ -26,8 +26,8 @@ from embodyrl.plan.schema import Config
 def run(args: argparse.Namespace) -> int:
     """Run a command with a config and return its exit code; with `--json` standard output contains only the result."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SIGUSR1 requests the status of a run; ignore it until workers run
-    named = getattr(args, "resume", None) or ""
-    if "=" in named and not Path(named).exists():  # `--resume key=value` resumes the newest run
+    resume = getattr(args, "resume", None) or ""
+    if "=" in resume and not Path(resume).exists():  # `--resume key=value` resumes the newest run
         args.words, args.resume = [args.resume, *args.words], NEWEST
     if args.json and args.dry_run:
         raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or start the run.")
@@ -43,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
         from embodyrl.commands.sequential import until_significant
 
         return until_significant(args.until_significant, args.words, args.config_dir, args.json)
-    with no_collecting():
-        cfg, more = _compose(args)
-    if only_look(args, cfg):
+    with disable_garbage_collection():
+        cfg, kwargs = _compose(args)
+    if handle_config_flags(args, cfg):
         return 0
     only_eval = cfg.trains and cfg.runner.only_eval
-    start = COMMANDS.get("eval" if only_eval else args.command)
+    function = COMMANDS.get("eval" if only_eval else args.command)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        result = start(cfg, overrides=[*args.words, *dir_flags(args.config_dir)], **more)
+        result = function(cfg, overrides=[*args.words, *dir_flags(args.config_dir)], **kwargs)
     if args.json:
         print(json_text(dataclasses.asdict(result)), end="")
     return getattr(result, "exit_code", 0)
@@ -58,21 +58,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
     """Return the composed config and the command's keyword arguments: `resume` if the command can resume a run."""
-    words, folders = args.words, args.config_dir
+    arguments, folders = args.words, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _train_config(args)
         return cfg, {} if cfg.trains and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
-        if split_trust(words)[1] or folders:
+        if split_trust(arguments)[1] or folders:
             raise ConfigError("--resume uses the saved settings of the evaluation; remove key=value and --config-dir.")
-        found = _resumed(args)
-        if (found / "checkpoints").is_dir():
-            run, weights = map(shlex.quote, (str(found), format_override("ckpt", str(found))))
+        run_folder = _find_resumed_run(args)
+        if (run_folder / "checkpoints").is_dir():
+            run, weights = map(shlex.quote, (str(run_folder), format_override("ckpt", str(run_folder))))
             raise ConfigError(
-                f"{found} is a training run. Resume it: embodyrl train --resume {run}. "
+                f"{run_folder} is a training run. Resume it: embodyrl train --resume {run}. "
                 f"Evaluate its checkpoint: embodyrl eval {weights}."
             )
-        return load_saved_config(found, words, command="eval"), {"resume": found}
+        return load_saved_config(run_folder, arguments, command="eval"), {"resume": run_folder}
     return compose_with_ckpt(args), {}
 
 
@@ -86,11 +86,11 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
     return load_with_ckpt(args.command, args.words, config_dirs=args.config_dir)
 
 
-def _resumed(args: argparse.Namespace) -> Path:
+def _find_resumed_run(args: argparse.Namespace) -> Path:
     """Return the run folder that `--resume` names; without a name, the newest run folder of this command."""
     if args.resume != NEWEST:
         return Path(args.resume) if args.command != "eval" else find_run(args.resume)
-    return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")
+    return latest_run(f"embodyrl {args.command} --resume", is_training=args.command != "eval")
 
 
 def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
@@ -99,24 +99,28 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     With the name of a run, the saved config of the run is used. With `auto`, the config of the command line is used;
     if the experiment has no run, a new run starts.
     """
-    marker = "runner.resume_dir="
-    asked = (
-        [str(_resumed(args))] if args.resume else [w.removeprefix(marker) for w in args.words if w.startswith(marker)]
+    prefix = "runner.resume_dir="
+    resume_values = (
+        [str(_find_resumed_run(args))]
+        if args.resume
+        else [argument.removeprefix(prefix) for argument in args.words if argument.startswith(prefix)]
     )
-    resume = asked[-1] if asked and asked[-1] != "null" else None
-    words = [w for w in args.words if not w.startswith(marker)]
+    resume = resume_values[-1] if resume_values and resume_values[-1] != "null" else None
+    arguments = [argument for argument in args.words if not argument.startswith(prefix)]
     if resume is not None and resume != "auto":
         if args.config_dir:
             raise ConfigError("--config-dir has no effect with --resume, which uses the run's saved config; remove it.")
-        if any(w.startswith("ckpt=") for w in words):
+        if any(argument.startswith("ckpt=") for argument in arguments):
             raise ConfigError(
                 "ckpt cannot be combined with --resume: a resumed run has its own weights; remove one of the two."
             )
-        found = resolve_run(resume)
-        return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
-    require_ckpt(words)
-    base = config_of_ckpt(words) if args.command == "train" else None
-    cfg = load_config(args.command, words, config_dirs=args.config_dir, base=base)
+        run_path = resolve_run(resume)
+        return load_saved_config(
+            run_path, arguments, command=args.command
+        ), run_path if run_path.is_dir() else run_path.parent
+    require_ckpt(arguments)
+    base = config_of_ckpt(arguments) if args.command == "train" else None
+    cfg = load_config(args.command, arguments, config_dirs=args.config_dir, base=base)
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None
     if cfg.runner.experiment_name is None:
@@ -124,7 +128,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
-def only_look(args: argparse.Namespace, cfg: Config) -> bool:
+def handle_config_flags(args: argparse.Namespace, cfg: Config) -> bool:
     """Check the config; handle `--print-config` and `--dry-run`, and return True if one of these flags is set."""
     from embodyrl.plan.checks import check_components
 

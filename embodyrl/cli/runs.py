@@ -27,31 +27,31 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
     return None
 
 
-def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
+def latest_run(command: str, *, is_training: bool | None = None) -> Path:
     """Return the folder of the newest run in ./runs.
 
     Args:
-        wanted_by: command line for the error message.
-        trained: True: only training runs, False: only evaluations, None: both.
+        command: command line for the error message.
+        is_training: True: only training runs, False: only evaluations, None: both.
 
     Raises:
         ConfigError: there is no run.
     """
     for folder in run_folders(Path("runs")):
-        if trained is None or (folder / "checkpoints").is_dir() == trained:
+        if is_training is None or (folder / "checkpoints").is_dir() == is_training:
             return folder
-    raise ConfigError(f"{wanted_by}: no such run in ./runs. Pass the folder of a run, or start a run: embodyrl train.")
+    raise ConfigError(f"{command}: no such run in ./runs. Pass the folder of a run, or start a run: embodyrl train.")
 
 
-def find_run(word: str) -> Path:
+def find_run(run: str) -> Path:
     """Return the run folder for a path, or for the name of a run in ./runs.
 
     Raises:
         ConfigError: there is no such run.
     """
-    for path in (Path(word), Path("runs") / word):
+    for path in (Path(run), Path("runs") / run):
         if (path / "config.yaml").is_file():
             return path
     known = [path.name for path in run_folders(Path("runs"))]
-    hint = closest(Path(word).name, known) or " `embodyrl list runs` shows the runs in ./runs."
-    raise ConfigError(f"'{word}' is not a run: config.yaml is missing.{hint}")
+    hint = closest(Path(run).name, known) or " `embodyrl list runs` shows the runs in ./runs."
+    raise ConfigError(f"'{run}' is not a run: config.yaml is missing.{hint}")

@@ -5,7 +5,7 @@ import json
 import sys
 
 from embodyrl.cli.output import printable
-from embodyrl.cli.run import compose_with_ckpt, only_look
+from embodyrl.cli.run import compose_with_ckpt, handle_config_flags
 from embodyrl.errors import ConfigError
 from embodyrl.version import __version__
 
@@ -15,19 +15,19 @@ def serve(args: argparse.Namespace) -> int:
     if args.json and args.dry_run:
         raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or start the server.")
     cfg = compose_with_ckpt(args)
-    if only_look(args, cfg):
+    if handle_config_flags(args, cfg):
         return 0
-    from embodyrl.serving.serve import serve as start
+    from embodyrl.serving.serve import serve as start_server
 
-    def say(line: str) -> None:
+    def write_line(line: str) -> None:
         print(printable(line), file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    say(f"embodyrl {__version__} · serve · Ctrl-C ends it")
+    write_line(f"embodyrl {__version__} · serve · Ctrl-C ends it")
 
     def ready(url: str, protocol: str) -> None:
         if args.json:
             print(json.dumps({"url": url, "protocol": protocol}), flush=True)
-        say(f"  listening  {url}")
+        write_line(f"  listening  {url}")
 
-    start(cfg, say=say, ready=ready)
+    start_server(cfg, say=write_line, ready=ready)
     return 0

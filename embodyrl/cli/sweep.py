@@ -30,7 +30,7 @@ _SIGNALS_S = 1.0
 this time."""
 
 
-def expand(words: Sequence[str]) -> list[list[str]]:
+def expand(arguments: Sequence[str]) -> list[list[str]]:
     """Return the arguments of each run: all combinations of `key=a,b`, `key=range(0,3)`, `key=choice(a,b)`.
 
     >>> expand(["seed=0,1", "env=tabletop"])
@@ -41,23 +41,25 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     """
     try:
         choices = [
-            [f"{word.get_key_element()}={value}" for value in word.sweep_string_iterator()]
-            if word.is_sweep_override()
-            else [str(word.input_line)]
-            for word in OverridesParser.create().parse_overrides(list(words))
+            [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            if override.is_sweep_override()
+            else [str(override.input_line)]
+            for override in OverridesParser.create().parse_overrides(list(arguments))
         ]
         jobs = [list(job) for job in itertools.product(*choices)]
     except (HydraException, ValueError):  # no such syntax; a range without end
         jobs = []
     if not jobs:
-        raise ConfigError(f"Cannot sweep '{' '.join(words)}'. With -m, write key=a,b or key=range(0,3).")
-    for number, job in enumerate(jobs):
+        raise ConfigError(f"Cannot sweep '{' '.join(arguments)}'. With -m, write key=a,b or key=range(0,3).")
+    for index, job in enumerate(jobs):
         # Runs with the same name would share a folder.
-        job[:] = [f"{word}-{number}" if word.startswith(_NAME) and len(jobs) > 1 else word for word in job]
+        job[:] = [
+            f"{override}-{index}" if override.startswith(_NAME) and len(jobs) > 1 else override for override in job
+        ]
     return jobs
 
 
-def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
+def sweep(command: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -> int:
     """Check and run all combinations; return 1 if a run failed, and 128 + n after signal n.
 
     A signal is forwarded to the current run, which saves a checkpoint and prints the resume command.
@@ -65,29 +67,31 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     Raises:
         ConfigError: a combination is invalid; no run was started.
     """
-    jobs = expand(words)
+    jobs = expand(arguments)
     configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
     _check_parts(configs)
-    places = [Path(cfg.runner.output_dir) for cfg in configs]
+    output_folders = [Path(cfg.runner.output_dir) for cfg in configs]
     flags = dir_flags(config_dirs)
     codes: list[int | None] = [None] * len(jobs)
-    found: list[dict[str, Any]] = [{} for _ in jobs]
-    running = _Running()
-    with running.listening():
-        for number, (job, cfg, place) in enumerate(zip(jobs, configs, places, strict=True)):
-            before = _written(place)
-            line = format_shell_command([command, *job, *flags], cfg)
-            print(f"[{number + 1}/{len(jobs)}] {line}", flush=True)
-            codes[number] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
+    results: list[dict[str, Any]] = [{} for _ in jobs]
+    running = _SweepProcess()
+    with running.forward_signals():
+        for index, (job, cfg, output_folder) in enumerate(zip(jobs, configs, output_folders, strict=True)):
+            earlier = _config_times(output_folder)
+            command_line = format_shell_command([command, *job, *flags], cfg)
+            print(f"[{index + 1}/{len(jobs)}] {command_line}", flush=True)
+            codes[index] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
             # Also a run that `runner.on_existing=resume` resumed.
-            found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})
+            results[index] = next(
+                (describe_run(run) for run, _ in _config_times(output_folder).items() - earlier.items()), {}
+            )
             if running.stopped:
                 break
         if has_room(sys.stdout, 1.0):  # else there is no reader, as in a closed terminal
-            _print_table(jobs, codes, found)
-            if running.stopped and any(word.startswith(_NAME) for word in words):
+            _print_table(jobs, codes, results)
+            if running.stopped and any(argument.startswith(_NAME) for argument in arguments):
                 print("resume  with the same arguments and runner.on_existing=resume")
-            if paths := [run["path"] for run in found if run]:
+            if paths := [run["path"] for run in results if run]:
                 print(f"next  embodyrl report {shlex.join(paths)} --open")
     return 128 + running.stopped if running.stopped else int(any(codes))
 
@@ -103,12 +107,12 @@ def _check_parts(configs: Sequence[Config]) -> None:
         build_run_plan(cfg, training=not cfg.runner.only_eval)
 
 
-def _written(place: Path) -> dict[Path, int]:
+def _config_times(folder: Path) -> dict[Path, int]:
     """Return the modification time of the config of each run in a folder, by run folder."""
-    return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(place)}
+    return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(folder)}
 
 
-class _Running:
+class _SweepProcess:
     """Process of the current run, and the signal that stopped the sweep, if any."""
 
     def __init__(self) -> None:
@@ -116,29 +120,29 @@ class _Running:
         self._process: subprocess.Popen[bytes] | None = None
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def forward_signals(self) -> Iterator[None]:
         """Forward signals to the current run inside the block; an ignored SIGHUP stays ignored (nohup)."""
-        wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            wanted.remove(signal.SIGHUP)
-        previous = {signum: signal.signal(signum, self._hand_on) for signum in wanted}
+            signals.remove(signal.SIGHUP)
+        previous = {signum: signal.signal(signum, self._forward_signal) for signum in signals}
         try:
             yield
         finally:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
 
-    def _hand_on(self, signum: int, frame: object) -> None:
+    def _forward_signal(self, signum: int, frame: object) -> None:
         # The run itself may also have received the first signal from the terminal or batch system.
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM if self.stopped else PARENT_EXITED)
         self.stopped = self.stopped or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
-    def run(self, words: Sequence[str]) -> int:
+    def run(self, command: Sequence[str]) -> int:
         """Run a command until it exits; return its exit code."""
         from embodyrl.process_cleanup import signal_at_parents_end
 
-        self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
+        self._process = subprocess.Popen(command, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
         if self.stopped:  # a signal arrived just before the process started
             self._process.send_signal(PARENT_EXITED)
         while True:
@@ -150,17 +154,17 @@ class _Running:
 
 def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int | None], runs: Sequence[Mapping[str, Any]]) -> None:
     """Print a table with the differing settings and the result of each run."""
-    same = set(jobs[0]).intersection(*jobs)
+    common = set(jobs[0]).intersection(*jobs)
     table = [("run", "settings", "step", "success", "return", "")]
     for job, code, run in zip(jobs, codes, runs, strict=True):
-        success, earned = run.get("success"), run.get("return")
+        success, mean_return = run.get("success"), run.get("return")
         table.append(
             (
                 str(run.get("id", "-")),
-                " ".join(word for word in job if word not in same and not word.startswith(_NAME)),
+                " ".join(argument for argument in job if argument not in common and not argument.startswith(_NAME)),
                 str(run.get("step") or "-"),
                 "-" if success is None else f"{100 * success:.1f} %",
-                "-" if earned is None else f"{earned:.4g}",
+                "-" if mean_return is None else f"{mean_return:.4g}",
                 "not started" if code is None else "ok" if code == 0 else f"exit {code}",
             )
         )

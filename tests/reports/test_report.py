@@ -28,7 +28,7 @@ from run_files import TASKS, write_run
 from embodyrl.cli.discover.command import _run_line
 from embodyrl.cli.discover.runs import describe_run
 from embodyrl.cli.main import main
-from embodyrl.cli.report import picture
+from embodyrl.cli.report import build_dashboard
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.phases import time_tree
@@ -78,7 +78,7 @@ def test_task_table_covers_the_main_suite_only(tmp_path: Path) -> None:
     assert [cells[-1] for cells in table] == ["mean steps", "10", "10", "10", "-", "-"]
     (run / "metrics.jsonl").unlink()
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(picture(read_history(run)))
+    console.print(build_dashboard(read_history(run)))
     shown = {line.split("│")[1].strip(): line for line in console.export_text().splitlines() if line.startswith("│")}
     assert "100.0 %" in shown["all tasks"]
     assert "100.0 %" in shown[TASKS[0]]

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from text_runs import text_config
 
-from embodyrl.cli.report import picture
+from embodyrl.cli.report import build_dashboard
 from embodyrl.commands.train import train
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.reports.history import read_history
@@ -56,7 +56,7 @@ def test_samples_show_replies_before_and_after(trained: Path) -> None:
     assert "<small>before</small>" in page
     assert "\x1e" not in page
     console = Console(width=120, record=True, file=(trained / "view.txt").open("w"))
-    console.print(picture(history))
+    console.print(build_dashboard(history))
     assert "before" in console.export_text()
 
 

@@ -14,14 +14,14 @@ from embodyrl.registry import closest
 def bench(args: argparse.Namespace) -> NoReturn:
     """Run `embodyrl bench NAME`, which replaces this process with the benchmark."""
     folder = Path(embodyrl.__file__).parents[1] / "benchmarks"
-    found = {file.stem: file for file in sorted(folder.glob("[a-z]*.py"))}
-    if not found:
+    benchmarks = {file.stem: file for file in sorted(folder.glob("[a-z]*.py"))}
+    if not benchmarks:
         raise ConfigError(
             f"{folder} contains no benchmarks, because the installed package has none. Use a source checkout."
         )
-    if not args.words or args.words[0] not in found:
-        hint = f" '{args.words[0]}' is unknown.{closest(args.words[0], found)}" if args.words else ""
-        raise ConfigError(f"embodyrl bench needs the name of a benchmark.{hint} Benchmarks: {', '.join(found)}.")
+    if not args.words or args.words[0] not in benchmarks:
+        hint = f" '{args.words[0]}' is unknown.{closest(args.words[0], benchmarks)}" if args.words else ""
+        raise ConfigError(f"embodyrl bench needs the name of a benchmark.{hint} Benchmarks: {', '.join(benchmarks)}.")
     sys.stdout.flush()
     # Replaces this process, so that its signals reach the benchmark.
-    os.execv(sys.executable, [sys.executable, str(found[args.words[0]]), *args.words[1:]])
+    os.execv(sys.executable, [sys.executable, str(benchmarks[args.words[0]]), *args.words[1:]])

@@ -21,22 +21,22 @@ def list_things(args: argparse.Namespace) -> int:
     """Run `embodyrl list`, which prints names of components, runs or pip extras."""
     groups = {f"{group}s": group for group in compose.default_options("train")}
     kinds = [*groups, "extras", "runs"]
-    what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
-    if what not in kinds:
-        said = f" '{what}' is unknown.{closest(what, kinds)}" if what else ""
-        raise ConfigError(f"embodyrl list needs the kind of names to list.{said} Kinds: {', '.join(kinds)}.")
-    if what == "runs":
+    kind, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
+    if kind not in kinds:
+        problem = f" '{kind}' is unknown.{closest(kind, kinds)}" if kind else ""
+        raise ConfigError(f"embodyrl list needs the kind of names to list.{problem} Kinds: {', '.join(kinds)}.")
+    if kind == "runs":
         folder = _runs_folder(overrides)
         rows = [describe_run(run) for run in run_folders(folder)]
         lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
     elif overrides:
-        raise ConfigError(f"embodyrl list {what} takes no more arguments; remove '{overrides[0]}'.")
-    elif what == "extras":
+        raise ConfigError(f"embodyrl list {kind} takes no more arguments; remove '{overrides[0]}'.")
+    elif kind == "extras":
         rows = _extras()
         lines = _table(rows)
     else:
-        found = compose.options(groups[what], args.config_dir)
-        rows = [{"name": name, "about": about(groups[what], name, file)} for name, file in found.items()]
+        options = compose.options(groups[kind], args.config_dir)
+        rows = [{"name": name, "about": about(groups[kind], name, file)} for name, file in options.items()]
         lines = [*_table(rows), *(row["about"] for row in _extras() if row["missing"])]
     show_result(args, rows, lines)
     return 0
@@ -65,16 +65,18 @@ def _runs_folder(overrides: list[str]) -> Path:
     from embodyrl.config.compose import parse_override
     from embodyrl.plan.settings import RunnerSettings
 
-    given = dict(map(parse_override, overrides))
-    folder = given.pop("runner.output_dir", RunnerSettings().output_dir)
-    if given:
-        raise ConfigError(f"embodyrl list runs accepts only the key runner.output_dir; remove '{next(iter(given))}'.")
+    values = dict(map(parse_override, overrides))
+    folder = values.pop("runner.output_dir", RunnerSettings().output_dir)
+    if values:
+        raise ConfigError(f"embodyrl list runs accepts only the key runner.output_dir; remove '{next(iter(values))}'.")
     return Path(str(folder))
 
 
-def _run_line(*, started: str, path: str, step: int | None, success: float | None, **more: object) -> str:
-    earned = more["return"]
-    score = f"return {earned:>6.4g}" if success is None and earned is not None else f"success {_rate(success):>5}"
+def _run_line(*, started: str, path: str, step: int | None, success: float | None, **fields: object) -> str:
+    mean_return = fields["return"]
+    score = (
+        f"return {mean_return:>6.4g}" if success is None and mean_return is not None else f"success {_rate(success):>5}"
+    )
     return f"{started}  step {'-' if step is None else step:>6}  {score}  {path}"
 
 
@@ -90,34 +92,44 @@ def show(args: argparse.Namespace) -> int:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
 
-    what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
-    group, equals, _ = what.partition("=")
+    argument, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
+    group, equals, _ = argument.partition("=")
     if equals:
-        overrides = [what, *overrides]
+        overrides = [argument, *overrides]
     command = group if group in CONFIGURED else "train"
     cfg = load_config(command, overrides, config_dirs=args.config_dir)
     if args.schema:
         print(json.dumps(json_schema(cfg.schema), indent=2))
         return 0
     values, keys = dict(cfg.leaves()), cfg.schema.keys
-    wanted = (command, "experiment")
-    names = [n for n in keys if group in wanted or n == group or n.startswith(f"{group}.")]
+    all_key_groups = (command, "experiment")
+    names = [
+        key_name
+        for key_name in keys
+        if group in all_key_groups or key_name == group or key_name.startswith(f"{group}.")
+    ]
     if not names:
-        tops = ", ".join(cfg.used_fields())
+        sections = ", ".join(cfg.used_fields())
         hint = suggest(group)
-        raise ConfigError(f"Unknown group or key '{group}'.{hint} Commands: {', '.join(CONFIGURED)}. Groups: {tops}.")
+        raise ConfigError(
+            f"Unknown group or key '{group}'.{hint} Commands: {', '.join(CONFIGURED)}. Groups: {sections}."
+        )
     rows, lines = [], []
     for name in names:
         key = keys[name]
         # A free mapping may have been set through one of its entries.
-        places = [place for at, place in cfg.sources.items() if at == name or at.startswith(f"{name}.")]
+        key_sources = [
+            source
+            for source_key, source in cfg.sources.items()
+            if source_key == name or source_key.startswith(f"{name}.")
+        ]
         row = {
             "key": name,
             "type": key.type_text,
             "value": to_builtin(values[name]),
             "default": to_builtin(key.default),
         }
-        rows.append(row | {"doc": key.doc, "source": places[-1] if places else "default"})
+        rows.append(row | {"doc": key.doc, "source": key_sources[-1] if key_sources else "default"})
         changed = "" if key.required or row["value"] == row["default"] else f" (default {format_value(row['default'])})"
         lines += [
             f"{name}: {key.type_text} = {format_value(values[name])}{changed}  [{rows[-1]['source']}]",
@@ -133,15 +145,19 @@ def completion(args: argparse.Namespace) -> int:
 
     if args.words not in (["bash"], ["zsh"]):
         raise ConfigError('embodyrl completion needs a shell, bash or zsh: eval "$(embodyrl completion bash)".')
-    flags = [f'        {name}:-*) words="{" ".join([*c.flags, "--help"])}" ;;' for name, c in COMMANDS.items()]
+    flags = [
+        f'        {name}:-*) words="{" ".join([*command.flags, "--help"])}" ;;' for name, command in COMMANDS.items()
+    ]
     parts = {
         "commands": " ".join(COMMANDS),
         "flags": "\n".join(flags),
-        "options": " ".join(f"{g}={o}" for g in compose.default_options("train") for o in compose.options(g)),
+        "options": " ".join(
+            f"{group}={option}" for group in compose.default_options("train") for option in compose.options(group)
+        ),
         "keys": " ".join(f"{name}=" for name in all_keys()),
     }
     script = files("embodyrl.cli.discover").joinpath("completion.bash").read_text(encoding="utf-8")
-    for mark, text in parts.items():
-        script = script.replace(f"@{mark}@", text)
+    for placeholder, text in parts.items():
+        script = script.replace(f"@{placeholder}@", text)
     print(("autoload -U bashcompinit && bashcompinit\n" if args.words == ["zsh"] else "") + script, end="")
     return 0

@@ -13,12 +13,12 @@ def describe_run(folder: Path) -> dict[str, Any]:
     """Return the id, path, local start time, last step, success rate (0 to 1) and mean return of a run."""
     from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
 
-    step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
+    step, success, mean_return = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
     if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"), key=by_number)):
         with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # a damaged table is ignored
             overall = read_table(tables[-1].parent)["overall"]
-            success, earned = overall["success_once"], overall["mean_return"]
+            success, mean_return = overall["success_once"], overall["mean_return"]
             step = int(tables[-1].parent.name.removeprefix("step_"))
     started = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
     names = {"id": folder.name, "path": str(folder), "started": started}
-    return names | {"step": step, "success": success, "return": earned}
+    return names | {"step": step, "success": success, "return": mean_return}

@@ -11,26 +11,28 @@ from embodyrl.plan.schema import Schema, TopSettings
 
 def json_schema(schema: Schema) -> dict[str, Any]:
     """Return the JSON schema of a config with the documentation of every key."""
-    kinds = [TopSettings, *schema.sections.values(), schema.loss]
-    refs, found = models_json_schema([(kind, "validation") for kind in kinds])
-    definitions = found["$defs"]
-    for kind in (part for whole in kinds for part in (whole, *_parts(whole))):
-        for key, entry in definitions[kind.__name__].get("properties", {}).items():
-            if doc := get_doc(kind, key):
+    classes = [TopSettings, *schema.sections.values(), schema.loss]
+    refs, schemas = models_json_schema([(settings_class, "validation") for settings_class in classes])
+    definitions = schemas["$defs"]
+    for settings_class in (
+        cls for section_class in classes for cls in (section_class, *_nested_classes(section_class))
+    ):
+        for key, entry in definitions[settings_class.__name__].get("properties", {}).items():
+            if doc := get_doc(settings_class, key):
                 entry["description"] = doc
     top = definitions.pop(TopSettings.__name__)
-    own = definitions.pop(schema.loss.__name__).get("properties", {})
+    loss_properties = definitions.pop(schema.loss.__name__).get("properties", {})
     definitions.pop(Settings.__name__, None)  # the default of the loss
     if "algorithm" in schema.sections:  # the keys of the loss are written next to the keys of the estimator
-        definitions[schema.sections["algorithm"].__name__]["properties"] |= own
-    sections = {name: refs[kind, "validation"] for name, kind in schema.sections.items()}
-    used = {key: entry for key, entry in top["properties"].items() if key in schema.keys}
-    described = {"title": "Config", "description": f"Config of `embodyrl {schema.command}`."}
-    return top | described | {"properties": used | sections, "$defs": definitions}
+        definitions[schema.sections["algorithm"].__name__]["properties"] |= loss_properties
+    sections = {name: refs[settings_class, "validation"] for name, settings_class in schema.sections.items()}
+    top_properties = {key: entry for key, entry in top["properties"].items() if key in schema.keys}
+    header = {"title": "Config", "description": f"Config of `embodyrl {schema.command}`."}
+    return top | header | {"properties": top_properties | sections, "$defs": definitions}
 
 
-def _parts(kind: type[Settings]) -> Iterator[type[Settings]]:
-    for info in kind.model_fields.values():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Settings):
-            yield info.annotation
-            yield from _parts(info.annotation)
+def _nested_classes(settings_class: type[Settings]) -> Iterator[type[Settings]]:
+    for field in settings_class.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            yield field.annotation
+            yield from _nested_classes(field.annotation)

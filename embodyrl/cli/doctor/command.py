@@ -29,8 +29,8 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json and args.report:
         raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of these flags.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
-    places = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
-    folders = [Path(place) for place in dict.fromkeys(places) if place is not None]
+    paths = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
+    folders = [Path(path) for path in dict.fromkeys(paths) if path is not None]
     if args.json or args.report:
         print("checking this machine ...", file=sys.stderr, flush=True)
     findings: list[Finding] = []
@@ -38,11 +38,11 @@ def doctor(args: argparse.Namespace) -> int:
         findings.append(finding)
         if not (args.json or args.report):
             print(_line(finding), flush=True)
-    failed = sum(f.level == "FAIL" for f in findings)
-    warned = sum(f.level == "warn" for f in findings)
-    last = f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}"
-    summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(f) for f in findings]}
-    show_result(args, summary, bug_report(folders[0], [*map(_line, findings), last]) if args.report else [last])
+    failed = sum(entry.level == "FAIL" for entry in findings)
+    warned = sum(entry.level == "warn" for entry in findings)
+    totals = f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}"
+    summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(entry) for entry in findings]}
+    show_result(args, summary, bug_report(folders[0], [*map(_line, findings), totals]) if args.report else [totals])
     return 3 if failed else 0
 
 

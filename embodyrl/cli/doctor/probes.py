@@ -18,7 +18,7 @@ from embodyrl.files import available_bytes, available_cores
 from embodyrl.findings import Finding
 
 _GIB = 2**30
-_APT = {
+_INSTALL_COMMANDS = {
     "osmesa": "apt-get install libosmesa6",
     "egl": "apt-get install libegl1 libgl1-mesa-dri; on a headless CPU machine use MUJOCO_GL=osmesa",
 }
@@ -51,7 +51,7 @@ def probe_torch() -> Finding:
     if len(gpus) != (count := torch.cuda.device_count()):
         text = f"{torch.__version__} detects {count} GPUs, but this host has {len(gpus)} ({', '.join(gpus)})"
         return Finding("torch", "FAIL", text, "CUDA_VISIBLE_DEVICES with the numbers that `nvidia-smi -L` lists")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
     return Finding("torch", "ok", f"{torch.__version__}, {len(names)} CUDA devices ({', '.join(names)}), {bf16}")
 
@@ -89,15 +89,15 @@ def probe_folders(folders: Sequence[Path]) -> list[Finding]:
     findings = []
     for folder in folders:
         absolute = folder.absolute()
-        place = next(p for p in (absolute, *absolute.parents) if p.exists())
+        parent = next(path for path in (absolute, *absolute.parents) if path.exists())
         try:
-            with tempfile.TemporaryFile(dir=place) as file:
+            with tempfile.TemporaryFile(dir=parent) as file:
                 file.write(b"\0")
         except OSError as error:
             fix = "choose other folders with runner.output_dir=DIR and video_cfg.base_dir=DIR"
-            findings.append(Finding(f"folder {folder}", "FAIL", f"cannot write to {place}: {error.strerror}", fix))
+            findings.append(Finding(f"folder {folder}", "FAIL", f"cannot write to {parent}: {error.strerror}", fix))
             continue
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(parent).free
         text = f"writable, {free / _GIB:.1f} GiB free on its disk"
         level, fix = ("warn", "free some space, or lower checkpoint.keep") if free < 2 * _GIB else ("ok", "")
         findings.append(Finding(f"folder {folder}", level, text, fix))
@@ -114,26 +114,26 @@ def probe_extras() -> list[Finding]:
         return [Finding("packages", "warn", "embodyrl is not installed, so requirements are unknown", fix)]
     for text in required:
         requirement = Requirement(text)
-        named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
-        extras.setdefault(named[1] if named else "", []).append(requirement)
-    return [_judge_extra(name, requirements) for name, requirements in extras.items()]
+        match = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
+        extras.setdefault(match[1] if match else "", []).append(requirement)
+    return [_check_extra(name, requirements) for name, requirements in extras.items()]
 
 
-def _judge_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
-    have, wrong = [], []
+def _check_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
+    installed, problems = [], []
     for requirement in requirements:
         version = installed_version(requirement.name)
         if version is None:
-            wrong.append(f"{requirement.name} is missing")
+            problems.append(f"{requirement.name} is missing")
             continue
-        have.append(f"{requirement.name} {version}")
+        installed.append(f"{requirement.name} {version}")
         if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
-    if not wrong:
-        return Finding(f"extra {name}" if name else "packages", "ok", ", ".join(have))
+            problems.append(f"{requirement.name} {version} instead of {requirement.specifier}")
+    if not problems:
+        return Finding(f"extra {name}" if name else "packages", "ok", ", ".join(installed))
     if not name:
-        return Finding("packages", "FAIL", "; ".join(wrong), "pip install embodyrl")
-    return Finding(f"extra {name}", "warn", "; ".join(wrong), f"pip install 'embodyrl[{name}]'")
+        return Finding("packages", "FAIL", "; ".join(problems), "pip install embodyrl")
+    return Finding(f"extra {name}", "warn", "; ".join(problems), f"pip install 'embodyrl[{name}]'")
 
 
 def probe_driver() -> Finding:
@@ -166,7 +166,7 @@ def probe_rendering() -> Finding:
     name = f"mujoco {version} with MUJOCO_GL={renderer.backend} ({renderer.why})"
     frame = draw_frame(renderer.backend, egl_device(gpus[0]) if renderer.backend == "egl" and gpus else "")
     if frame.problem:
-        fix = _APT.get(renderer.backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
+        fix = _INSTALL_COMMANDS.get(renderer.backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
         return Finding("rendering", "FAIL", f"{name} cannot render: {frame.problem}", fix)
     return Finding("rendering", "warn" if renderer.fix else "ok", f"{name} renders on {frame.driver}", renderer.fix)
 
