@@ -326,6 +326,20 @@ def test_ckpt_of_a_run_sets_model_and_image_settings(tmp_path: Path) -> None:
         assert other.env.init_params.camera_heights == 256
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("env=libero_object", "linear"),
+        ("experiment=libero_laptop", "auto"),  # the colours of the demonstrations of its weights
+        ("experiment=libero_laptop eval=libero_standard", "linear"),
+        ("experiment=libero_laptop eval=libero_standard env.texture_colorspace=auto", "auto"),
+        ("env=libero_object model=flow_small model.path=assets/flow_small_tabletop", "linear"),
+    ],
+)
+def test_texture_colours_are_those_of_the_protocol_or_the_weights(words: str, expected: str) -> None:
+    assert load_config("train", words.split()).env.texture_colorspace == expected
+
+
 def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
     """Fails if the run is trained in the environment of the default run because no environment is given."""
     base, demos = tmp_path / "config.yaml", "env=libero_object env.train.task_ids=[3] env.train.max_episode_steps=90"
