@@ -37,8 +37,11 @@ def draw_samples(seeds: Sequence[int], count: int, size: int, images: int, steps
     """
     cameras = images // steps
     sizes = [min(size, count - start) for start in range(0, count, size)]
-    drawn = [draw(n * cameras, seed).unflatten(1, (n, cameras)) for n, seed in zip(sizes, seeds, strict=True)]
-    return torch.cat(drawn, 1).repeat(1, 1, steps)
+    samples = [
+        draw(part_size * cameras, seed).unflatten(1, (part_size, cameras))
+        for part_size, seed in zip(sizes, seeds, strict=True)
+    ]
+    return torch.cat(samples, 1).repeat(1, 1, steps)
 
 
 def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray:
@@ -99,10 +102,10 @@ def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
     pixels = pixels + (2.0 * brightness - 1.0) * BRIGHTNESS
     mean = pixels.mean(dim=(2, 3), keepdim=True)
     pixels = ((pixels - mean) * _scale_to_range(contrast, CONTRAST) + mean).clamp_(0.0, 1.0)
-    return turn_hue(pixels, _scale_to_range(saturation, SATURATION), (2.0 * hue - 1.0) * HUE)
+    return adjust_hue_and_saturation(pixels, _scale_to_range(saturation, SATURATION), (2.0 * hue - 1.0) * HUE)
 
 
-def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
+def adjust_hue_and_saturation(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
     """Scale the saturation and rotate the hue of images [N, 3, H, W] in 0..1.
 
     `saturation` (a factor) and `hue` (a fraction of a turn, at most a third) broadcast over pixels.

@@ -62,26 +62,26 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     return problems
 
 
-def differences(one: EnvSpec, other: EnvSpec, *extra_fields: str) -> str:
+def differences(first: EnvSpec, second: EnvSpec, *extra_fields: str) -> str:
     """Describe the fields in which two environment specs differ; `alike` names additional fields to compare."""
     getters = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*extra_fields, *_SHAPE)}
-    differing = {name: (get(one), get(other)) for name, get in getters.items() if get(one) != get(other)}
+    differing = {name: (get(first), get(second)) for name, get in getters.items() if get(first) != get(second)}
     texts = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in differing.items()}
     return ", ".join(f"{name} ({' and '.join(pair)})" for name, pair in texts.items())
 
 
 def set_differences(
-    one: tuple[Path, Card], other: tuple[Path, Card], *extra_fields: str, data: DemonstrationSettings = PLAIN
+    first: tuple[Path, Card], second: tuple[Path, Card], *extra_fields: str, data: DemonstrationSettings = PLAIN
 ) -> str:
     """Describe the differences between two data sets (folder, card) that prevent training on both.
 
     Compared are the fields of `differences`, the frame rate, and the order of named dimensions.
     """
-    text, rates = differences(one[1].env, other[1].env, *extra_fields), (one[1].fps, other[1].fps)
+    text, rates = differences(first[1].env, second[1].env, *extra_fields), (first[1].fps, second[1].fps)
     if not text and not math.isclose(*rates, rel_tol=_SAME_RATE):
         return "fps ({:g} and {:g})".format(*rates)
     for key in () if text else (data.action_key, data.state_key):
-        features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (one, other)]
+        features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (first, second)]
         names = [layout.number_names(feature) for feature in features]
         if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
             return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"

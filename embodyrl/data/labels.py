@@ -65,7 +65,7 @@ def read_positive(path: Path, demos: Demonstrations) -> IntArray:
         raise ConfigError(
             f"objective.labels={path} cannot be read: {reason_of(error)}. Write the file with `embodyrl recap`."
         ) from error
-    if any(not np.array_equal(one, other) for one, other in zip(columns, places(demos), strict=False)):
+    if any(not np.array_equal(stored, expected) for stored, expected in zip(columns, places(demos), strict=False)):
         raise ConfigError(
             f"objective.labels={path} has {len(columns[0])} labelled frames, which do not match the "
             f"{len(demos.action)} frames of data.path and data.more. Use the data sets in the order in which "

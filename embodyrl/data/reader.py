@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embodyrl.data import layout
 from embodyrl.data.cards import PLAIN, camera_column, stored_card
 from embodyrl.data.checks import check_layout
-from embodyrl.data.executed import executed_actions
+from embodyrl.data.executed_actions import executed_actions
 from embodyrl.data.frames import decode_png
 from embodyrl.data.layout import Card
 from embodyrl.data.rows import (
@@ -89,7 +89,7 @@ class Demonstrations:
 
     def steps_of(self, episodes: Sequence[int]) -> IntArray:
         """Return the indices of all env steps of the given episodes."""
-        return np.concatenate([np.arange(self.start[e], self.stop[e]) for e in episodes])
+        return np.concatenate([np.arange(self.start[episode], self.stop[episode]) for episode in episodes])
 
     def chunks(self, steps: IntArray, length: int) -> FloatArray:
         """Return the action chunks [B, K, A] that begin at `steps` [B], padded with the last action of the episode."""
@@ -123,7 +123,7 @@ class Demonstrations:
         return np.concatenate([np.zeros((0, 2), np.int64), *pairs])
 
     def _slices(self, episodes: Sequence[int]) -> list[tuple[int, slice]]:
-        return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
+        return [(episode, slice(self.start[episode], self.stop[episode])) for episode in episodes]
 
 
 def load_demonstrations(
@@ -277,11 +277,11 @@ def _read_frames(
             in_file = np.flatnonzero((rows.file == number) & (position >= 0))
             if not len(in_file):
                 continue
-            in_file = in_file[np.argsort(rows.place[in_file])]
+            in_file = in_file[np.argsort(rows.row_in_file[in_file])]
             table = read_columns(path, columns)
             for camera, column in enumerate(columns):
                 positions = [_FramePosition(root, rows, episodes, column, row) for row in in_file]
-                contents = _read_contents(root, table[column].take(rows.place[in_file]), positions)
+                contents = _read_contents(root, table[column].take(rows.row_in_file[in_file]), positions)
                 list(pool.map(_decode, contents, [images[row, camera] for row in position[in_file]], positions))
     return images
 
@@ -297,7 +297,9 @@ class _FramePosition(NamedTuple):
 
     def __str__(self) -> str:
         episode = self.rows.counters["episode_index"][self.row]
-        step = self.row - next(e["dataset_from_index"] for e in self.episodes if e["episode_index"] == episode)
+        step = self.row - next(
+            entry["dataset_from_index"] for entry in self.episodes if entry["episode_index"] == episode
+        )
         return f"{self.root}: episode {episode}, step {step}: '{self.column}'"
 
 

@@ -32,7 +32,7 @@ class Rows:
     files: tuple[Path, ...]
     file: IntArray
     """[N] index of the file in `files`."""
-    place: IntArray
+    row_in_file: IntArray
     """[N] index of the row within its file."""
     counters: dict[str, npt.NDArray[Any]]
     """Values [N] of each column in `COUNTERS`."""
@@ -88,7 +88,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     return Rows(
         files=files,
         file=file[order],
-        place=np.concatenate([np.arange(length) for length in lengths])[order],
+        row_in_file=np.concatenate([np.arange(length) for length in lengths])[order],
         counters=sorted_counters | ({"index": np.arange(len(order))} if has_file_per_episode else {}),
     )
 
@@ -161,7 +161,7 @@ def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = 
                 "Correct meta/info.json."
             )
         if len(mismatches):
-            row = np.flatnonzero(in_file & (rows.place == mismatches[0]))[0]
+            row = np.flatnonzero(in_file & (rows.row_in_file == mismatches[0]))[0]
             raise EmbodyError(
                 f"{path}: episode {rows.counters['episode_index'][row]}, frame {rows.counters['frame_index'][row]}: "
                 f"'{key}' has {lengths[mismatches[0]]} numbers, but the data set declares {width}. Correct the file."
@@ -172,7 +172,7 @@ def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = 
                 f"{path}: '{key}' has the type {column.type}, expected vectors of numbers. Download the data set again."
             )
         lossy |= _find_lossy(matrix)
-        values[in_file] = _to_float32(matrix)[rows.place[in_file]]
+        values[in_file] = _to_float32(matrix)[rows.row_in_file[in_file]]
     if lossy and warnings is not None:
         warnings.append(
             f"'{key}' {sorted(lossy)}: numbers differ by less than float32 can represent, so policies get nearly equal "

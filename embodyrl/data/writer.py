@@ -196,41 +196,41 @@ class DatasetWriter:
         return vectors, totals
 
     def _get_vectors(self, demonstration: Demonstration) -> dict[str, FloatArray]:
-        d = demonstration
-        state = {layout.STATE: d.state} if self.card.env.state_dim else {}
-        reward = {} if layout.REWARD in self.card.without else {layout.REWARD: d.reward.reshape(-1, 1)}
-        return {**state, layout.ACTION: d.action, **reward}
+        demo = demonstration
+        state = {layout.STATE: demo.state} if self.card.env.state_dim else {}
+        reward = {} if layout.REWARD in self.card.without else {layout.REWARD: demo.reward.reshape(-1, 1)}
+        return {**state, layout.ACTION: demo.action, **reward}
 
     # --- contents ---------------------------------------------------------------------------------------------------
 
     def _prepare(self, demonstration: Demonstration) -> _Pending:
-        d = demonstration
+        demo = demonstration
         images: dict[str, list[bytes]] = {}
         pixels: dict[str, IntArray] = {}
         for index, camera in enumerate(self.card.env.cameras.names):
             key = image_key(camera)
             if not self.card.video:
-                images[key] = [encode_png(frame) for frame in d.images[:, index]]
-            pixels[key] = pixel_counts(d.images[:, index])
+                images[key] = [encode_png(frame) for frame in demo.images[:, index]]
+            pixels[key] = pixel_counts(demo.images[:, index])
         # Encoded frames are small; the raw frames of a whole batch are not.
-        return _Pending(d if self.card.video else replace(d, images=d.images[:0]), images, pixels)
+        return _Pending(demo if self.card.video else replace(demo, images=demo.images[:0]), images, pixels)
 
     def _build_table(self, pending: _Pending, index: int, start: int) -> pa.Table:
-        d, schema = pending.demonstration, layout.build_schema(self.card)
-        steps = np.arange(len(d))
-        done = steps == len(d) - 1
+        demo, schema = pending.demonstration, layout.build_schema(self.card)
+        steps = np.arange(len(demo))
+        done = steps == len(demo) - 1
         values: dict[str, Any] = {
-            layout.STATE: d.state,
-            layout.ACTION: d.action,
-            layout.REWARD: d.reward,
+            layout.STATE: demo.state,
+            layout.ACTION: demo.action,
+            layout.REWARD: demo.reward,
             layout.DONE: done,
-            layout.SUCCESS: np.zeros(len(d), np.bool_) if d.success is None else d.success,
+            layout.SUCCESS: np.zeros(len(demo), np.bool_) if demo.success is None else demo.success,
             "timestamp": (steps / self.card.fps).astype(np.float32),
             "frame_index": steps,
-            "episode_index": np.full(len(d), index),
+            "episode_index": np.full(len(demo), index),
             "index": start + steps,
-            "task_index": np.full(len(d), self._tasks.index(d.instruction)),
-            layout.ACTOR: np.broadcast_to(np.asarray(d.actor, np.int64), len(d)),
+            "task_index": np.full(len(demo), self._tasks.index(demo.instruction)),
+            layout.ACTOR: np.broadcast_to(np.asarray(demo.actor, np.int64), len(demo)),
         }
         columns = []
         for field in schema:
@@ -242,33 +242,33 @@ class DatasetWriter:
                 flat = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
                 columns.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
             else:
-                columns.append(pa.array(np.asarray(values[field.name]).reshape(len(d)), field.type))
+                columns.append(pa.array(np.asarray(values[field.name]).reshape(len(demo)), field.type))
         return pa.Table.from_arrays(columns, schema=schema)
 
     def _build_episode_row(
         self, pending: _Pending, index: int, start: int, file_indices: dict[str, int], elapsed: float
     ) -> dict[str, Any]:
-        d = pending.demonstration
-        row: dict[str, Any] = {"episode_index": index, "tasks": [d.instruction], "length": len(d)}
+        demo = pending.demonstration
+        row: dict[str, Any] = {"episode_index": index, "tasks": [demo.instruction], "length": len(demo)}
         # Readers of the layout find an episode by these columns, without opening the data.
         row |= {f"data/{name}": value for name, value in file_indices.items()}
-        row |= {"dataset_from_index": start, "dataset_to_index": start + len(d)}
+        row |= {"dataset_from_index": start, "dataset_to_index": start + len(demo)}
         for camera in self.card.env.cameras.names if self.card.video else ():
             prefix = f"videos/{image_key(camera)}"
             row |= {f"{prefix}/{name}": value for name, value in file_indices.items()}
             row[f"{prefix}/from_timestamp"] = elapsed
-            row[f"{prefix}/to_timestamp"] = elapsed + len(d) / self.card.fps
+            row[f"{prefix}/to_timestamp"] = elapsed + len(demo) / self.card.fps
         row |= {f"meta/episodes/{name}": value for name, value in file_indices.items()}
-        parts = {key: image_stats(counts, len(d)) for key, counts in pending.pixels.items()}
-        parts |= {key: vector_stats(values) for key, values in self._get_vectors(d).items()}
+        parts = {key: image_stats(counts, len(demo)) for key, counts in pending.pixels.items()}
+        parts |= {key: vector_stats(values) for key, values in self._get_vectors(demo).items()}
         for key, stats in parts.items():
             row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
         row |= {f"{_PIXELS}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
-        row |= {f"{layout.OWN}{name}": value for name, value in asdict(d.source).items()}
+        row |= {f"{layout.OWN}{name}": value for name, value in asdict(demo.source).items()}
         if layout.SUCCESS not in self.card.without:
-            row[f"{layout.OWN}success"] = None if d.success is None else bool(d.success.any())
+            row[f"{layout.OWN}success"] = None if demo.success is None else bool(demo.success.any())
         if layout.REWARD not in self.card.without:
-            row[f"{layout.OWN}return"] = float(d.reward.sum())
+            row[f"{layout.OWN}return"] = float(demo.reward.sum())
         return row
 
 
@@ -310,7 +310,8 @@ def _add_histograms(
 def _require_same_settings(path: Path, card: Card) -> None:
     stored = read_card(path.parents[1])
     expected, actual = (
-        {k: v for k, v in flat(json.loads(current.to_json())).items() if v != {}} for current in (card, stored)
+        {key: value for key, value in flat(json.loads(current.to_json())).items() if value != {}}
+        for current in (card, stored)
     )
     for name in sorted({*expected, *actual}):
         if expected.get(name) != actual.get(name):

@@ -45,14 +45,14 @@ def card_of(folder: Path) -> dict[str, Any]:
     config, machine = history.config, _read_machine(history)
     first, last = (history.evaluations[0], history.evaluations[-1]) if history.evaluations else (None, None)
     tables = [read_table(folder / "eval" / f"step_{e.step:06d}") for e in history.evaluations]
-    changed = pair_suites(first.episodes, last.episodes) if first and last and first is not last else []
+    comparisons = pair_suites(first.episodes, last.episodes) if first and last and first is not last else []
     return {
         "card": 1,
         "run": history.name,
         "embodyrl": machine.pop("embodyrl", __version__),
         "commit": machine.pop("commit", None),
         "config_sha256": hashlib.sha256(history.text("config.yaml").encode()).hexdigest(),
-        "sources": dict(one.split(" ") for one in machine.pop("source", "").split(", ") if one),
+        "sources": dict(item.split(" ") for item in machine.pop("source", "").split(", ") if item),
         "command": _format_commands(history, path_prefix(machine.pop("pythonpath", "").split(os.pathsep))),
         "environment": _get_environment(config),
         "model": {"type": _get_value(config, "model.model_type"), "weights": _get_weights(config)},
@@ -63,7 +63,7 @@ def card_of(folder: Path) -> dict[str, Any]:
         "figures": [
             _build_results(evaluation) for evaluation in dict.fromkeys((first, last)) if evaluation is not None
         ],
-        "change": [_describe_change(one) for one in changed],
+        "change": [_describe_change(item) for item in comparisons],
         "solved_at_reset": sum(e.solved_at_reset for e in last.episodes) if last else 0,
         "dropped_episodes": sum(int(table.get("dropped", 0)) for table in tables),
         "costs": _sum_costs(history, tables),

@@ -146,11 +146,11 @@ def read_history(folder: Path) -> History:
             unfinished = evaluation
     rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
     all_evaluations = [*evaluations, *([unfinished] if unfinished else [])]
-    if any(e.success_once is not None for evaluation_ in all_evaluations for e in evaluation_.episodes) or any(
-        _SUCCESS_METRICS & {*r} for r in rows
+    if any(e.success_once is not None for any_evaluation in all_evaluations for e in any_evaluation.episodes) or any(
+        _SUCCESS_METRICS & {*metrics} for metrics in rows
     ):
         # Some environments report success only when it occurs: a missing value means no success.
-        evaluations = [_fill_missing_success(evaluation_) for evaluation_ in evaluations]
+        evaluations = [_fill_missing_success(any_evaluation) for any_evaluation in evaluations]
         unfinished = unfinished and _fill_missing_success(unfinished)
         for row in rows:
             row |= {name: 0.0 for name in _SUCCESS_METRICS - {*row} if f"{name.partition('/')[0]}/return" in row}
@@ -215,12 +215,20 @@ def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Coll
 
     `keys`: keys to compare, including all keys under them.
     """
-    one, other = (
-        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}
+    first_values, second_values = (
+        {
+            key: value
+            for key, value in flat(config).items()
+            if any(f"{key}.".startswith(f"{compared_key}.") for compared_key in keys)
+        }
         for config in (first, second)
     )
     # Earlier versions lack keys.
-    differing = [key for key in one.keys() & other.keys() if one[key] != other[key]]
+    differing = [key for key in first_values.keys() & second_values.keys() if first_values[key] != second_values[key]]
     return (
-        ", ".join(f"{key}={format_value(one[key])} and {format_value(other[key])}" for key in sorted(differing)) or None
+        ", ".join(
+            f"{key}={format_value(first_values[key])} and {format_value(second_values[key])}"
+            for key in sorted(differing)
+        )
+        or None
     )

@@ -30,7 +30,7 @@ from embodyrl.reports.charts import (
 from embodyrl.reports.history import JUDGED, History, other_worlds, read_history, samples_of
 from embodyrl.reports.media import EMBED_BYTES, VideoIndex, build_cards, pair_cards
 from embodyrl.reports.paired import pair_suites
-from embodyrl.reports.seeds import SeedGroup, compare_groups, seed_groups
+from embodyrl.reports.seeds import SeedGroup, compare_groups, group_by_seed
 from embodyrl.version import __version__
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -116,7 +116,7 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
             )
         lines.append(f"{history.name}: {text}")
         lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
-    groups = seed_groups(histories)
+    groups = group_by_seed(histories)
     lines += [line for group in groups for line in group.summary()]
     if len(groups) > 1 and (improvement_text := compare_groups(groups[0], groups[-1])):
         lines.append(improvement_text)
@@ -215,7 +215,7 @@ def _plot_timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
     """Return title, legend (colour index and text) and plot of each non-empty chart."""
-    is_comparison, charts, groups = len(histories) > 1, [], seed_groups(histories)
+    is_comparison, charts, groups = len(histories) > 1, [], group_by_seed(histories)
     for title, names in (*_CHARTS, *_list_suite_charts(histories)):
         available = [name for name in names if any(history.has(name) for history in histories)]
         if is_comparison:

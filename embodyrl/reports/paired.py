@@ -101,7 +101,7 @@ class Paired:
         )
 
 
-def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
+def compare_episodes(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
     """Compare episodes of two evaluations, paired by task, initial state, seed and sample number (`eval.samples`)."""
     # Reset ids count through all evaluated suites; state numbers start at 0 in each suite.
     has_states = all(e.state is not None for e in (*first, *second))
@@ -153,5 +153,5 @@ def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> li
             main_suites[0] if suite == main_suites[1] else suite
         )  # an evaluation of one suite does not name it
         matched = [e for e in first if e.suite == first_suite], [e for e in second if e.suite == suite]
-        comparisons.append(pair(*matched, suite))
+        comparisons.append(compare_episodes(*matched, suite))
     return comparisons

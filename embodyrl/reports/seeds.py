@@ -185,7 +185,7 @@ class SeedGroup:
         return points
 
 
-def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
+def group_by_seed(histories: Sequence[History]) -> list[SeedGroup]:
     """Group runs whose configs differ only in seed and name; groups are in the order of their first run.
 
     Runs with equal seeds are not grouped, because they are not independent samples of seeds.

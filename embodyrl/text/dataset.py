@@ -32,8 +32,8 @@ from embodyrl.text.conversation import (
     place_images,
     read_texts,
 )
+from embodyrl.text.images import LazyImage, read_images
 from embodyrl.text.messages import IMAGE_PLACEHOLDER, join_messages, split_images
-from embodyrl.text.pictures import LazyImage, read_images
 from embodyrl.text.settings import PairSettings, RowSettings, is_function
 from embodyrl.types import IntArray
 
@@ -63,7 +63,7 @@ class TextRows:
     """Length of the longest prompt in tokens, with the chat template; 0: not counted, because there is no limit."""
     turn_tokens: int = 0
     """Number of tokens that the chat template adds around a reply and a tool's answer; 0 if prompts are not counted."""
-    keep: IntArray | None = field(default=None, compare=False)
+    row_indices: IntArray | None = field(default=None, compare=False)
     """Indices of the rows within the length limit; None: all rows."""
     pictures: int = 0
     """Maximum number of images per row."""
@@ -87,10 +87,10 @@ class TextRows:
         return sum(len(rows) for _, rows in self._raw)
 
     def __len__(self) -> int:
-        return self.total if self.keep is None else len(self.keep)
+        return self.total if self.row_indices is None else len(self.row_indices)
 
     def __getitem__(self, index: int) -> TextRow:
-        return self.row(int(index if self.keep is None else self.keep[index]))
+        return self.row(int(index if self.row_indices is None else self.row_indices[index]))
 
     def row(self, index: int) -> TextRow:
         """Return the row at an index into the concatenated sources.
@@ -133,42 +133,44 @@ def open_rows(
     rows = TextRows(cfg=cfg, name=name, held_out=0)
     all_rows = _load_rows(rows, json_answers)
     conversations = [row.messages for row in all_rows]
-    keep, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
+    row_indices, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
         prompts = [render_prompt(row, template, controls) for row in all_rows]
         lengths = count_tokens(prompts, tokenizer, template=template)
-        keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
+        row_indices = row_indices[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
         turn_tokens = count_turn_tokens(tokenizer, template=template)
     # Rows of a separate validation source are last and are the held-out rows.
     num_training, single = len(rows._raw[0][1]), len(rows._raw) == 1
     held_out = (
-        _shrink_to_whole_groups(all_rows, keep, round(cfg.val_share * len(keep)))
+        _shrink_to_whole_groups(all_rows, row_indices, round(cfg.val_share * len(row_indices)))
         if single
-        else int((keep >= num_training).sum())
+        else int((row_indices >= num_training).sum())
     )
-    if len(keep) - held_out < 1:
+    if len(row_indices) - held_out < 1:
         raise ConfigError(
             f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise data.max_prompt_length "
             "or lower data.val_share."
         )
-    first_held_out = len(keep) - held_out
-    training_prompts = {conversations[i] for i in keep[:first_held_out]}
-    image_sizes = [[picture.size for picture in all_rows[i].pictures] for i in keep]
+    first_held_out = len(row_indices) - held_out
+    training_prompts = {conversations[i] for i in row_indices[:first_held_out]}
+    image_sizes = [[picture.size for picture in all_rows[i].pictures] for i in row_indices]
     sizes = [size for row in image_sizes for size in row] or [(0, 0)]
     return replace(
         rows,
-        keep=keep if len(keep) < rows.total else None,
+        row_indices=row_indices if len(row_indices) < rows.total else None,
         held_out=held_out,
-        repeated=sum(conversations[i] in training_prompts and not all_rows[i].pictures for i in keep[first_held_out:]),
-        prompt_bytes=max(len(join_messages(conversations[i]).encode()) for i in keep),
+        repeated=sum(
+            conversations[i] in training_prompts and not all_rows[i].pictures for i in row_indices[first_held_out:]
+        ),
+        prompt_bytes=max(len(join_messages(conversations[i]).encode()) for i in row_indices),
         prompt_tokens=prompt_tokens,
         turn_tokens=turn_tokens,
         pictures=max(map(len, image_sizes)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
-        roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
-        warnings=tuple(_warnings([all_rows[i] for i in keep], keep, controls, vocabulary, template)),
+        roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in row_indices)),
+        warnings=tuple(_warnings([all_rows[i] for i in row_indices], row_indices, controls, vocabulary, template)),
     )
 
 
@@ -199,15 +201,15 @@ def _require_text(rows: TextRows, key: str) -> None:
                 )
 
 
-def _shrink_to_whole_groups(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
+def _shrink_to_whole_groups(rows: Sequence[TextRow], row_indices: IntArray, held_out: int) -> int:
     """Return the number of validation rows, reduced so that no group has rows in training and validation."""
-    first_held_out = len(keep) - held_out
-    while 0 < first_held_out < len(keep):
-        before, after = (rows[i].group for i in keep[first_held_out - 1 : first_held_out + 1])
-        if after is None or before != after:
+    first_held_out = len(row_indices) - held_out
+    while 0 < first_held_out < len(row_indices):
+        previous_group, next_group = (rows[i].group for i in row_indices[first_held_out - 1 : first_held_out + 1])
+        if next_group is None or previous_group != next_group:
             break
         first_held_out += 1
-    return len(keep) - first_held_out
+    return len(row_indices) - first_held_out
 
 
 def _warnings(
@@ -220,7 +222,7 @@ def _warnings(
     matches = [
         (place, control)
         for place, row in zip(places.tolist(), rows, strict=True)
-        for control in [c for c in controls if any(c in m.content for m in row.messages)][:1]
+        for control in [token for token in controls if any(token in message.content for message in row.messages)][:1]
     ]
     checked_rows = rows[:_COUNTED_ROWS]
     if vocabulary is not None:
@@ -259,9 +261,11 @@ def _read_rows(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
             f"{' or '.join(SUFFIXES)} files. Correct the path."
         )
     if split is not None:
-        names = {f: (f.name, *f.relative_to(source).parent.parts) for f in files}
-        parts = {f: {re.split(r"[-._]", name)[0] for name in components} for f, components in names.items()}
-        files = [f for f in files if split in parts[f]]
+        names = {candidate: (candidate.name, *candidate.relative_to(source).parent.parts) for candidate in files}
+        parts = {
+            candidate: {re.split(r"[-._]", name)[0] for name in components} for candidate, components in names.items()
+        }
+        files = [candidate for candidate in files if split in parts[candidate]]
         if not files:
             known = ", ".join(sorted(set().union(*parts.values())))
             raise ConfigError(

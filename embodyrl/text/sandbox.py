@@ -122,7 +122,7 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     temporary folder, for at most 64 files of at most 1 MiB. The program has no environment variables, input,
     network, child processes or threads.
     """
-    ((_, code, output),) = _execute(source, [""], seconds=seconds, each=seconds)
+    ((_, code, output),) = _execute(source, [""], seconds=seconds, seconds_per_test=seconds)
     if code is None:
         return False, f"stopped after {seconds:g} s"
     return code == 0, output
@@ -135,8 +135,8 @@ def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds
     `output` of the program. Trailing blanks of the output are ignored. Each test that fails because it needs an
     operation that the sandbox refuses gives a `RejectedTest` warning.
     """
-    each = max(1.0, seconds / len(tests))
-    outcomes = _execute(program, tests, seconds=seconds, each=each)
+    seconds_per_test = max(1.0, seconds / len(tests))
+    outcomes = _execute(program, tests, seconds=seconds, seconds_per_test=seconds_per_test)
     for test, (passed, _, reason) in zip(tests, outcomes, strict=True):
         if reason and not passed and isinstance(test, str):
             warnings.warn(f"the test {test[:80]!r} {reason}", RejectedTest, stacklevel=2)
@@ -148,12 +148,15 @@ class RejectedTest(UserWarning):
 
 
 def _execute(
-    program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float, each: float
+    program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float, seconds_per_test: float
 ) -> list[tuple[bool, int | None, str]]:
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
     modules = {f"{__package__}.{path.stem}": path.read_text(encoding="utf-8") for path in _MODULES}
     request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
-    request |= {"seconds": each, "readable": [str(path) for path in _list_readable_paths() if path.exists()]}
+    request |= {
+        "seconds": seconds_per_test,
+        "readable": [str(path) for path in _list_readable_paths() if path.exists()],
+    }
     lifeline, write_end = os.pipe()  # its other end closes with this process, however that ends
     with tempfile.TemporaryFile("w+", encoding="utf-8") as tests_file:
         json.dump([test if isinstance(test, str) else dict(test) for test in tests], tests_file)

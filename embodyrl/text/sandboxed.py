@@ -132,17 +132,17 @@ def _run_attempt(
     if end <= time.monotonic():
         return False, None, ""
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(tempfile.TemporaryDirectory(dir=request["folder"], ignore_cleanup_errors=True))
-        os.chmod(place, 0o711)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=request["folder"], ignore_cleanup_errors=True))
+        os.chmod(folder, 0o711)
         stdin, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(3))
         files = [file.fileno() for file in (stdin, stdout, stderr)]
         if test and isinstance(test, str):
-            passed, refused = _run_test(request, test, place, files, end, programs, lifeline)
+            passed, refused = _run_test(request, test, folder, files, end, programs, lifeline)
             return passed, None, refused
         stdin.write(test["input"].encode() if isinstance(test, dict) else b"")
         stdin.seek(0)
-        _request_program(programs, place, files)
-        finished, reason = _wait(programs.fileno(), lifeline, end, place)
+        _request_program(programs, folder, files)
+        finished, reason = _wait(programs.fileno(), lifeline, end, folder)
         code = _stop_program(programs)
         code = 1 if reason else code
         text, errors = _tail(stdout, whole=bool(test)), _tail(stderr)
@@ -152,7 +152,13 @@ def _run_attempt(
 
 
 def _run_test(
-    request: dict[str, Any], test: str, place: str, files: list[int], end: float, programs: socket.socket, lifeline: int
+    request: dict[str, Any],
+    test: str,
+    folder: str,
+    files: list[int],
+    end: float,
+    programs: socket.socket,
+    lifeline: int,
 ) -> tuple[bool, str]:
     """Run a test in a process that is connected to the program; return success, and why the test is refused or ""."""
     stdin, stdout, stderr = files
@@ -164,8 +170,8 @@ def _run_test(
         rejection = sys.modules[f"{_PACKAGE}.sandboxed_tests"].run_test(test, 3, 4)
         os.write(5, f"refused {rejection}".encode() if rejection else _PASSED)
 
-    _request_program(programs, os.path.join(place, "program"), [stdin, stdout, stdout, request_read, reply_write])
-    test_folder = os.path.join(place, "test")
+    _request_program(programs, os.path.join(folder, "program"), [stdin, stdout, stdout, request_read, reply_write])
+    test_folder = os.path.join(folder, "test")
     pid = _fork(
         request,
         test_folder,
@@ -176,7 +182,7 @@ def _run_test(
     for descriptor in (request_read, request_write, reply_read, reply_write, result_write):
         os.close(descriptor)
     try:
-        finished, _ = _wait(result_read, lifeline, end, place)
+        finished, _ = _wait(result_read, lifeline, end, folder)
         result = os.read(result_read, 4096) if finished else b""
     finally:
         os.close(result_read)
@@ -186,13 +192,13 @@ def _run_test(
     return result == _PASSED, result.decode().removeprefix("refused ") if result.startswith(b"refused") else ""
 
 
-def _request_program(programs: socket.socket, place: str, files: list[int]) -> None:
-    """Start the program in a new folder `place`; its file descriptors 0, 1, ... are `files`.
+def _request_program(programs: socket.socket, folder: str, files: list[int]) -> None:
+    """Start the program in a new folder `folder`; its file descriptors 0, 1, ... are `files`.
 
     A program with more than three descriptors serves a test by the other two.
     """
-    order = {"place": place, "owner": _assign_user(place), "serves": len(files) > 3}
-    socket.send_fds(programs, [json.dumps(order).encode()], files)
+    message = {"place": folder, "owner": _assign_user(folder), "serves": len(files) > 3}
+    socket.send_fds(programs, [json.dumps(message).encode()], files)
 
 
 def _stop_program(programs: socket.socket) -> int:
@@ -218,48 +224,48 @@ def _start_programs(request: dict[str, Any], orders: socket.socket) -> NoReturn:
             os._exit(0)
         if not files:  # the program to be killed has exited
             continue
-        order = json.loads(message)
-        pid = _fork(request, order["place"], order["owner"], files, functools.partial(run, order["serves"]))
+        command = json.loads(message)
+        pid = _fork(request, command["place"], command["owner"], files, functools.partial(run, command["serves"]))
         for descriptor in files:
             os.close(descriptor)
-        ended = os.pidfd_open(pid)
-        if ended not in select.select([ended, orders], [], [])[0]:
+        process_descriptor = os.pidfd_open(pid)
+        if process_descriptor not in select.select([process_descriptor, orders], [], [])[0]:
             orders.recv(64)
-        os.close(ended)
+        os.close(process_descriptor)
         orders.send(str(_kill_descendants(pid)).encode())
 
 
-def _fork(request: dict[str, Any], place: str, owner: int | None, files: list[int], action: Callable[[], Any]) -> int:
+def _fork(request: dict[str, Any], folder: str, owner: int | None, files: list[int], action: Callable[[], Any]) -> int:
     """Fork a child that drops its privileges and calls `action`; its file descriptors 0, 1, ... are `files`."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            _confine(request, place, owner, files)
+            _confine(request, folder, owner, files)
             code = _exit_code(action)
         finally:
             os._exit(code)
     return pid
 
 
-def _assign_user(place: str) -> int | None:
+def _assign_user(folder: str) -> int | None:
     """Make a folder and, as root, an unused user id its owner; return the user id."""
-    os.makedirs(place, exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
     if os.getuid() != 0:
         return None
     # In a container the kernel may have only 65536 user ids.
     for user in (2**20 + secrets.randbelow(2**30), 20_000 + secrets.randbelow(40_000), NOBODY):
         with contextlib.suppress(OSError):
-            os.chown(place, user, user)
-            os.chmod(place, 0o700)
+            os.chown(folder, user, user)
+            os.chmod(folder, 0o700)
             return user
     raise SystemExit("The sandbox found no unused user id for a program.")
 
 
-def _wait(descriptor: int, lifeline: int, end: float, place: str) -> tuple[bool, str]:
+def _wait(descriptor: int, lifeline: int, end: float, folder: str) -> tuple[bool, str]:
     """Wait until `descriptor` is readable or `end`; return True if it is readable, and the exceeded limit or ""."""
     while (remaining := end - time.monotonic()) > 0:
-        if sum(len(files) for _, _, files in os.walk(place)) > FILES:
+        if sum(len(files) for _, _, files in os.walk(folder)) > FILES:
             return False, f"more than {FILES} files"
         ready, _, _ = select.select([descriptor, lifeline], [], [], min(remaining, _POLL_S))
         if lifeline in ready:
@@ -296,14 +302,14 @@ def _kill_descendants(pid: int) -> int:
         code = os.waitstatus_to_exitcode(status) if waited_pid == pid else code
 
 
-def _confine(request: dict[str, Any], place: str, owner: int | None, files: list[int]) -> None:
+def _confine(request: dict[str, Any], folder: str, owner: int | None, files: list[int]) -> None:
     """Restrict this process before it runs the program: descriptors, privileges, time, memory, processes, threads."""
     os.setsid()
     duplicates = [fcntl.fcntl(source, fcntl.F_DUPFD, 100) for source in files]
     for target, source in enumerate(duplicates):
         os.dup2(source, target)
     os.closerange(len(files), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    os.chdir(place)
+    os.chdir(folder)
     cpu = max(1, round(request["seconds"] + 0.5))
     limits = ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, request["memory"]), (resource.RLIMIT_CORE, 0))
     for name, value in (*limits, (resource.RLIMIT_FSIZE, OUTPUT_BYTES), (resource.RLIMIT_NOFILE, FILES)):
@@ -324,7 +330,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
             os.close(descriptor)
             continue
         # A Python below /root: its modules are found by a descriptor, behind which Landlock allows only libraries.
-        for paths in (sys.path, *(m.__path__ for m in sys.modules.values() if hasattr(m, "__path__"))):
+        for paths in (sys.path, *(module.__path__ for module in sys.modules.values() if hasattr(module, "__path__"))):
             paths[:] = [path.replace(prefix, f"/proc/self/fd/{descriptor}", 1) for path in paths]
     # After the change of user, which resets these settings.
     _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -355,8 +361,8 @@ def _restrict_files(readable: list[str]) -> bool:
         (os.devnull, write | 4),
         (0, 4),
     ]
-    for place, allowed in [*rules_by_path, *((path, read if os.path.isdir(path) else 4) for path in readable)]:
-        descriptor = os.open(place, os.O_PATH) if isinstance(place, str) else os.dup(place)
+    for target, allowed in [*rules_by_path, *((path, read if os.path.isdir(path) else 4) for path in readable)]:
+        descriptor = os.open(target, os.O_PATH) if isinstance(target, str) else os.dup(target)
         _libc.syscall(445, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
         os.close(descriptor)
     _libc.syscall(446, ruleset, 0)
@@ -380,8 +386,8 @@ def _restrict_calls() -> None:
     for number, *conditions in _DENIED_WITH[platform.machine()]:
         # If a condition does not hold, jump behind the rule.
         lines += [(load, 0, 0, 0), (equal, 0, 2 * len(conditions) + 1, number)]
-        for k, (argument, relation, value) in enumerate(conditions):
-            behind = 2 * (len(conditions) - k) - 1
+        for index, (argument, relation, value) in enumerate(conditions):
+            behind = 2 * (len(conditions) - index) - 1
             jumps = (behind, 0) if relation == "not" else (0, behind)
             lines += [(load, 0, 0, 16 + 8 * argument), (any_bits if relation == "some" else equal, *jumps, value)]
         lines += [(return_value, 0, 0, deny)]

@@ -69,10 +69,10 @@ class Link(Values):
         self.apply_updates(*message["news"])
         return message
 
-    def request(self, what, *parts, **named):
+    def request(self, operation, *parts, **kwargs):
         """Send a request to the other process, execute its requests until it replies, and return the reply."""
-        packed = {name: self.pack(value) for name, value in named.items()}
-        self.send({"do": what, "with": [self.pack(part) for part in parts], "named": packed})
+        packed = {name: self.pack(value) for name, value in kwargs.items()}
+        self.send({"do": operation, "with": [self.pack(part) for part in parts], "named": packed})
         while "do" in (reply := self.read()):
             self.handle(reply)
         if reply.get("printed") and sys.stdout is not sys.__stdout__:  # the test reads the output
@@ -81,10 +81,10 @@ class Link(Values):
             return self.unpack(reply["value"])
         error = self.unpack(reply["raised"])
         # As in a generator (PEP 479): StopIteration from a call would end a loop of the test early.
-        follows = what == "await" or (what == "special" and parts[1] == "next")
-        ends = isinstance(error, StopIteration | StopAsyncIteration) and not follows
-        unusual = ends or not isinstance(error, Exception)
-        raise RuntimeError(f"the program raised {type(error).__name__}: {error}") if unusual else error
+        follows = operation == "await" or (operation == "special" and parts[1] == "next")
+        is_stop = isinstance(error, StopIteration | StopAsyncIteration) and not follows
+        is_unusual = is_stop or not isinstance(error, Exception)
+        raise RuntimeError(f"the program raised {type(error).__name__}: {error}") if is_unusual else error
 
     def handle(self, request):
         """Execute a request of the other process and send the result."""
@@ -111,11 +111,11 @@ class Link(Values):
             self.reject(f"uses a name of the program for {kind.__name__}, which would catch failures of the test")
         return kind
 
-    def apply_special_method(self, target, name, args, named):
+    def apply_special_method(self, target, name, args, kwargs):
         """Apply a special method, without underscores, of an object of the other process."""
         compares = name in COMPARISONS or name in BINARY or name == "contains"
         if not self.strict:
-            return self.request("special", target, name, *args, **named)
+            return self.request("special", target, name, *args, **kwargs)
         if name in ("instancecheck", "subclasscheck") and not is_remote(args[0]):
             return False
         if compares and not all(map(is_remote, args)):
@@ -124,7 +124,7 @@ class Link(Values):
             self.reject(f"applies {name} to the result of the program's operator for a value of the test")
         if name in ("exit", "aexit"):
             return self._exit_context(target, name, args)
-        result = self.request("special", target, name, *args, **named)
+        result = self.request("special", target, name, *args, **kwargs)
         if name == "iter" and hasattr(type(target), "__len__") and get_number(target) not in self._created:
             items = [*result]
             if len(items) != len(target):
@@ -186,10 +186,10 @@ class Link(Values):
         return is_suppressed
 
 
-def _call_special_method(value, name, *args, **named):
+def _call_special_method(value, name, *args, **kwargs):
     if name not in SPECIAL:
         raise TypeError(f"{name} is not a special method.")
-    return getattr(type(value), f"__{name}__")(value, *args, **named)
+    return getattr(type(value), f"__{name}__")(value, *args, **kwargs)
 
 
 def _copy_data(value: Any):

@@ -100,10 +100,10 @@ class RemoteException(BaseException):
     _number: int
     _text: str
 
-    def __new__(cls, *args, **named):
-        return cls._link.request("special", cls, "call", *args, **named)
+    def __new__(cls, *args, **kwargs):
+        return cls._link.request("special", cls, "call", *args, **kwargs)
 
-    def __init__(self, *args, **named):
+    def __init__(self, *args, **kwargs):
         pass
 
     def __str__(self):
@@ -131,8 +131,8 @@ def get_number(value):
 def _make_forwarder(name):
     """Return a special method that forwards to the other process."""
 
-    def method(self, *args, **named):
-        return self._link.apply_special_method(self, name, args, named)
+    def method(self, *args, **kwargs):
+        return self._link.apply_special_method(self, name, args, kwargs)
 
     return method
 

@@ -164,7 +164,7 @@ class _Analysis:
         The program must not decide both sides of a comparison, so that such variables are passed as copies.
         """
         names = set()
-        units = [
+        comparisons = [
             node
             for node in ast.walk(self.tree)
             if (isinstance(node, ast.Compare) and not all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops))
@@ -173,8 +173,12 @@ class _Analysis:
         for name in self.passed - self.results:
             derived = _closure(name, self._edges) - self.results
             derived |= _closure(name, [(stored, loaded) for loaded, stored in self._edges])
-            for unit in units:
-                parts = [unit.func, *_arguments(unit)] if isinstance(unit, ast.Call) else [unit.left, *unit.comparators]
+            for comparison in comparisons:
+                parts = (
+                    [comparison.func, *_arguments(comparison)]
+                    if isinstance(comparison, ast.Call)
+                    else [comparison.left, *comparison.comparators]
+                )
                 if any(
                     derived & self._names_outside_calls(part)
                     and self.has_result(other for other in parts if other is not part)
@@ -318,8 +322,8 @@ class _Names(dict):
     Built-ins, and the modules and functions that `_TestTransformer` trusts, are never those of the program.
     """
 
-    def __init__(self, link, kinds, trusted, own):
-        super().__init__(__name__=TEST, __builtins__=builtins, **own)
+    def __init__(self, link, kinds, trusted, extra):
+        super().__init__(__name__=TEST, __builtins__=builtins, **extra)
         self._link, self._kinds, self._trusted = link, kinds, trusted
 
     def __missing__(self, name):

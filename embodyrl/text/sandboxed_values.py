@@ -44,9 +44,9 @@ def _is_shared(kind):
 
 def _array(items, dtype, shape):
     numpy = importlib.import_module("numpy")
-    array_ = numpy.empty(len(items), dtype)
-    array_[:] = items
-    return array_.reshape(shape)
+    result = numpy.empty(len(items), dtype)
+    result[:] = items
+    return result.reshape(shape)
 
 
 class Values:
@@ -107,8 +107,8 @@ class Values:
             return [name, self._pack_pairs(value), self.pack(getattr(value, "default_factory", None))]
         if name == "ndarray":
             return [name, self._pack_all(value.ravel().tolist()), str(value.dtype), list(value.shape)]
-        more = {collections.deque: "maxlen", array.array: "typecode"}.get(kind, "")
-        return [name, self._pack_all(value), getattr(value, more, None)]
+        attribute = {collections.deque: "maxlen", array.array: "typecode"}.get(kind, "")
+        return [name, self._pack_all(value), getattr(value, attribute, None)]
 
     def _pack_all(self, items):
         return [self.pack(item) for item in items]

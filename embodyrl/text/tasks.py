@@ -127,6 +127,6 @@ def _build_rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
         if len(answers) == rows:
             break
     return [
-        TextRow(messages=(Message(role="user", content=question),), reference=said)
-        for question, said in answers.items()
+        TextRow(messages=(Message(role="user", content=question),), reference=reply)
+        for question, reply in answers.items()
     ]

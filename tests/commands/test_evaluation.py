@@ -377,7 +377,7 @@ def test_training_validates_on_additional_suites(tmp_path):
 
 def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
     """Fails if episodes are paired by their last observation, which depends on the policy."""
-    from embodyrl.reports.paired import pair
+    from embodyrl.reports.paired import compare_episodes
 
     words = (
         "env.words=embodyrl.envs.text.game:number",
@@ -388,7 +388,7 @@ def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
     run = train(cfg).run
     first, last = (read_episodes(run / f"eval/step_{step:06}/episodes.jsonl") for step in (0, 2))
     assert {row.task for row in (*first, *last)} == {"FrozenLake-v1"}
-    assert pair(first, last).pairs == 4
+    assert compare_episodes(first, last).pairs == 4
 
 
 def test_greedy_and_temperature_settings_are_passed_to_the_policy(tmp_path):

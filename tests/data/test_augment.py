@@ -7,7 +7,7 @@ import colorsys
 import numpy as np
 import torch
 
-from embodyrl.data.augment import augment, draw, jitter, shift, turn_hue
+from embodyrl.data.augment import adjust_hue_and_saturation, augment, draw, jitter, shift
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def test_hue_and_saturation_match_the_colour_model() -> None:
             h, s, v = colorsys.rgb_to_hsv(*colour)
             expected.append(colorsys.hsv_to_rgb((h + turn) % 1.0, min(1.0, s * factor), v))
         pixels = torch.tensor(colours.T[None, :, None, :])
-        found = turn_hue(pixels, torch.tensor(factor), torch.tensor(turn))[0, :, 0].T
+        found = adjust_hue_and_saturation(pixels, torch.tensor(factor), torch.tensor(turn))[0, :, 0].T
         np.testing.assert_allclose(found.numpy(), np.array(expected), atol=1e-6)
 
 
@@ -67,7 +67,9 @@ def test_hue_rotation_by_120_degrees_matches_colorsys() -> None:
         expected = [
             colorsys.hsv_to_rgb((h + turn) % 1.0, s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colours)
         ]
-        found = turn_hue(torch.tensor(colours.T[None, :, None, :]), torch.tensor(1.0), torch.tensor(turn))[0, :, 0].T
+        found = adjust_hue_and_saturation(
+            torch.tensor(colours.T[None, :, None, :]), torch.tensor(1.0), torch.tensor(turn)
+        )[0, :, 0].T
         np.testing.assert_allclose(found.numpy(), np.array(expected), atol=1e-6)
 
 

@@ -10,7 +10,7 @@ import pytest
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import Rate
 from embodyrl.plan.keys import state_keys
-from embodyrl.reports.paired import mcnemar, pair, pair_suites, rate_difference
+from embodyrl.reports.paired import compare_episodes, mcnemar, pair_suites, rate_difference
 
 
 def row(
@@ -83,11 +83,11 @@ def test_keys_that_affect_initial_states_are_declared() -> None:
 
 def test_return_gain_is_significant_if_its_interval_excludes_zero() -> None:
     before = [row(k, 0.0, known=False) for k in range(4)]
-    better = pair(before, [row(k, 1.0 + 0.1 * k, known=False) for k in range(4)])
+    better = compare_episodes(before, [row(k, 1.0 + 0.1 * k, known=False) for k in range(4)])
     assert better.gain is not None
     assert better.gain.value == pytest.approx(1.15)
     assert better.is_significant
-    mixed = pair(before, [row(k, (-2.0, 1.0, -1.0, 3.0)[k], known=False) for k in range(4)])
+    mixed = compare_episodes(before, [row(k, (-2.0, 1.0, -1.0, 3.0)[k], known=False) for k in range(4)])
     assert mixed.gain is not None
     assert mixed.gain.value == pytest.approx(0.25)
     assert not mixed.is_significant
@@ -106,7 +106,7 @@ def test_difference_interval_counts_repeated_states_once(states: int, wins: int,
 
 
 def test_discordant_pairs_are_counted_per_side() -> None:
-    found = pair([row(0, 1.0), row(1, 1.0), row(2, 0.0)], [row(0, 0.0), row(1, 0.0), row(2, 1.0)])
+    found = compare_episodes([row(0, 1.0), row(1, 1.0), row(2, 0.0)], [row(0, 0.0), row(1, 0.0), row(2, 1.0)])
     assert (found.only_first, found.only_second) == (2, 1)
 
 
@@ -124,9 +124,9 @@ def test_samples_of_one_state_are_paired_by_number() -> None:
     """`eval.samples`: fails if every sample is compared with the last sample of the other evaluation."""
     drawn = [row(k, won) for won in (1.0, 0.0, 1.0, 0.0) for k in range(10)]
     samples = [replace(one, episode=number) for number, one in enumerate(drawn)]
-    same = pair(samples, list(reversed(samples)))
+    same = compare_episodes(samples, list(reversed(samples)))
     assert (same.pairs, same.states, same.only_first, same.only_second, same.p_value) == (40, 10, 0, 0, 1.0)
-    fewer = pair(samples[:10], samples)
+    fewer = compare_episodes(samples[:10], samples)
     assert (fewer.pairs, fewer.only_first, fewer.only_second) == (10, 0, 0)
 
 

@@ -36,7 +36,7 @@ from embodyrl.reports import media
 from embodyrl.reports.charts import Line, curve, find_differing_settings, line_chart, stacked_bars, ticks
 from embodyrl.reports.history import Evaluation, History, read_history
 from embodyrl.reports.page import _build_task_table, _build_tiles, _plot_timeline, write_report
-from embodyrl.reports.paired import pair
+from embodyrl.reports.paired import compare_episodes
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -120,7 +120,7 @@ def test_pooled_success_rate_is_weighted_by_episodes(tmp_path: Path) -> None:
 def test_paired_episodes_share_task_state_and_seed(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     first, last = history.evaluations
-    line = pair(first.episodes, last.episodes).sentence(("A", "B"))
+    line = compare_episodes(first.episodes, last.episodes).sentence(("A", "B"))
     assert line == (  # 2 * (1 + 5) / 2^5
         "paired on 6 episodes with the same initial state and seed: success only A: 1, only B: 4; +50.0 points "
         "[-21.9, 96.9]; McNemar p = 0.375 (no significant difference)"
@@ -161,12 +161,14 @@ def test_runs_with_different_initial_states_are_not_paired(tmp_path: Path) -> No
 def test_episodes_of_one_state_are_paired_by_seed() -> None:
     """Without the seed, the last episode would replace all others."""
     first = played((3, 1000, True, 1.0), (3, 1001, False, 0.0))
-    assert pair(first.episodes, first.episodes).sentence(("A", "B")).startswith("paired on 2 episodes")
-    assert "success only A: 0, only B: 0;" in pair(first.episodes, first.episodes).sentence(("A", "B"))
-    assert "success only A: 1, only B: 0;" in pair(first.episodes, played((3, 1000, False, 0.0)).episodes).sentence(
+    assert compare_episodes(first.episodes, first.episodes).sentence(("A", "B")).startswith("paired on 2 episodes")
+    assert "success only A: 0, only B: 0;" in compare_episodes(first.episodes, first.episodes).sentence(("A", "B"))
+    assert "success only A: 1, only B: 0;" in compare_episodes(
+        first.episodes, played((3, 1000, False, 0.0)).episodes
+    ).sentence(("A", "B"))
+    assert "no paired test" in compare_episodes(first.episodes, played((3, 1002, True, 1.0)).episodes).sentence(
         ("A", "B")
     )
-    assert "no paired test" in pair(first.episodes, played((3, 1002, True, 1.0)).episodes).sentence(("A", "B"))
 
 
 def test_repeated_episodes_do_not_increase_significance() -> None:
@@ -174,7 +176,7 @@ def test_repeated_episodes_do_not_increase_significance() -> None:
     before = played(*((s, 1000 + k, False, 0.0) for k in range(10) for s in range(5)))
     after = played(*((s, 1000 + k, True, 1.0) for k in range(10) for s in range(5)))
     assert str(after.score()) == f"100.0 % [{100 * wilson(5, 5)[0]:.1f}, 100.0] (50/50, 5 states)"
-    line = pair(before.episodes, after.episodes).sentence(("A", "B"))
+    line = compare_episodes(before.episodes, after.episodes).sentence(("A", "B"))
     assert (
         "only B: 50; +100.0 points [19.6, 100.0]; McNemar over 5 states p = 0.0625 (no significant difference)" in line
     )
@@ -184,7 +186,7 @@ def test_return_is_reported_if_success_is_unknown() -> None:
     before = played(*((s, 1000, None, 10.0 * s) for s in range(6)))
     after = played(*((s, 1000, None, 10.0 * s + 4 + s % 2) for s in range(6)))
     assert str(before.score()).startswith("25 [")
-    line = pair(before.episodes, after.episodes).sentence(("A", "B"))
+    line = compare_episodes(before.episodes, after.episodes).sentence(("A", "B"))
     assert "return of B minus that of A: 4.5 [" in line
     assert line.endswith("(differ)")
 

@@ -17,11 +17,11 @@ from embodyrl.reports.page import write_report
 from embodyrl.reports.seeds import (
     SeedGroup,
     compare_groups,
+    group_by_seed,
     interquartile_mean,
     mean_interval,
     permutation_test,
     probability_of_improvement,
-    seed_groups,
     stratified_bootstrap,
 )
 
@@ -95,7 +95,7 @@ def runs_of(tmp_path: Path, name: str, *overrides: str, seeds: int = 3) -> list[
 
 def test_runs_that_differ_only_in_seed_are_grouped(tmp_path: Path) -> None:
     mine, other = runs_of(tmp_path, "mine"), runs_of(tmp_path, "other", "actor.optim.lr=1e-5")
-    groups = seed_groups([read_history(run) for run in (mine[0], other[0], mine[1], other[1], mine[2], other[2])])
+    groups = group_by_seed([read_history(run) for run in (mine[0], other[0], mine[1], other[1], mine[2], other[2])])
     assert [group.name for group in groups] == ["mine (3 seeds)", "other (3 seeds)"]
     said = groups[0].summary()
     assert said[0].startswith("mine (3 seeds): mean over seeds 0, 1, 2: 66.7 % [30.0, 90.3] (66.7 %; 66.7 %; 66.7 %)")
@@ -193,12 +193,12 @@ def test_ten_runs_have_bootstrap_intervals(tmp_path: Path) -> None:
 
 def test_runs_with_equal_seeds_are_not_grouped(tmp_path: Path) -> None:
     runs = [read_history(write_run(tmp_path / name, "seed=3")) for name in ("before", "after")]
-    assert [group.name for group in seed_groups(runs)] == ["before", "after"]
-    assert compare_groups(*seed_groups(runs)) is None
+    assert [group.name for group in group_by_seed(runs)] == ["before", "after"]
+    assert compare_groups(*group_by_seed(runs)) is None
 
 
 def test_single_run_has_no_group_summary(tmp_path: Path) -> None:
-    (group,) = seed_groups([read_history(write_run(tmp_path / "alone"))])
+    (group,) = group_by_seed([read_history(write_run(tmp_path / "alone"))])
     assert (group.name, group.summary()) == ("alone", [])
 
 
@@ -213,7 +213,7 @@ def test_group_contains_tasks_common_to_all_runs(tmp_path: Path) -> None:
 
 def test_group_with_a_repeated_seed_is_split(tmp_path: Path) -> None:
     runs = [read_history(write_run(tmp_path / f"r{k}", f"seed={seed}")) for k, seed in enumerate((3, 3, 4))]
-    assert [len(group.runs) for group in seed_groups(runs)] == [1, 1, 1]
+    assert [len(group.runs) for group in group_by_seed(runs)] == [1, 1, 1]
 
 
 def test_return_intervals_are_not_limited_to_zero_to_one(tmp_path: Path) -> None:
@@ -226,5 +226,5 @@ def test_return_intervals_are_not_limited_to_zero_to_one(tmp_path: Path) -> None
         path.write_text("".join(json.dumps(row) + "\n" for row in told))
     for run in runs:  # an environment that ever speaks of success has rates
         (run / "metrics.jsonl").unlink()
-    (group,) = seed_groups([read_history(run) for run in runs])
+    (group,) = group_by_seed([read_history(run) for run in runs])
     assert "63.33 [20.03, 106.6] (63.33; 63.33)" in group.summary()[0]

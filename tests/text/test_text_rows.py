@@ -20,8 +20,8 @@ from embodyrl.text import dataset as text
 from embodyrl.text import tasks
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import open_rows
+from embodyrl.text.images import read_images
 from embodyrl.text.messages import Message, join_messages, split_images, split_messages
-from embodyrl.text.pictures import read_images
 from embodyrl.text.rewards.functions import countdown
 from embodyrl.text.settings import PairSettings, RowSettings
 

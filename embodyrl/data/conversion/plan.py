@@ -140,15 +140,15 @@ def _assign_columns(description: Description, data: ConversionSettings) -> dict[
 
 
 def _get_gripper(conventions: Conventions, data: ConversionSettings, dim: int) -> GripperConvention | None:
-    range_ = data.gripper or conventions.gripper
-    if range_ is None:
+    open_and_closed = data.gripper or conventions.gripper
+    if open_and_closed is None:
         return None
     if not -dim <= data.gripper_index < dim:
         raise ConfigError(
             f"data.gripper_index={data.gripper_index} is out of range, because the actions have {dim} numbers. "
             f"Set an index from {-dim} to {dim - 1}."
         )
-    return GripperConvention(open=range_[0], closed=range_[1], index=data.gripper_index)
+    return GripperConvention(open=open_and_closed[0], closed=open_and_closed[1], index=data.gripper_index)
 
 
 def _get_cameras(description: Description, data: ConversionSettings, keys: Mapping[str, str]) -> CameraSpec:

@@ -49,21 +49,21 @@ def write_report(folder: Path, rounds: Sequence[Round], commands: Sequence[str])
     """Write the report as JSON and as Markdown; return the lines of the table."""
     head = ["round", "success", "95 % interval", "pool", "solved", "positive", "V error", "V rank corr."]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    lines += [f"| {' | '.join(_format_cells(round_))} |" for round_ in rounds]
+    lines += [f"| {' | '.join(_format_cells(result))} |" for result in rounds]
     command_lines = ["", "Commands of the stages:", "", *(f"    {command}" for command in commands)]
     write_atomically(folder / REPORT_TEXT, "\n".join(["# RECAP", "", *lines, *command_lines]) + "\n")
-    content = {"rounds": [asdict(round_) for round_ in rounds], "commands": list(commands)}
+    content = {"rounds": [asdict(result) for result in rounds], "commands": list(commands)}
     write_atomically(folder / REPORT_JSON, json_text(content))
     return lines
 
 
-def _format_cells(round_: Round) -> list[str]:
-    values = round_.values
-    success_text = "" if round_.success is None else f"{round_.success:.3f} ({round_.episodes})"
-    bounds = "" if round_.low is None or round_.high is None else f"{round_.low:.3f} to {round_.high:.3f}"
+def _format_cells(result: Round) -> list[str]:
+    values = result.values
+    success_text = "" if result.success is None else f"{result.success:.3f} ({result.episodes})"
+    bounds = "" if result.low is None or result.high is None else f"{result.low:.3f} to {result.high:.3f}"
     if not values:
-        return [str(round_.number), success_text, bounds, "", "", "", "", ""]
+        return [str(result.number), success_text, bounds, "", "", "", "", ""]
     pool = f"{values['episodes']:.0f} episodes"
     solved = f"{values['successes'] / values['episodes']:.2f}"
     numbers = (f"{values[name]:.3f}" for name in ("positive", "value_error", "value_rank_correlation"))
-    return [str(round_.number), success_text, bounds, pool, solved, *numbers]
+    return [str(result.number), success_text, bounds, pool, solved, *numbers]

@@ -137,9 +137,9 @@ def folds_of(episodes: int, folds: int, seed: int) -> IntArray:
     return np.random.default_rng(seed).permutation(np.arange(episodes) % folds)
 
 
-def rank_correlation(one: Sequence[float] | DoubleArray, other: Sequence[float] | DoubleArray) -> float:
+def rank_correlation(first: Sequence[float] | DoubleArray, second: Sequence[float] | DoubleArray) -> float:
     """Return Spearman's rank correlation of two sequences; ties get their mean rank. 0 if a sequence is constant."""
-    a, b = (_get_ranks(np.asarray(values, np.float64)) for values in (one, other))
+    a, b = (_get_ranks(np.asarray(values, np.float64)) for values in (first, second))
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a @ a) * (b @ b)))
     return float(a @ b) / size if size else 0.0

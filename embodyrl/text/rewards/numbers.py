@@ -158,17 +158,17 @@ def _get_sign(match: re.Match[str]) -> str:
     return match["sign"] or "-"
 
 
-def equal(one: Number | None, other: Number | None) -> bool:
+def equal(first: Number | None, second: Number | None) -> bool:
     """Return True if two numbers are equal; 50 % equals 0.5 and 50, and 2 million equals 2,000,000 and 2.
 
     Whole numbers and decimals must be equal exactly. A fraction without a finite decimal form, such as 1/3, equals a
     decimal within 1e-6 of its value.
     """
-    if one is None or other is None:
+    if first is None or second is None:
         return False
-    pairs = [(one.value * one.scale, other.value * other.scale)]
-    if (one.scale == 1) != (other.scale == 1):
-        pairs.append((one.value, other.value))
+    pairs = [(first.value * first.scale, second.value * second.scale)]
+    if (first.scale == 1) != (second.scale == 1):
+        pairs.append((first.value, second.value))
     return any(
         a == b or (_is_repeating(a) != _is_repeating(b) and abs(a - b) <= max(abs(a), abs(b)) / 10**6) for a, b in pairs
     )
@@ -194,10 +194,10 @@ def restates(answer: Number, reference: Number, prompt: str) -> bool:
     if answer.scale != reference.scale and answer.value == reference.value:
         return False  # 12 % for 12
     if answer.parts:
-        one, other = answer.parts
-        if re.search(rf"(?<![\d.]){one}\D{{1,24}}{other}(?![\d.]*\d)", prompt):
+        first, second = answer.parts
+        if re.search(rf"(?<![\d.]){first}\D{{1,24}}{second}(?![\d.]*\d)", prompt):
             return True
-        shorter = answer.form == "/" or len(str(answer.value)) <= len(f"{one}{other}")
+        shorter = answer.form == "/" or len(str(answer.value)) <= len(f"{first}{second}")
         if not answer.finished and (not prompt.strip() or (shorter and answer.value.denominator == 1)):
             return True
     return any(n and n.form == answer.form and n.value == answer.value for _, n in numbers(prompt))

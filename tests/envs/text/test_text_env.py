@@ -13,8 +13,8 @@ from embodyrl.envs.text.protocol import Answer, RewardResult
 from embodyrl.envs.text.reward_runner import build_reward_runner
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import TextRows, open_rows
+from embodyrl.text.images import LazyImage
 from embodyrl.text.messages import Message, split_messages
-from embodyrl.text.pictures import LazyImage
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import RowSettings
 from embodyrl.types import EpisodeStart, ObservationOut

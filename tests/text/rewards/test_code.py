@@ -225,7 +225,9 @@ def test_program_reads_neither_tests_nor_data_nor_inherited_folders(tmp_path: Pa
     (tmp_path / "rows.jsonl").write_text("4831907")
     places = [str(tmp_path / "rows.jsonl"), "/proc/1/cmdline", "/etc/passwd"]
     program = LEAKS.replace("PLACES", repr(places))
-    ((_, code, said),) = sandbox._execute(program, [{"input": "", "output": "4831907\n"}], seconds=30, each=30)
+    ((_, code, said),) = sandbox._execute(
+        program, [{"input": "", "output": "4831907\n"}], seconds=30, seconds_per_test=30
+    )
     assert (code, said) == (0, "[]\n")
 
 

@@ -46,28 +46,28 @@ def _migrate(args: argparse.Namespace) -> int:
     source = read_source(path, args.words[1:])
     result = translate(source, args.source)
     facts = compare(result) if result.config is not None else []
-    reasons_ = reasons(result, facts, source)
+    difference_lines = reasons(result, facts, source)
     name = re.sub(r"[^\w.-]+", "_", path.stem)
     experiment = args.to / "experiment" / f"{name}.yaml"
     if experiment.exists():
         raise MigrationError(f"{experiment} exists; choose another folder with --to DIR.")
-    is_written = result.config is not None and (not reasons_ or args.nearest)
+    is_written = result.config is not None and (not difference_lines or args.nearest)
     experiment.parent.mkdir(parents=True, exist_ok=True)
     report = experiment.with_suffix(".md")
-    report.write_text(report_text(result, facts, reasons_, source, path.name), encoding="utf-8")
+    report.write_text(report_text(result, facts, difference_lines, source, path.name), encoding="utf-8")
     if is_written:
-        experiment.write_text(experiment_text(result, reasons_, path.name), encoding="utf-8")
+        experiment.write_text(experiment_text(result, difference_lines, path.name), encoding="utf-8")
     if args.json:
-        print(json.dumps(_build_json(result, facts, reasons_, is_written), indent=1, default=str))
+        print(json.dumps(_build_json(result, facts, difference_lines, is_written), indent=1, default=str))
     else:
-        _print_result(result, facts, reasons_, source, path, experiment if is_written else None, report)
+        _print_result(result, facts, difference_lines, source, path, experiment if is_written else None, report)
     return 0 if is_written else 2
 
 
 def _print_result(
     result: Migration,
     facts: list[Fact],
-    reasons_: list[str],
+    difference_lines: list[str],
     source: Source,
     path: Path,
     written: Path | None,
@@ -75,7 +75,7 @@ def _print_result(
 ) -> None:
     """Print the outcome, reasons first; to standard error if no experiment was written."""
     stream = sys.stdout if written else sys.stderr
-    for text in reasons_:
+    for text in difference_lines:
         print(f"not the same experiment: {text}" if written else f"embodyrl-migrate: error: {text}", file=stream)
     layout = f", layout {result.layout}" if result.layout else ""
     print(f"{path} is a {result.system.name} config with {sum(result.counts.values())} keys{layout}")
@@ -105,19 +105,21 @@ def _print_result(
         print("--nearest writes the nearest experiment with these differences", file=stream)
 
 
-def _build_json(result: Migration, facts: list[Fact], reasons_: list[str], is_written: bool) -> dict[str, object]:
+def _build_json(
+    result: Migration, facts: list[Fact], difference_lines: list[str], is_written: bool
+) -> dict[str, object]:
     return {
         "system": result.system.folder,
         "layout": result.layout,
         "written": is_written,
-        "reasons": reasons_,
+        "reasons": difference_lines,
         "counts": result.counts,
         "facts": [dataclasses.asdict(fact) | {"same": fact.is_same, "mark": fact.mark} for fact in facts],
         "keys": [dataclasses.asdict(verdict) for verdict in result.verdicts],
     }
 
 
-def experiment_text(result: Migration, reasons_: list[str], source: str) -> str:
+def experiment_text(result: Migration, difference_lines: list[str], source: str) -> str:
     """Return the content of the experiment file: a defaults list of groups, and the settings that differ from
     defaults.
     """
@@ -125,5 +127,5 @@ def experiment_text(result: Migration, reasons_: list[str], source: str) -> str:
     for key, value in sorted(remove_defaults(result).items()):
         OmegaConf.update(body, key, value, force_add=True)
     head = f"# @package _global_\n# Translated from {source} ({result.system.name})\n"
-    head += "".join(f"# Not the same experiment: {text}\n" for text in reasons_)
+    head += "".join(f"# Not the same experiment: {text}\n" for text in difference_lines)
     return head + OmegaConf.to_yaml(body)

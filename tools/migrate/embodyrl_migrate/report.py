@@ -108,11 +108,11 @@ def _format_value(value: Any) -> str:
     return "?" if value is None else f"{value:g}" if isinstance(value, float) else format_value(value)
 
 
-def report_text(result: Migration, facts: list[Fact], reasons_: list[str], source: Source, file: str) -> str:
+def report_text(result: Migration, facts: list[Fact], difference_lines: list[str], source: Source, file: str) -> str:
     """Return the report as Markdown: reasons, facts with their sources, and the state of every key."""
     counts = ", ".join(f"{count} {state}" for state, count in result.counts.items())
     lines = [f"# {file} ({result.system.name}, layout {result.layout or 'unknown'})", ""]
-    lines += [f"- **Not the same experiment:** {text}" for text in reasons_]
+    lines += [f"- **Not the same experiment:** {text}" for text in difference_lines]
     lines += [f"- Note: {text}" for text in source.notes]
     lines += ["", f"{sum(result.counts.values())} keys: {counts}.", ""]
     lines += [f"| fact | {result.system.name} | embodyrl | | source |", "|---|---|---|---|---|"]

@@ -116,8 +116,8 @@ class _Reader:
         return True
 
     def _condition_is_met(self, line: str) -> bool | None:
-        match_ = _TEST.fullmatch(line)
-        match [_expand(word, self.variables) for word in _split(match_[1])] if match_ else []:
+        condition = _TEST.fullmatch(line)
+        match [_expand(word, self.variables) for word in _split(condition[1])] if condition else []:
             case ["-z", value] if "$" not in value:
                 return not value
             case ["-n", value] if "$" not in value:

@@ -156,20 +156,20 @@ class _Composer:
             if entry == "_self_":
                 merged.merge_with(_nest(package, own_keys))
                 continue
-            for name, package_ in _parse_entry(entry):
-                self._merge_entry(merged, name, package_, path, package)
+            for name, target_package in _parse_entry(entry):
+                self._merge_entry(merged, name, target_package, path, package)
         return merged
 
-    def _merge_entry(self, merged: DictConfig, name: str, package_: str | None, path: Path, package: str) -> None:
+    def _merge_entry(self, merged: DictConfig, name: str, target_package: str | None, path: Path, package: str) -> None:
         file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
         group = ".".join(part for part in name.lstrip("/").split("/")[:-1] if part != "..")
-        inner = {None: group, "_here_": "", "_global_": ""}.get(package_, package_) or ""
-        below = inner if package_ == "_global_" else ".".join(part for part in (package, inner) if part)
+        inner = {None: group, "_here_": "", "_global_": ""}.get(target_package, target_package) or ""
+        below = inner if target_package == "_global_" else ".".join(part for part in (package, inner) if part)
         relative = [path.parent / file] if not name.startswith("/") else []
         for candidate in [*relative, *(root / file.lstrip("/") for root in self._roots)]:
             if candidate.is_file():
                 declaration = re.match(r"\s*#\s*@package\s+(\S+)", candidate.read_text(encoding="utf-8"))
-                at_root = declaration is not None and declaration[1] == "_global_" and package_ is None
+                at_root = declaration is not None and declaration[1] == "_global_" and target_package is None
                 merged.merge_with(self._merge_defaults(self._load(candidate), candidate, "" if at_root else below))
                 return
         self._source.missing.append(name.lstrip("/"))
@@ -187,7 +187,7 @@ def _parse_entry(entry: Any) -> list[tuple[str, str | None]]:
             continue
         name, separator, package = parts[-1].partition("@")
         options = option if isinstance(option, list) else [option]
-        pairs += [(f"{name}/{option_}", package if separator else None) for option_ in options]
+        pairs += [(f"{name}/{item}", package if separator else None) for item in options]
     return pairs
 
 

@@ -269,13 +269,15 @@ def conditions_are_met(when: Mapping[str, Any], values: Mapping[str, Any]) -> bo
 
 
 def _condition_is_met(key: str, expected: Any, values: Mapping[str, Any]) -> bool:
-    patterns = [str(pattern_).lower() for pattern_ in (expected if isinstance(expected, list) else [expected])]
+    patterns = [
+        str(expected_value).lower() for expected_value in (expected if isinstance(expected, list) else [expected])
+    ]
     names = [name for name in values if fnmatchcase(name, key)] if "*" in key else [key]
-    values_ = [_format_setting(values, name) for name in names] or ["absent"]
+    texts = [_format_setting(values, name) for name in names] or ["absent"]
     unset = ("absent", "none")
     return any(
         value in patterns if value in unset else any(fnmatchcase(value, pattern) for pattern in patterns)
-        for value in values_
+        for value in texts
     )
 
 

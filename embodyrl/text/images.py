@@ -53,8 +53,8 @@ class LazyImage:
             return self.source
         height, width = self.size
         with self._open() as image:
-            shown = ImageOps.exif_transpose(image).convert("RGB")
-            return np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0))
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+            return np.asarray(upright.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0))
 
     def _fit(self, height: int, width: int) -> tuple[int, int]:
         scale = min(1.0, (self.max_edge or max(height, width)) / max(height, width))
