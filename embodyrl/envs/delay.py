@@ -56,7 +56,7 @@ class DelayedEnv(ChunkedEnv):
         reward_coef: float,
         reward: StepRewardSettings | None = None,
     ) -> None:
-        """Create the environment; `delay`: smallest and largest delay, sampled uniformly for each chunk."""
+        """Create the environment. Each chunk samples its delay uniformly between the two values of `delay`."""
         super().__init__(sims, num_slots, use_rel_reward=use_rel_reward, reward_coef=reward_coef, reward=reward)
         self._min_delay, self._max_delay = delay
         # Per slot: number of executed chunks, and index of the first action of the next chunk that will be executed.

@@ -102,7 +102,7 @@ class StepReward:
     def compute_components(self, step: RewardStep, simulator_reward: float) -> tuple[list[float], str | None]:
         """Call the function; return the reward components, and the error message if the call failed.
 
-        `simulator_reward`: the simulator's reward.
+        `simulator_reward` is the reward of the simulator.
         """
         problem = None
         try:

@@ -6,14 +6,14 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings
 from embodyrl.registry import closest
 
 
-def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
-    """Yield errors about selected cameras that occur twice or are not in `known`."""
+def camera_problems(cfg: CameraSettings, available: Collection[str] | None = None) -> Iterator[str]:
+    """Yield errors about selected cameras that occur twice or are not in `available`."""
     names = cfg.init_params.camera_names
     for name in names:
-        if known is not None and name not in known:
+        if available is not None and name not in available:
             yield (
                 f"env.init_params.camera_names: '{name}' is not a camera of this environment."
-                f"{closest(name, known)} Known: {', '.join(known)}."
+                f"{closest(name, available)} Known: {', '.join(available)}."
             )
     if len(set(names)) < len(names):
         yield f"env.init_params.camera_names={list(names)} contains a camera twice. Remove the duplicate."

@@ -43,7 +43,7 @@ def warnings(
 def success_warnings(cfg: GymSettings, names: Sequence[str], has_success: bool) -> Iterator[str]:
     """Warn if `env.success_key` is missing in all steps, or if an unused key of info probably means success.
 
-    `names`: keys of info in all probed steps; `has_success`: True if a step has a success key.
+    `names` are the keys of info in all probed steps. `has_success` is True if a step has a success key.
     """
     if has_success:
         return
@@ -70,7 +70,7 @@ def instruction_warnings(
 ) -> Iterator[str]:
     """Warn about texts in the observation or in info that are not used as the instruction.
 
-    `texts`: texts of the observation; `info`: info of a reset; `instruction`: the instruction.
+    `texts` are the texts of the observation, and `info` is the info of a reset.
     """
     if cfg.instruction is not None or cfg.instruction_key is not None:
         return

@@ -166,9 +166,9 @@ def to_bool_array(env_id: str, name: str, values: Any, count: int) -> BoolArray:
     dtype_kind = array.dtype.kind if array.shape in ((), (count,)) else ""
     if dtype_kind == "b" or (dtype_kind and dtype_kind in "iuf" and np.isin(array, (0, 1)).all()):
         return np.broadcast_to(array, count).astype(np.bool_)
-    shown_value = array.reshape(-1).tolist()[0] if array.size == 1 else values
+    reported = array.reshape(-1).tolist()[0] if array.size == 1 else values
     raise EnvError(
-        f"env '{env_id}': step returned {shown_value!r:.80} for {name}, expected True or False. Fix: return one bool, "
+        f"env '{env_id}': step returned {reported!r:.80} for {name}, expected True or False. Fix: return one bool, "
         f"for example bool(distance < 0.05)."
     )
 

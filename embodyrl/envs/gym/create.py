@@ -119,7 +119,7 @@ def _is_running_statistic(value: Any) -> bool:
 def _choose_suite(cfg: GymSettings, environment: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the environment that `env.suite` selects in `environment`, and the names of all environments.
 
-    `environment`: one environment, {suite: env}, or {suite: {task: env}}.
+    `environment` is one environment, {suite: env}, or {suite: {task: env}}.
 
     Raises:
         ConfigError: `env.suite` is not one of the names.

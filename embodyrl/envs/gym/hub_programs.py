@@ -33,15 +33,15 @@ def load_program(name: str) -> Callable[..., Any]:
     module_name = "embodyrl_hub_" + "".join(c if c.isalnum() else "_" for c in name)
     if module_name not in sys.modules:
         if not path.is_file():
-            found = ", ".join(sorted(file.name for file in folder.iterdir()))
+            files = ", ".join(sorted(file.name for file in folder.iterdir()))
             raise ConfigError(
-                f"env.id={name}: the repository has no {FILE} (files: {found}). Use an EnvHub repository."
+                f"env.id={name}: the repository has no {FILE} (files: {files}). Use an EnvHub repository."
             )
         _import(module_name, path, name)
-    found = getattr(sys.modules[module_name], FUNCTION, None)
-    if not callable(found):
+    function = getattr(sys.modules[module_name], FUNCTION, None)
+    if not callable(function):
         raise ConfigError(f"env.id={name}: {FILE} must define {FUNCTION}(n_envs, use_async_envs, cfg).")
-    return found
+    return function
 
 
 def _import(module_name: str, path: Path, name: str) -> None:

@@ -40,7 +40,7 @@ class Arm:
     """Arm with hinge joints whose gripper is a point at a fixed distance along the x axis of the last link."""
 
     def __init__(self, model: Any, link: str, joints: Sequence[str], offset: float) -> None:
-        """Find link and joints by name in a MuJoCo model; `offset`: distance of the point from the link, metres."""
+        """Find link and joints by name in a MuJoCo model. The point is `offset` metres from the link."""
         self._model, self._link, self._offset = model, model.body(link).id, np.array([offset, 0.0, 0.0])
         joint_handles = [model.joint(name) for name in joints]
         self._columns = np.array([joint.qposadr[0] for joint in joint_handles])

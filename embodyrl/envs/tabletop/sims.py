@@ -38,7 +38,7 @@ Command = tuple[float, float, float, float]
 def expert_action(world: World) -> FloatArray:
     """Return the expert's next action [7]: position deltas in -1..1, zero rotation, gripper."""
     if world.success():
-        command = 0.0, 0.0, TRAVEL_HEIGHT - world.z, CLOSED if world.closed and world.held is None else OPEN
+        command = 0.0, 0.0, TRAVEL_HEIGHT - world.z, CLOSED if world.closed and world.held_block is None else OPEN
     else:
         command = {Skill.touch: _plan_touch, Skill.push: _plan_push, Skill.put: _plan_put}[world.task.skill](world)
     dx, dy, dz, gripper = command
@@ -54,7 +54,7 @@ def _plan_touch(world: World) -> Command:
 
 def _plan_put(world: World) -> Command:
     block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
-    if world.held == world.task.block:
+    if world.held_block == world.task.block:
         is_low = world.z < GRASP_HEIGHT and world.distance(plate) < _DESCENT_RADIUS
         return (0.0, 0.0, 0.0, OPEN) if is_low else _descend_to(world, plate, CLOSED)
     if world.closed:
@@ -65,7 +65,7 @@ def _plan_put(world: World) -> Command:
 
 def _plan_push(world: World) -> Command:
     block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
-    if world.held is not None:
+    if world.held_block is not None:
         return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
     dx, dy = plate[0] - block[0], plate[1] - block[1]
     distance = max(math.hypot(dx, dy), 1e-6)
@@ -85,7 +85,7 @@ def _plan_push(world: World) -> Command:
 
 def _descend_to(world: World, point: Point, gripper: float) -> Command:
     """Return the next command towards a point: move at travel height, and descend when the gripper is above it."""
-    radius = _DESCENT_RADIUS if gripper == CLOSED and world.held is None else _OPEN_DESCENT_RADIUS
+    radius = _DESCENT_RADIUS if gripper == CLOSED and world.held_block is None else _OPEN_DESCENT_RADIUS
     height = 0.0 if world.distance(point) < radius else TRAVEL_HEIGHT
     # Far away and low: rise and move in the same step, which shortens episodes. Axes are independent and in half steps:
     # few distinct numbers are easier to learn for a small policy than diagonal motions.

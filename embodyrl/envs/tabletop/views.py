@@ -121,7 +121,7 @@ def render_front(world: World, size: int) -> ByteArray:
     )
     for (x, y), colour in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
         _draw_front_plate(canvas, x, y * _Y_SCALE, colour)
-    heights = [world.z if index == world.held else 0.0 for index in range(len(world.blocks))]
+    heights = [world.z if index == world.held_block else 0.0 for index in range(len(world.blocks))]
     for (x, y), z in zip(world.blocks, heights, strict=True):
         shift = 0.012 + 0.4 * z
         half = BLOCK_SIDE / 2
@@ -156,15 +156,15 @@ def render_wrist(world: World, size: int) -> ByteArray:
             canvas.disc(x, y, PLATE_RADIUS * 0.82, 1.0, colour)
     side = BLOCK_SIDE / 2
     for index, (x, y) in enumerate(world.blocks):
-        if index != world.held and max(abs(x - world.x), abs(y - world.y)) < half + BLOCK_SIDE:
+        if index != world.held_block and max(abs(x - world.x), abs(y - world.y)) < half + BLOCK_SIDE:
             canvas.box(x + 0.012, y - 0.006, side, side, _SHADOW_RGB, blur=0.02, strength=0.45)
             canvas.box(x, y, side, side, _scale_colour(_BLOCK_RGB[world.palette][index], 0.75))
             canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][index])
     # Fingers and a held block move with the camera, so their size in the image is constant.
     hand = _Canvas(canvas.pixels, size / (2 * _WRIST_LOW), -_WRIST_LOW, _WRIST_LOW)
-    if world.held is not None:
-        hand.box(0.0, 0.0, side, side, _scale_colour(_BLOCK_RGB[world.palette][world.held], 0.75))
-        hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][world.held])
+    if world.held_block is not None:
+        hand.box(0.0, 0.0, side, side, _scale_colour(_BLOCK_RGB[world.palette][world.held_block], 0.75))
+        hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][world.held_block])
     finger_distance = _get_finger_distance(world)
     for sign in (-1.0, 1.0):
         hand.box(sign * finger_distance, 0.0, 0.007, 0.022, _FINGER_RGB)
@@ -208,7 +208,7 @@ def _draw_front_gripper(canvas: _Canvas, world: World) -> None:
 def _get_finger_distance(world: World) -> float:
     if not world.closed:
         return _FINGER_OPEN
-    return _FINGER_CLOSED if world.held is None else _FINGER_HOLDING
+    return _FINGER_CLOSED if world.held_block is None else _FINGER_HOLDING
 
 
 def _get_pixel_slice(centre: float, half: float, size: int) -> slice:

@@ -106,9 +106,9 @@ class World:
     y: float
     z: float
     closed: bool = False
-    held: int | None = None
+    held_block: int | None = None
     """Index of the block between the closed fingers; None: no block."""
-    lifted: bool = False
+    was_lifted: bool = False
     """True if the task's block was grasped in this episode, not only pushed."""
     palette: int = 0
     """Index of the colour palette; 1: the shades of `Axis.colours`."""
@@ -123,14 +123,14 @@ class World:
         self.x = _clip(self.x + STEP * _clip(dx, 1.0), REACH)
         self.y = _clip(self.y + STEP * _clip(dy, 1.0), REACH)
         self.z = min(max(self.z + STEP * _clip(dz, 1.0), 0.0), TOP)
-        if self.held is not None:
-            self.blocks[self.held] = self.x, self.y
+        if self.held_block is not None:
+            self.blocks[self.held_block] = self.x, self.y
         if close and not self.closed:
             # Only at the moment of closing: closed fingers push blocks.
-            self.held = self._find_grasped_block()
-            self.lifted |= self.held == self.task.block
+            self.held_block = self._find_grasped_block()
+            self.was_lifted |= self.held_block == self.task.block
         elif not close:
-            self.held = None
+            self.held_block = None
         self.closed = close
         if close and self.z < PUSH_HEIGHT:
             self._push(self.x - previous[0], self.y - previous[1])
@@ -141,9 +141,9 @@ class World:
         if self.task.skill is Skill.touch:
             return self.z < BLOCK_HEIGHT and self.distance(block) < PUSH_RADIUS + 0.005
         plate = self.plates[self.task.plate]
-        if math.dist(block, plate) >= ON_PLATE or self.held == self.task.block:
+        if math.dist(block, plate) >= ON_PLATE or self.held_block == self.task.block:
             return False
-        return not (self.task.skill is Skill.push and self.lifted)
+        return not (self.task.skill is Skill.push and self.was_lifted)
 
     def distance(self, point: Point) -> float:
         """Return the horizontal distance of the gripper from a point."""
@@ -162,7 +162,7 @@ class World:
         """Move touched blocks with the gripper; blocks do not slide along the fingers."""
         distance = math.hypot(dx, dy)
         for index, block in enumerate(self.blocks):
-            if index == self.held:
+            if index == self.held_block:
                 continue
             ex, ey = block[0] - self.x, block[1] - self.y
             gap = math.hypot(ex, ey)

@@ -245,7 +245,7 @@ class ConversationEnv:
         for slot, start in zip(slots, starts, strict=True):
             row = self._rows[start.reset_id]
             self._conversations[slot] = _Conversation(
-                row, list(row.messages), [picture.pixels() for picture in row.pictures]
+                row, list(row.messages), [image.pixels() for image in row.pictures]
             )
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:

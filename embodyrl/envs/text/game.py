@@ -47,7 +47,7 @@ class TextWorldGame:
     action_space = None
 
     def __init__(self, files: list[Path], max_bytes: int) -> None:
-        """Check the game files; `max_bytes`: maximum bytes of an observation, including the allowed commands.
+        """Check the game files. An observation has at most `max_bytes` bytes, including the allowed commands.
 
         Raises:
             MissingDependencyError: textworld is not installed.

@@ -118,7 +118,7 @@ def test_initial_layouts_have_no_overlap_and_no_solved_task():
 def test_blocks_can_be_grasped_carried_and_released():
     table = world(Skill.put, blocks=((0.03, 0.0), (-0.2, -0.2), (0.2, -0.2)))
     table.step(0, 0, 0, True)
-    assert table.held == 0
+    assert table.held_block == 0
     assert table.blocks[0] == (0.0, 0.0)
     for _ in range(5):
         table.step(0.5, 1, 1, True)
@@ -133,11 +133,11 @@ def test_blocks_can_be_grasped_carried_and_released():
 def test_fingers_grasp_only_blocks_between_them(x, z, caught):
     table = world(Skill.put, blocks=((x, 0.0), (-0.2, -0.2), (0.2, -0.2)), z=z)
     table.step(0, 0, 0, True)
-    assert (table.held == 0) is caught
+    assert (table.held_block == 0) is caught
     table.blocks[0] = (0.0, 0.0)
     table.z = 0.0
     table.step(0, 0, 0, True)
-    assert (table.held == 0) is caught, "only the moment of closing counts"
+    assert (table.held_block == 0) is caught, "only the moment of closing counts"
 
 
 def test_closed_low_gripper_pushes_blocks():
@@ -166,7 +166,7 @@ def test_lifting_does_not_count_as_pushing():
     assert math.dist(table.blocks[0], table.plates[0]) < 0.001
     assert not table.success()
     table.step(0, 0, 0, True)
-    assert table.held is None
+    assert table.held_block is None
     assert not table.success(), "nor later, when the fingers close on nothing"
 
 
