@@ -14,9 +14,9 @@ from pathlib import Path
 MIB = 2**20
 DEV = Path("/dev")
 PROCESSOR = Path("/proc/cpuinfo")
-_QUERY = ("index", "uuid", "memory.free", "memory.total", "mig.mode.current", "driver_version", "name")
-_QUERY_S, _TORCH_S = 20.0, 120.0
-_FREE = """
+_QUERY_FIELDS = ("index", "uuid", "memory.free", "memory.total", "mig.mode.current", "driver_version", "name")
+_QUERY_TIMEOUT_S, _TORCH_TIMEOUT_S = 20.0, 120.0
+_FREE_MEMORY_CODE = """
 import torch
 for number in range(torch.cuda.device_count()):
     print(*torch.cuda.mem_get_info(number))
@@ -27,9 +27,9 @@ def visible_gpus() -> tuple[str, ...]:
     """Return the GPUs that this process may use, as names for CUDA_VISIBLE_DEVICES; torch is not imported."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        found = len(list(DEV.glob("nvidia[0-9]*")))
+        num_devices = len(list(DEV.glob("nvidia[0-9]*")))
         # Windows' subsystem for Linux has one device node for all GPUs.
-        return tuple(map(str, range(len(query_gpus()) if not found and (DEV / "dxg").exists() else found)))
+        return tuple(map(str, range(len(query_gpus()) if not num_devices and (DEV / "dxg").exists() else num_devices)))
     # Like CUDA: an invalid name (Slurm writes NoDevFiles) hides itself and all later entries.
     valid = re.compile(r"\d+|GPU-.*|MIG-.*").fullmatch
     return tuple(takewhile(valid, (name.strip() for name in visible.split(","))))
@@ -67,20 +67,28 @@ def query_gpus() -> tuple[Gpu, ...]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
-    query = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    query = [program, f"--query-gpu={','.join(_QUERY_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S, check=False)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:  # a hanging driver is reported by the process that uses it
         return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines()]
     return tuple(
-        Gpu(int(row[0]), row[1], int(row[2]) * MIB, int(row[3]) * MIB, row[4] == "Enabled", _major(row[5]), row[6])
+        Gpu(
+            int(row[0]),
+            row[1],
+            int(row[2]) * MIB,
+            int(row[3]) * MIB,
+            row[4] == "Enabled",
+            _parse_major_version(row[5]),
+            row[6],
+        )
         for row in rows
-        if len(row) == len(_QUERY) and row[0].isdigit() and row[2].isdigit() and row[3].isdigit()
+        if len(row) == len(_QUERY_FIELDS) and row[0].isdigit() and row[2].isdigit() and row[3].isdigit()
     )
 
 
-def _major(version: str) -> int:
+def _parse_major_version(version: str) -> int:
     return int(match[0]) if (match := re.match(r"\d+", version)) else 0
 
 
@@ -110,7 +118,7 @@ class Gpus:
     @property
     def kinds(self) -> set[str]:
         """Model names of the visible GPUs."""
-        return {gpu.name for gpu in select_visible(self._listed)}
+        return {gpu.name for gpu in select_visible(self._all_gpus)}
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
@@ -118,44 +126,48 @@ class Gpus:
         if "CUDA_VISIBLE_DEVICES" not in os.environ:
             return ()
         names = tuple(name for name in visible_gpus() if not name.startswith("MIG-"))
-        if not self._listed:  # torch decides, unless there is a device that nvidia-smi does not list
-            return () if any(DEV.glob("nvidia[0-9]*")) or _seen_by_torch() else names
-        known = {str(gpu.number) for gpu in self._listed}, tuple(gpu.uuid for gpu in self._listed)
+        if not self._all_gpus:  # torch decides, unless there is a device that nvidia-smi does not list
+            return () if any(DEV.glob("nvidia[0-9]*")) or _query_torch_memory() else names
+        known = {str(gpu.number) for gpu in self._all_gpus}, tuple(gpu.uuid for gpu in self._all_gpus)
         return tuple(
             name for name in names if name not in known[0] and not any(uuid.startswith(name) for uuid in known[1])
         )
 
     @cached_property
-    def _listed(self) -> tuple[Gpu, ...]:
+    def _all_gpus(self) -> tuple[Gpu, ...]:
         return query_gpus()
 
     @cached_property
     def _memory(self) -> list[tuple[int, int]]:
-        return _memory(self._listed)
+        return _get_memory(self._all_gpus)
 
 
-def _memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
+def _get_memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
     """Return (free, total) memory in bytes of each visible GPU."""
     names = visible_gpus()
-    chosen = select_visible(gpus)
+    selected = select_visible(gpus)
     # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
     sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
     by_number = any(name.isdigit() for name in names)
-    sliced = any(gpu.split for gpu in chosen) or any(name.startswith("MIG-") for name in names)
-    if gpus and names and (sliced or (sorted_by_speed and by_number)) and (seen := _seen_by_torch()):
-        return seen
-    return [(gpu.free, gpu.total) for gpu in chosen]
+    has_slices = any(gpu.split for gpu in selected) or any(name.startswith("MIG-") for name in names)
+    if gpus and names and (has_slices or (sorted_by_speed and by_number)) and (torch_memory := _query_torch_memory()):
+        return torch_memory
+    return [(gpu.free, gpu.total) for gpu in selected]
 
 
-def _seen_by_torch() -> list[tuple[int, int]]:
+def _query_torch_memory() -> list[tuple[int, int]]:
     """Return (free, total) memory in bytes of each GPU, as reported by torch in a separate process."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _FREE], capture_output=True, text=True, timeout=_TORCH_S, check=False
+        result = subprocess.run(
+            [sys.executable, "-c", _FREE_MEMORY_CODE],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return []
-    rows = [line.split() for line in done.stdout.splitlines()]
+    rows = [line.split() for line in result.stdout.splitlines()]
     return [(int(row[0]), int(row[1])) for row in rows if len(row) == 2 and all(cell.isdigit() for cell in row)]
 
 
@@ -184,5 +196,5 @@ class Devices:
 
 def assign_devices(gpus: Sequence[str], policies: int) -> Devices:
     """Assign one GPU to each of n policy processes, and the remaining GPUs (or all, if none remain) to simulators."""
-    used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
-    return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))
+    policy_gpus = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
+    return Devices(policies=policy_gpus, simulators=tuple(gpu for gpu in gpus if gpu not in policy_gpus) or tuple(gpus))

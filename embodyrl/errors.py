@@ -3,18 +3,18 @@
 import signal
 from typing import Self
 
-_hidden: dict[str, str] = {}
+_hidden_values: dict[str, str] = {}
 
 
 def hide(name: str, value: str) -> None:
     """Hide the value of an environment variable in all later output; paths and short values are not hidden."""
     if len(value) >= 6 and not value.startswith(("/", "~", ".")):  # shorter values would match too much text
-        _hidden[value] = name
+        _hidden_values[value] = name
 
 
 def masked(text: str) -> str:
     """Return a text with each hidden value replaced by `${oc.env:NAME}`."""
-    for value, name in _hidden.items():
+    for value, name in _hidden_values.items():
         text = text.replace(value, f"${{oc.env:{name}}}")
     return text
 
@@ -132,7 +132,7 @@ PARENT_EXITED = signal.SIGUSR2
 processes first, so this signal never counts as the second signal, which exits immediately."""
 
 
-class StoppedAtOnce(KeyboardInterrupt):
+class StoppedImmediately(KeyboardInterrupt):
     """A second signal arrived; the process exits without waiting for running work."""
 
     def __init__(self, signum: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.process_cleanup import owning
 
-_CLOSING_S = 10.0
+_EXIT_TIMEOUT_S = 10.0
 
 
 class ForeignScript:
@@ -31,13 +31,13 @@ class ForeignScript:
             MissingDependencyError: the interpreter cannot be started.
         """
         self._python, self._program = python, program
-        self._pipe, theirs = Pipe()
+        self._pipe, script_end = Pipe()
         try:
             with owning(program):
                 self._process = subprocess.Popen(
                     # -P: modules of the script's folder must not hide packages of the other environment.
-                    [python, "-P", script, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
+                    [python, "-P", script, str(script_end.fileno())],
+                    pass_fds=[script_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
                 )
@@ -46,8 +46,8 @@ class ForeignScript:
                 f"{key}={python} cannot be started: {error.strerror}. Set the path of a Python interpreter."
             ) from error
         finally:
-            theirs.close()
-        self._end = weakref.finalize(self, _end, self._pipe, self._process)
+            script_end.close()
+        self._close = weakref.finalize(self, _close, self._pipe, self._process)
 
     def ask(self, request: Any, limit_s: float, limit: str) -> Any:
         """Send a request and return the reply.
@@ -67,19 +67,19 @@ class ForeignScript:
             return self._pipe.recv()
         except (EOFError, OSError) as error:
             raise EmbodyError(
-                f"{self._program} in {self._python} exited with code {self._process.wait(_CLOSING_S)}. "
+                f"{self._program} in {self._python} exited with code {self._process.wait(_EXIT_TIMEOUT_S)}. "
                 "Its output is in the log of this worker."
             ) from error
 
     def close(self) -> None:
         """End the process. Further calls have no effect."""
-        self._end()
+        self._close()
 
 
-def _end(pipe: "Connection[Any, Any]", process: "subprocess.Popen[bytes]") -> None:
+def _close(pipe: "Connection[Any, Any]", process: "subprocess.Popen[bytes]") -> None:
     pipe.close()
     try:
-        process.wait(_CLOSING_S)
+        process.wait(_EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

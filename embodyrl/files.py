@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-_LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
+_MAX_LOG_BYTES, _TRUNCATED_LOG_BYTES = 16 << 20, 1 << 20
 SCRATCH = ".tmp-"
 """Prefix of the names of incomplete files."""
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -34,8 +34,8 @@ def visible_files(folder: Path, *suffixes: str) -> list[Path]:
     Hidden files and folders contain copies and metadata of editors and operating systems, and are skipped.
     """
     paths = [path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file()]
-    shown = (p for p in paths if not any(part.startswith(".") for part in p.relative_to(folder).parts))
-    return sorted(shown, key=by_number)
+    visible = (p for p in paths if not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    return sorted(visible, key=by_number)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def remove_scratch(folder: Path) -> None:
             path.unlink()
 
 
-_SMALL_BYTES = 1 << 26
+_MAX_FILE_BYTES = 1 << 26
 LONGEST_LINE = 1 << 24
 """Maximum length in bytes of the lines that `read_lines` yields."""
 
@@ -82,11 +82,11 @@ def read_small(path: Path) -> bytes:
         OSError: the file is missing, or not a regular file.
         ValueError: the file is larger than 64 MiB.
     """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
         raise OSError(f"{path} is not a regular file")
-    if found.st_size > _SMALL_BYTES:
-        raise ValueError(f"{path} has {found.st_size} bytes; expected at most {_SMALL_BYTES}")
+    if status.st_size > _MAX_FILE_BYTES:
+        raise ValueError(f"{path} has {status.st_size} bytes; expected at most {_MAX_FILE_BYTES}")
     return path.read_bytes()
 
 
@@ -109,14 +109,14 @@ def read_stream(stream: Any, most_bytes: int, timeout_s: float) -> bytes:
     Raises:
         OSError: the response is longer than `most_bytes`, or not complete after `timeout_s`.
     """
-    content, due = bytearray(), time.monotonic() + timeout_s
+    received, deadline = bytearray(), time.monotonic() + timeout_s
     while part := stream.read1(1 << 16):
-        content += part
-        if len(content) > most_bytes:
+        received += part
+        if len(received) > most_bytes:
             raise OSError(f"the response has more than {most_bytes} bytes; check the address")
-        if time.monotonic() > due:
+        if time.monotonic() > deadline:
             raise OSError(f"the response is not complete after {timeout_s:g} s; try again")
-    return bytes(content)
+    return bytes(received)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -140,19 +140,19 @@ def read_tail(path: Path, limit: int) -> bytes:
 
 def json_text(data: Any) -> str:
     """Return indented JSON; non-finite numbers become null, and objects without a JSON form become `str(object)`."""
-    plain = json.loads(json.dumps(data, default=str), parse_constant=lambda name: None)
-    return json.dumps(plain, indent=2) + "\n"
+    finite = json.loads(json.dumps(data, default=str), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=2) + "\n"
 
 
 def cap_log(path: Path) -> None:
     """Truncate a log of more than 16 MiB to its last MiB; processes can continue to append."""
     size = path.stat().st_size if path.exists() else 0  # the log may have been deleted
-    if size > _LOG_LIMIT:
+    if size > _MAX_LOG_BYTES:
         with path.open("r+b") as file:
-            file.seek(size - _LOG_KEPT)
+            file.seek(size - _TRUNCATED_LOG_BYTES)
             tail = file.read()
             file.seek(0)
-            file.write(f"... {size - _LOG_KEPT} bytes were dropped here\n".encode() + tail)
+            file.write(f"... {size - _TRUNCATED_LOG_BYTES} bytes were dropped here\n".encode() + tail)
             file.truncate()
 
 
@@ -176,8 +176,8 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
         if controllers and controller not in controllers.split(","):
             continue
         root = CGROUP / controller if controllers else CGROUP
-        own = root / path.strip("/")
-        for folder in (own, *own.parents):
+        group_folder = root / path.strip("/")
+        for folder in (group_folder, *group_folder.parents):
             yield folder, not controllers
             if folder == root:
                 break
@@ -186,11 +186,11 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 def available_cores() -> int:
     """Count the cores that this process may use, limited by its affinity and by control-group quotas (rounded up)."""
     cores = len(os.sched_getaffinity(0))
-    for folder, unified in control_groups("cpu"):
-        files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        words = " ".join((folder / name).read_text() for name in files if (folder / name).is_file()).split()
-        if len(words) == 2 and words[0] not in ("max", "-1"):
-            cores = min(cores, -(-int(words[0]) // int(words[1])))
+    for folder, is_v2 in control_groups("cpu"):
+        files = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        fields = " ".join((folder / name).read_text() for name in files if (folder / name).is_file()).split()
+        if len(fields) == 2 and fields[0] not in ("max", "-1"):
+            cores = min(cores, -(-int(fields[0]) // int(fields[1])))
     return max(cores, 1)
 
 
@@ -199,13 +199,13 @@ def available_bytes() -> int:
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024
-    for folder, unified in control_groups("memory"):
-        names = ("max", "current", "stat") if unified else ("limit_in_bytes", "usage_in_bytes", "stat")
+    for folder, is_v2 in control_groups("memory"):
+        names = ("max", "current", "stat") if is_v2 else ("limit_in_bytes", "usage_in_bytes", "stat")
         limit, used, stat = (folder / f"memory.{name}" for name in names)
         if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
             # Cached files count as free memory, like in the host's MemAvailable.
             text = stat.read_text() if stat.is_file() else ""
-            cached = re.search(rf"^{'' if unified else 'total_'}inactive_file (\d+)$", text, re.MULTILINE)
+            cached = re.search(rf"^{'' if is_v2 else 'total_'}inactive_file (\d+)$", text, re.MULTILINE)
             available = min(
                 available, int(limit.read_text()) - int(used.read_text()) + (int(cached[1]) if cached else 0)
             )

@@ -25,7 +25,11 @@ TASK_IDS: Mapping[str, Overrides] = {**LIBERO, **MANISKILL, **METAWORLD, **TABLE
 
 
 def make(
-    overrides: Overrides, *, task: int | None = None, words: Sequence[str] = (), render_mode: str | None = "rgb_array"
+    overrides: Overrides,
+    *,
+    task: int | None = None,
+    words: Sequence[str] = (),
+    render_mode: str | None = "rgb_array",
 ) -> SingleEnv:
     """Create the environment of a Gymnasium id. All registered ids use this function as their entry point.
 
@@ -39,12 +43,14 @@ def make(
         ConfigError: unknown override or render mode, or `task` for an id of a single task.
         MissingDependencyError: the simulator is not installed.
     """
-    env, *fixed = overrides
+    env, *fixed_overrides = overrides
     if render_mode not in (None, "rgb_array"):
         raise ConfigError(f"render_mode={render_mode} is not supported; use render_mode='rgb_array'.")
-    if task is not None and fixed:
-        raise ConfigError(f"task={task}: this id has one task ({' '.join(fixed)}). Remove task=, or use another id.")
-    return make_env(env, *fixed, *([] if task is None else [f"env.eval.task_ids=[{task}]"]), *words)
+    if task is not None and fixed_overrides:
+        raise ConfigError(
+            f"task={task}: this id has one task ({' '.join(fixed_overrides)}). Remove task=, or use another id."
+        )
+    return make_env(env, *fixed_overrides, *([] if task is None else [f"env.eval.task_ids=[{task}]"]), *words)
 
 
 def register() -> None:
@@ -54,9 +60,9 @@ def register() -> None:
     }
     names |= TASK_IDS
     for name, overrides in names.items():
-        if (full := f"embodyrl/{name}") not in gymnasium.registry:
+        if (full_id := f"embodyrl/{name}") not in gymnasium.registry:
             gymnasium.register(
-                full, entry_point=f"{__name__}:make", kwargs={"overrides": overrides}, disable_env_checker=True
+                full_id, entry_point=f"{__name__}:make", kwargs={"overrides": overrides}, disable_env_checker=True
             )
 
 

@@ -26,11 +26,11 @@ from embodyrl.process_cleanup import (
     children_left,
     end_children_at_exit,
     end_owned,
+    list_remaining_threads,
     listed,
     owning,
     signal_at_parents_end,
     skip_destructors,
-    threads_left,
 )
 
 T = TypeVar("T")
@@ -38,13 +38,13 @@ T = TypeVar("T")
 _TIMEOUT_S = 180.0
 _LOG_BYTES = 65536
 """Maximum number of bytes that are read from the end of a log."""
-_QUIET = ("-W", "ignore:resource_tracker:UserWarning")
+_QUIET_OPTIONS = ("-W", "ignore:resource_tracker:UserWarning")
 """Options that keep the resource tracker's list of what it frees out of the log, whose last line is the reason."""
-_CALL = """
+_CALL_CODE = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
-from embodyrl.isolation import answer
-answer()
+from embodyrl.isolation import run_call
+run_call()
 """
 
 
@@ -53,7 +53,7 @@ class NoAnswerError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ProcessResult:
     """Exit code and log of an ended process."""
 
     code: int | None
@@ -75,25 +75,25 @@ class Ended:
 
 
 def run_isolated(
-    code: str, given: bytes = b"", *, arguments: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
-) -> Ended:
-    """Run Python code in a separate process with `given` as standard input; kill its remaining child processes."""
+    code: str, input_data: bytes = b"", *, arguments: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
+) -> ProcessResult:
+    """Run Python code in a separate process with `input_data` as standard input; kill its remaining child processes."""
     # Files instead of pipes: a child of the process may keep a pipe open.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
-        stdin.write(given)
+        stdin.write(input_data)
         stdin.seek(0)
         name = f"isolated {secrets.token_hex(8)}"
         with owning(name):
             process = subprocess.Popen(
-                [sys.executable, *_QUIET, "-c", code, *arguments],
+                [sys.executable, *_QUIET_OPTIONS, "-c", code, *arguments],
                 stdin=stdin,
                 stdout=output,
                 stderr=log,
                 start_new_session=True,
             )
-        ended = None
+        exit_code = None
         try:
-            ended = process.wait(timeout_s)
+            exit_code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -103,7 +103,7 @@ def run_isolated(
         output.seek(0)
         log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
         text, end = output.read().decode(), log.read().decode(errors="replace")
-        return Ended(code=ended, timeout_s=timeout_s, output=text, log=end)
+        return ProcessResult(code=exit_code, timeout_s=timeout_s, output=text, log=end)
 
 
 def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
@@ -113,27 +113,27 @@ def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: floa
         EmbodyError: raised by the function.
         NoAnswerError: the process crashed, exited or did not reply in time.
     """
-    given = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
-    ended = run_isolated(_CALL, given, timeout_s=timeout_s)
-    if ended.code != 0:
-        failure: Exception = NoAnswerError(ended.reason)
+    input_data = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
+    process_result = run_isolated(_CALL_CODE, input_data, timeout_s=timeout_s)
+    if process_result.code != 0:
+        failure: Exception = NoAnswerError(process_result.reason)
     else:
-        answered = json.loads(ended.output)
-        if "found" in answered:
-            return TypeAdapter(kind).validate_python(answered["found"])
+        reply = json.loads(process_result.output)
+        if "result" in reply:
+            return TypeAdapter(kind).validate_python(reply["result"])
         # Errors are transferred as class name and text: both processes have the same classes.
-        failure = getattr(errors, answered["error"])(answered["text"])
-    failure.add_note(f"Log of the process:\n{ended.log}")
+        failure = getattr(errors, reply["error"])(reply["text"])
+    failure.add_note(f"Log of the process:\n{process_result.log}")
     raise failure
 
 
-def answer() -> None:
+def run_call() -> None:
     """Call the function that standard input names, and write its result to standard output.
 
     The function runs in a fork, because `multiprocessing` frees semaphores and temporary folders of its own processes.
     """
     signal_at_parents_end(signal.SIGKILL)
-    child = multiprocessing.get_context("fork").Process(target=_answer, args=pickle.load(sys.stdin.buffer))
+    child = multiprocessing.get_context("fork").Process(target=_write_result, args=pickle.load(sys.stdin.buffer))
     child.start()
     child.join()
     assert child.exitcode is not None
@@ -142,7 +142,7 @@ def answer() -> None:
     sys.exit(child.exitcode)
 
 
-def _answer(name: str, arguments: tuple[Any, ...]) -> None:
+def _write_result(name: str, arguments: tuple[Any, ...]) -> None:
     signal_at_parents_end(signal.SIGKILL)
     end_children_at_exit()
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -153,7 +153,7 @@ def _answer(name: str, arguments: tuple[Any, ...]) -> None:
         module, _, attribute = name.partition(":")
         function = getattr(importlib.import_module(module), attribute)
         try:
-            text = json.dumps({"found": dataclasses.asdict(function(*arguments))})
+            text = json.dumps({"result": dataclasses.asdict(function(*arguments))})
         except EmbodyError as error:
             traceback.print_exc()
             text = json.dumps({"error": type(error).__name__, "text": str(error)})
@@ -172,12 +172,12 @@ def left_after(seconds: float, threads: Collection[threading.Thread] = (), child
 
     Threads in `threads` and processes in `children` are not new.
     """
-    ends = time.monotonic() + seconds
-    while left := [
-        *(f"thread {name}" for name in threads_left(threads)),
+    deadline = time.monotonic() + seconds
+    while remaining := [
+        *(f"thread {name}" for name in list_remaining_threads(threads)),
         *(f"process {pid} ({command})" for pid, command in children_left(children).items()),
     ]:
-        if time.monotonic() >= ends:
+        if time.monotonic() >= deadline:
             break
         time.sleep(0.02)
-    return listed(left)
+    return listed(remaining)

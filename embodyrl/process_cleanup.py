@@ -19,18 +19,18 @@ from collections.abc import Collection, Iterator
 from multiprocessing import util
 from pathlib import Path
 
-_PATIENCE_S = 5.0
+_MAX_WAIT_S = 5.0
 """Maximum time in seconds to wait for threads and processes to end."""
-_NAMED = 3
+_MAX_LISTED = 3
 """Maximum number of threads and processes listed in a message."""
 _PR_SET_PDEATHSIG = 1
 _TRACKER = b"multiprocessing.resource_tracker"
 """Part of the command line of Python's resource tracker, which frees the shared memory of killed processes."""
-_OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).encode())
+_HELPER_PROCESSES = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).encode())
 _OWNER = "EMBODYRL_OWNER"
 """Environment variable that marks a process; child processes inherit its value, <pid>-<random>/<name>[/<name>...]."""
 _POLL_S = 0.2
-_LAST = -(10**9)
+_LAST_PRIORITY = -(10**9)
 """Priority of a finalizer of `multiprocessing` that runs after all others, which remove temporary folders."""
 _FORKS_FD = 3
 """File descriptor from which the watching process reads the list of forked processes."""
@@ -48,25 +48,25 @@ def owning(name: str) -> Iterator[None]:
     Children of a worker survive a killed worker. A separate process kills all marked processes when this process has
     ended, also after SIGKILL.
     """
-    before = os.environ.get(_OWNER)
-    os.environ[_OWNER] = f"{_mark(os.getpid())[0]}/{name}"
+    previous = os.environ.get(_OWNER)
+    os.environ[_OWNER] = f"{_start_watchdog(os.getpid())[0]}/{name}"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[_OWNER]
         else:
-            os.environ[_OWNER] = before
+            os.environ[_OWNER] = previous
 
 
 def end_owned(name: str) -> None:
     """Kill the processes that were started in the block `owning(name)` and still run, and their descendants."""
-    mark, forks = _mark(os.getpid())
-    _end_marked(f"{mark}/{name}", forks)
+    mark, forks = _start_watchdog(os.getpid())
+    _kill_marked(f"{mark}/{name}", forks)
 
 
 @functools.lru_cache(maxsize=1)
-def _mark(pid: int) -> tuple[str, int]:
+def _start_watchdog(pid: int) -> tuple[str, int]:
     """Start the watching process, which waits for the end of this process.
 
     Returns:
@@ -74,11 +74,11 @@ def _mark(pid: int) -> tuple[str, int]:
         their /proc/<pid>/environ is that of this process at its start, without the mark.
     """
     mark, forks = f"{pid}-{secrets.token_hex(8)}", os.memfd_create("embodyrl-forks")
-    watch = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
-    libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
-    quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
-    actions = [*quiet, (os.POSIX_SPAWN_DUP2, forks, _FORKS_FD)]
-    os.posix_spawn(sys.executable, watch, libraries, file_actions=actions, setsid=True)
+    command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
+    library_path = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
+    null_streams = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
+    file_actions = [*null_streams, (os.POSIX_SPAWN_DUP2, forks, _FORKS_FD)]
+    os.posix_spawn(sys.executable, command, library_path, file_actions=file_actions, setsid=True)
     os.register_at_fork(after_in_child=lambda: _record_fork(mark, forks))
     return mark, forks
 
@@ -87,10 +87,10 @@ def _record_fork(mark: str, forks: int) -> None:
     owner = os.environ.get(_OWNER, "")
     if owner.startswith(mark):
         # One `write` per line: forks share the position in the file. Start times distinguish reused process ids.
-        os.write(forks, f"{os.getpid()} {_state(os.getpid())[1]} {owner}\n".encode())
+        os.write(forks, f"{os.getpid()} {_read_state(os.getpid())[1]} {owner}\n".encode())
 
 
-def _state(pid: int) -> tuple[str, str]:
+def _read_state(pid: int) -> tuple[str, str]:
     """Return (state, start time) of a process from /proc/<pid>/stat; two empty strings if the process has ended."""
     with contextlib.suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -102,44 +102,46 @@ def _running_forks(mark: str, forks: int) -> Iterator[int]:
     """Yield the pids of running forks whose mark is `mark`, or starts with `<mark>/`."""
     for line in os.pread(forks, os.fstat(forks).st_size, 0).decode(errors="replace").splitlines():
         pid, started, owner = line.split(" ", 2)
-        state, start = _state(int(pid))
+        state, start = _read_state(int(pid))
         if start == started and state != "Z" and f"{owner}/".startswith(f"{mark}/"):
             yield int(pid)
 
 
-def _end_marked(mark: str, forks: int) -> None:
+def _kill_marked(mark: str, forks: int) -> None:
     """Kill all processes whose mark is `mark` or starts with `<mark>/`, repeatedly, until no process is left."""
-    ends, sought = time.monotonic() + _PATIENCE_S, f"{_OWNER}={mark}/"
-    while time.monotonic() < ends:
-        found = [*_running_forks(mark, forks)]
+    deadline, owner_prefix = time.monotonic() + _MAX_WAIT_S, f"{_OWNER}={mark}/"
+    while time.monotonic() < deadline:
+        pids = [*_running_forks(mark, forks)]
         for file in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has just ended, or is another user's
-                marked = any(f"{entry}/".startswith(sought) for entry in file.read_text(errors="replace").split("\0"))
-                if marked and _TRACKER not in file.with_name("cmdline").read_bytes():
-                    found.append(int(file.parent.name))
-        if not found:
+                is_marked = any(
+                    f"{entry}/".startswith(owner_prefix) for entry in file.read_text(errors="replace").split("\0")
+                )
+                if is_marked and _TRACKER not in file.with_name("cmdline").read_bytes():
+                    pids.append(int(file.parent.name))
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _watch(pid: int, mark: str) -> None:
+def _wait_for_parent(pid: int, mark: str) -> None:
     while os.getppid() == pid:
         time.sleep(_POLL_S)
-    _end_marked(mark, _FORKS_FD)
+    _kill_marked(mark, _FORKS_FD)
 
 
-def threads_left(before: Collection[threading.Thread] = ()) -> list[str]:
+def list_remaining_threads(before: Collection[threading.Thread] = ()) -> list[str]:
     """Return the names of non-daemon threads that are not in `before`; such threads keep this process alive."""
-    known = {threading.main_thread(), threading.current_thread(), *before}
-    return [one.name for one in threading.enumerate() if not one.daemon and one not in known]
+    excluded = {threading.main_thread(), threading.current_thread(), *before}
+    return [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in excluded]
 
 
 def children_left(before: Collection[int] = ()) -> dict[int, str]:
     """Return {pid: command} of running child processes that are not in `before`, except Python's helper processes."""
-    found = {}
+    commands = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
@@ -147,15 +149,22 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
         except (OSError, ValueError):  # it has just ended
             continue
         pid = int(stat.parent.name)
-        if int(parent) == os.getpid() and state != "Z" and pid not in before and not any(o in command for o in _OURS):
-            found[pid] = " ".join(command.replace(b"\0", b" ").decode(errors="replace").split())[:80]
-    return found
+        if (
+            int(parent) == os.getpid()
+            and state != "Z"
+            and pid not in before
+            and not any(o in command for o in _HELPER_PROCESSES)
+        ):
+            commands[pid] = " ".join(command.replace(b"\0", b" ").decode(errors="replace").split())[:80]
+    return commands
 
 
 def listed(names: list[str]) -> str:
     """Join names with their counts and shorten a long list, for example "3 x thread a, process b and 2 more"."""
-    counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items()]
-    return ", ".join(counted[:_NAMED]) + (f" and {len(counted) - _NAMED} more" if len(counted) > _NAMED else "")
+    parts = [f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items()]
+    return ", ".join(parts[:_MAX_LISTED]) + (
+        f" and {len(parts) - _MAX_LISTED} more" if len(parts) > _MAX_LISTED else ""
+    )
 
 
 def end_children() -> None:
@@ -182,31 +191,33 @@ def skip_destructors(code: int) -> None:
 
     Semaphores and temporary folders are freed before; they would outlive `os._exit`.
     """
-    util.Finalize(None, os._exit, args=(code,), exitpriority=_LAST)
+    util.Finalize(None, os._exit, args=(code,), exitpriority=_LAST_PRIORITY)
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:
     """Start a watchdog that exits with `code` if threads or child processes keep the interpreter alive."""
 
     def watch() -> None:
-        ends = time.monotonic() + _PATIENCE_S
-        while (threads := threads_left()) or any(not one.daemon for one in multiprocessing.active_children()):
-            if time.monotonic() >= ends:
-                processes = [f"process {one.name}" for one in multiprocessing.active_children()]
-                for one in multiprocessing.active_children():
-                    one.kill()
-                left = listed([*(f"thread {name}" for name in threads), *processes])
+        deadline = time.monotonic() + _MAX_WAIT_S
+        while (threads := list_remaining_threads()) or any(
+            not child.daemon for child in multiprocessing.active_children()
+        ):
+            if time.monotonic() >= deadline:
+                processes = [f"process {child.name}" for child in multiprocessing.active_children()]
+                for child in multiprocessing.active_children():
+                    child.kill()
+                leftovers = listed([*(f"thread {name}" for name in threads), *processes])
                 sys.stderr.write(
-                    f"embodyrl: warning: {left} did not end and would keep this process alive; exiting now. Likely an "
-                    "environment's close() does not end them: fix it there.\n"
+                    f"embodyrl: warning: {leftovers} did not end and would keep this process alive; exiting now. "
+                    "Likely an environment's close() does not end them: fix it there.\n"
                 )
                 sys.stderr.flush()
                 os._exit(code)
             time.sleep(0.05)
 
-    if threads_left() or multiprocessing.active_children():
+    if list_remaining_threads() or multiprocessing.active_children():
         threading.Thread(target=watch, name="exit-watch", daemon=True).start()
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]), sys.argv[2])
+    _wait_for_parent(int(sys.argv[1]), sys.argv[2])

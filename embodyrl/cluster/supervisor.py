@@ -16,7 +16,7 @@ from embodyrl.errors import (
     EmbodyError,
     Interrupted,
     NonFiniteError,
-    StoppedAtOnce,
+    StoppedImmediately,
     WorkerError,
 )
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -61,7 +61,7 @@ class StopRequest:
             if signum != PARENT_EXITED:
                 if self._stop_requested:
                     on_second()
-                    raise StoppedAtOnce(effective_signum)
+                    raise StoppedImmediately(effective_signum)
                 self._stop_requested = True
             if self._signum is None:
                 self._signum = effective_signum
@@ -102,15 +102,15 @@ class RequestObserver(Protocol):
         """Start to collect the metrics of a new training step."""
         ...
 
-    def sent(self, worker: str, request: Request) -> None:
+    def on_request(self, worker: str, request: Request) -> None:
         """Record that a request was sent to a worker."""
         ...
 
-    def answered(self, worker: str, message: Message) -> None:
+    def on_reply(self, worker: str, message: Message) -> None:
         """Record the reply of a worker to its oldest request, or a message without a request."""
         ...
 
-    def died(self, worker: str) -> None:
+    def on_death(self, worker: str) -> None:
         """Record the death of a worker."""
         ...
 
@@ -173,7 +173,7 @@ class Supervisor:
         """Send a request; `pump` passes its reply to the worker's callback."""
         self._pending[worker].append((request, time.monotonic()))
         for observer in self.observers:
-            observer.sent(worker, request)
+            observer.on_request(worker, request)
         self._launcher.send(worker, request, timeout_s=timeout_s)
 
     def pump(self, timeout_s: float) -> None:
@@ -200,7 +200,7 @@ class Supervisor:
                 self._check_stop()
                 self._pending[event.worker].clear()
                 for observer in self.observers:
-                    observer.died(event.worker)
+                    observer.on_death(event.worker)
                 self._on_worker_death(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self.starting.discard(event.worker)
@@ -208,7 +208,7 @@ class Supervisor:
                 if isinstance(event.message, Done | EnvReport) and self._pending[event.worker]:
                     self._pending[event.worker].popleft()
                 for observer in self.observers:
-                    observer.answered(event.worker, event.message)
+                    observer.on_reply(event.worker, event.message)
             self._callbacks[event.worker](event.message)
 
     def _describe_request(self, worker: str) -> str:

@@ -28,7 +28,7 @@ class LearnerContext:
     """Settings of the SFT objective."""
     seed: int
     env: EnvSpec
-    judge: EnvSettings | None = None
+    goal_env: EnvSettings | None = None
     """Settings of the environment that computes rewards for relabelled goals; None: the algorithm relabels no goals."""
     reference: Policy | None = None
     """Frozen reference policy; None: the algorithm does not need a reference."""

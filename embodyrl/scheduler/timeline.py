@@ -73,7 +73,7 @@ class Timeline:
         self._step.clear()
         self._staleness.clear()
 
-    def sent(self, worker: str, request: Request) -> None:
+    def on_request(self, worker: str, request: Request) -> None:
         """Record that a request was sent."""
         self._pending.setdefault(worker, deque()).append((request.label, self._now(), _count_items(request)))
         # Read before the update, because the records may be reused afterwards.
@@ -82,7 +82,7 @@ class Timeline:
             counts = np.bincount(request.step - versions).tolist()
             self._staleness.update({age: count for age, count in enumerate(counts) if count})
 
-    def answered(self, worker: str, message: Message) -> None:
+    def on_reply(self, worker: str, message: Message) -> None:
         """Record the reply of a worker to its oldest request; other messages are ignored."""
         if isinstance(message, EnvReport):
             detail = {"sim_s": message.sim_s, "render_s": message.render_s, "reset_s": message.reset_s}
@@ -98,7 +98,7 @@ class Timeline:
         self._add(Span(worker, name, max(sent_at, self._free_since.get(worker, 0.0)), now, size, detail))
         self._free_since[worker] = now
 
-    def died(self, worker: str) -> None:
+    def on_death(self, worker: str) -> None:
         """Record the death of a worker, and end the spans of its open requests."""
         for name, sent_at, size in self._pending.pop(worker, ()):
             self._add(Span(worker, f"{name} (died)", sent_at, self._now(), size, {}))

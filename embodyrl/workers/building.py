@@ -65,7 +65,7 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
         actor=init.actor,
         seed=init.seed,
         env=init.request.env,
-        judge=init.env,
+        goal_env=init.env,
         reference=reference,
     )
     return resolve_name((init.objective if algorithm is None else algorithm.estimator).learner)(context)

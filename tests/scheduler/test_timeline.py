@@ -48,8 +48,8 @@ def test_utilisation_of_a_step_matches_hand_computed_values(arena):
     """
     clock = Clock()
     timeline = Timeline(num_slots=4, env_workers=["env_0", "env_1"], arena=arena, clock=clock)
-    timeline.sent("env_0", chunks(2))
-    timeline.sent("env_1", chunks(2))
+    timeline.on_request("env_0", chunks(2))
+    timeline.on_request("env_1", chunks(2))
     for second, worker, answer, request in (
         (2, "env_0", REPORT, inference(2)),
         (3, "policy", DONE, None),
@@ -58,9 +58,9 @@ def test_utilisation_of_a_step_matches_hand_computed_values(arena):
         (10, "env_0", REPORT, None),
     ):
         clock.now = second
-        timeline.answered(worker, answer)
+        timeline.on_reply(worker, answer)
         if request is not None:
-            timeline.sent("env_0" if isinstance(request, EnvRequest) else "policy", request)
+            timeline.on_request("env_0" if isinstance(request, EnvRequest) else "policy", request)
     metrics = timeline.metrics()
     assert metrics["rollout/slot_occupancy"] == pytest.approx((2 * 2 + 4 * 2 + 1 * 2 + 2 * 4 + 4 * 2) / 40)
     assert metrics["rollout/policy_busy"] == pytest.approx(0.3)
@@ -68,17 +68,17 @@ def test_utilisation_of_a_step_matches_hand_computed_values(arena):
     assert metrics["rollout/policy_waits_for_env"] == pytest.approx((2 + 1 + 4) / 10)
     assert metrics["rollout/env_waits_for_policy"] == pytest.approx((3 + 2) / 20)
     early = EnvRequest(sequence=1, stage=0, resets=(object.__new__(ResetRequest),))
-    timeline.sent("env_1", early)
+    timeline.on_request("env_1", early)
     clock.now = 12
-    timeline.answered("env_1", REPORT)
+    timeline.on_reply("env_1", REPORT)
     assert timeline.metrics() == metrics, "resets of the next step are no part of this one"
     clock.now = 20
-    timeline.sent("env_0", chunks(2))
+    timeline.on_request("env_0", chunks(2))
     clock.now = 21
     timeline.begin()
     assert timeline.metrics() == {}
     clock.now = 22
-    timeline.answered("env_0", REPORT)
+    timeline.on_reply("env_0", REPORT)
     assert timeline.metrics()["rollout/env_busy"] == pytest.approx(0.5), "what came before the step does not count"
 
 
@@ -86,7 +86,7 @@ def test_staleness_is_measured_at_training_time(arena):
     timeline = Timeline(num_slots=1, env_workers=["env_0"], arena=arena)
     arena["version"][:] = [5, 4, 5, 3]
     tickets = arena.allocate_all(4)
-    timeline.sent("policy", UpdateRequest(sequence=1, step=5, tickets=tickets, episode=(0, 0, 0, 0)))
+    timeline.on_request("policy", UpdateRequest(sequence=1, step=5, tickets=tickets, episode=(0, 0, 0, 0)))
     assert timeline.metrics() == {
         "rollout/staleness/0": 0.5,
         "rollout/staleness/1": 0.25,

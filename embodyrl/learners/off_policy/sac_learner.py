@@ -67,7 +67,7 @@ class SacLearner(Learner):
         self._target_entropy = float(
             -self._policy.width if settings.target_entropy is None else settings.target_entropy
         )
-        self._hindsight = None if context.judge is None else Hindsight(settings, context.judge, context.env)
+        self._hindsight = None if context.goal_env is None else Hindsight(settings, context.goal_env, context.env)
         self._open = UnfinishedEpisodes()
         self._replay = ReplayBuffer(settings.replay_size, settings.gamma, settings.n_step)
         self._demonstrations = self._load_demonstrations() if settings.demonstrations else None

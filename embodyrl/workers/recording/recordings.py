@@ -33,7 +33,7 @@ class Mp4Recordings:
                 instruction=self._env.instruction(request.slot),
                 info=self._video.info_on_video,
                 horizon=request.start.max_episode_steps,
-                judged=self._env.spec.reward.reports_success,
+                reports_success=self._env.spec.reward.reports_success,
             )
         except (EmbodyError, OSError) as error:
             return Recording(slot=request.slot, path=None, problem=str(error))

@@ -42,15 +42,15 @@ class VideoRecorder:
     """
 
     def __init__(
-        self, path_stem: Path, fps: int, instruction: str, info: bool, *, horizon: int = 0, judged: bool = True
+        self, path_stem: Path, fps: int, instruction: str, info: bool, *, horizon: int = 0, reports_success: bool = True
     ) -> None:
-        """Start the encoder; `judged`: the environment reports success."""
+        """Start the encoder; `reports_success`: the environment reports success."""
         remove_videos(path_stem)
         self._path_stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
         self._instruction = instruction
         self._info = info
-        self._judged = judged
+        self._reports_success = reports_success
         self._fps = fps
         self._repeats = max(1, math.ceil(_MIN_DURATION_S * fps / horizon)) if info and horizon else 1
         self._writer: Any = None
@@ -195,7 +195,7 @@ class VideoRecorder:
         )
         if self._highlighted:
             background, color = _HUMAN_COLOR, _BAND_COLOR
-        shows_outcome = at_end and (self._judged or self.success)
+        shows_outcome = at_end and (self._reports_success or self.success)
         if shows_outcome:
             background, color = _SUCCESS_COLOR if self.success else _FAILURE_COLOR, _BAND_COLOR
             text = f"{'success' if self.success else 'failure'} after {self._frames} steps"
