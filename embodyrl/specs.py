@@ -231,11 +231,11 @@ class EnvSpec:
 
     def task_of(self, reset_id: int) -> tuple[int, int]:
         """Split a reset id into (task id, initial state index)."""
-        rest = int(reset_id)
+        index = int(reset_id)
         for task, count in enumerate(self.states_per_task):
-            if 0 <= rest < count:
-                return task, rest
-            rest -= count
+            if 0 <= index < count:
+                return task, index
+            index -= count
         raise ValueError(f"reset_id={reset_id}: env '{self.name}' has only reset ids 0 to {self.num_reset_ids - 1}.")
 
     def reset_ids_of(self, task_id: int) -> range:
@@ -247,7 +247,7 @@ class EnvSpec:
 
 def picture_names(count: int) -> tuple[str, ...]:
     """Return the camera names for `count` images in a prompt: image_0, image_1, ..."""
-    return tuple(f"image_{i}" for i in range(count))
+    return tuple(f"image_{index}" for index in range(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,13 +366,17 @@ class PolicyCosts:
 
     def stored(self, samples: float, prompts: float) -> int:
         """Return the bytes of activations that `samples` samples with `prompts` distinct prompts store for backward."""
-        one, prompt = self.shared_bytes
-        left = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
-        shares = one and left <= self.SHARED_FRACTION * samples * self.sample_tokens
-        return int(samples * one + prompts * prompt if shares else samples * self.activation_bytes)
+        sample_bytes, prompt_bytes = self.shared_bytes
+        remaining_tokens = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
+        shares_prompts = sample_bytes and remaining_tokens <= self.SHARED_FRACTION * samples * self.sample_tokens
+        return int(
+            samples * sample_bytes + prompts * prompt_bytes if shares_prompts else samples * self.activation_bytes
+        )
 
     def scoring(self, samples: float) -> tuple[int, int]:
         """Return the bytes for log-probabilities and their output-matrix gradient: (without, with) checkpointing."""
-        one, most = self.logit_bytes
-        stored, again = (max(min(int(samples * one), most) + matrix, 2 * matrix) for matrix in self.scoring_bytes)
-        return stored, again
+        sample_bytes, max_bytes = self.logit_bytes
+        without_checkpointing, with_checkpointing = (
+            max(min(int(samples * sample_bytes), max_bytes) + matrix, 2 * matrix) for matrix in self.scoring_bytes
+        )
+        return without_checkpointing, with_checkpointing

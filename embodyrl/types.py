@@ -196,9 +196,9 @@ class Episode:
     @property
     def whole(self) -> EarlierPart:
         """Summary of the episode so far, including earlier training steps."""
-        spec, length, earned, success, parts = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
-        more = length + self.length, earned + self.episode_return, success or self.success_once
-        return EarlierPart(spec, *more, parts + self.components.sum(axis=0))
+        spec, length, total_return, success, components = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
+        totals = length + self.length, total_return + self.episode_return, success or self.success_once
+        return EarlierPart(spec, *totals, components + self.components.sum(axis=0))
 
     @property
     def success_once(self) -> bool:

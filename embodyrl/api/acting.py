@@ -67,42 +67,45 @@ class LoadedPolicy:
             ConfigError: the observation does not match the spec of the environment.
         """
         batched = _is_batch(obs)
-        out = self.decide(self.observe([obs] if not batched else _rows(obs), instruction), noise=noise)
-        return out.actions if batched else out.actions[0]
+        output = self.decide(self.observe([obs] if not batched else _split_batch(obs), instruction), noise=noise)
+        return output.actions if batched else output.actions[0]
 
-    def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
+    def observe(self, observations: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
         """Combine observations of several environments into a batch for the policy."""
-        env, reads = self.run_plan.env, self.policy.spec
+        env, spec = self.run_plan.env, self.policy.spec
         shape = (len(env.cameras.names), *env.cameras.size, 3)
-        images = [self._part(one, "images", shape, reads.inputs.num_images > 0)[: shape[0]] for one in seen]
-        state = [self._part(one, "state", (env.state_dim,), reads.inputs.state) for one in seen]
-        words = tuple(instruction or self._instruction(one) for one in seen)
+        images = [
+            self._part(observation, "images", shape, spec.inputs.num_images > 0)[: shape[0]]
+            for observation in observations
+        ]
+        state = [self._part(observation, "state", (env.state_dim,), spec.inputs.state) for observation in observations]
+        instructions = tuple(instruction or self._instruction(observation) for observation in observations)
         return Observation(
             images=np.stack(images).astype(np.uint8, copy=False),
             state=np.stack(state).astype(np.float32, copy=False),
-            instructions=words,
+            instructions=instructions,
         )
 
-    def _part(self, one: dict[str, Any], name: str, shape: tuple[int, ...], read: bool) -> np.ndarray:
+    def _part(self, observation: dict[str, Any], name: str, shape: tuple[int, ...], is_used: bool) -> np.ndarray:
         """Return the entry `name` of an observation; zeros for an entry that the policy does not use."""
-        if name not in one and not (read and np.prod(shape)):
+        if name not in observation and not (is_used and np.prod(shape)):
             return np.zeros(shape, np.uint8)
-        found = np.asarray(one[name]) if name in one else None
+        array = np.asarray(observation[name]) if name in observation else None
         kinds = "u" if name == "images" else "biuf"
-        if found is None or found[: shape[0]].shape != shape or found.dtype.kind not in kinds:
-            given = f"only {', '.join(one)}" if found is None else f"{name} {found.shape} {found.dtype}"
+        if array is None or array[: shape[0]].shape != shape or array.dtype.kind not in kinds:
+            received = f"only {', '.join(observation)}" if array is None else f"{name} {array.shape} {array.dtype}"
             raise ConfigError(
-                f"{self!r} received {given}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
+                f"{self!r} received {received}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
                 "policy.make_env(), which has the cameras and sizes of the policy; or convert your observations "
                 "to this form."
             )
-        return found
+        return array
 
-    def _instruction(self, one: dict[str, Any]) -> str:
+    def _instruction(self, observation: dict[str, Any]) -> str:
         env = self.run_plan.env
         texts = env.instructions or env.tasks
-        if "instruction" in one or len(texts) == 1:
-            return str(one.get("instruction", *texts[:1]))
+        if "instruction" in observation or len(texts) == 1:
+            return str(observation.get("instruction", *texts[:1]))
         raise ConfigError(
             f"{self!r} needs an instruction, because it has several tasks. Fix: act(obs, instruction={texts[-1]!r})."
         )
@@ -112,22 +115,22 @@ class LoadedPolicy:
 
         No gradients are computed.
         """
-        out = self.policy.act(obs, noise=noise)
+        output = self.policy.act(obs, noise=noise)
         # A copy, because the gripper is rewritten in place and a policy may keep its returned array.
-        actions = np.array(out.actions)
+        actions = np.array(output.actions)
         convert_gripper(actions, self.policy.spec.gripper, self.run_plan.env.action.gripper)
-        return replace(out, actions=actions)
+        return replace(output, actions=actions)
 
 
 def load_policy(
-    run_or_folder: str | Path, *words: str, trainable: bool = False, device: str | None = None
+    run_or_folder: str | Path, *overrides: str, trainable: bool = False, device: str | None = None
 ) -> LoadedPolicy:
     """Load the policy of a run, checkpoint or model folder into this process.
 
     Args:
         run_or_folder: a run, its name in ./runs, one of its checkpoints, or a model in its published layout: a folder,
             or `owner/name[@revision]` of the hub.
-        words: overrides as for `embodyrl eval`; a folder that is not a run needs `env=` and `model=`.
+        overrides: arguments as for `embodyrl eval`; a folder that is not a run needs `env=` and `model=`.
         trainable: keep trainable weights in fp32.
         device: "cpu", "cuda", ...; None: a GPU if available.
 
@@ -135,12 +138,12 @@ def load_policy(
         ConfigError: the policy does not fit its environment.
         CheckpointError: the path contains no usable weights.
     """
-    place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
-    named = format_override("ckpt", place)
-    cfg = load_config("eval", [named, *words], base=base)
+    path, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
+    ckpt_override = format_override("ckpt", path)
+    cfg = load_config("eval", [ckpt_override, *overrides], base=base)
     # Compose without model.path first: the model determines whether this key exists.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
-        cfg = load_config("eval", [named, format_override("model.path", place), *words])
+        cfg = load_config("eval", [ckpt_override, format_override("model.path", path), *overrides])
     return policy_of(cfg, trainable=trainable, device=device)
 
 
@@ -151,14 +154,14 @@ def policy_of(cfg: Config, *, trainable: bool = False, device: str | None = None
     weights = first_weights(cfg, run_plan.env)
     from embodyrl.policies.tensors import best_device
 
-    drawn = cfg.algorithm.sampling_params
+    sampling = cfg.algorithm.sampling_params
     request = PolicyRequest(
         env=run_plan.env,
         device=device or best_device(),
         seed=cfg.seed,
         trainable=trainable,
-        temperature=drawn.temperature,
-        sampling=drawn,
+        temperature=sampling.temperature,
+        sampling=sampling,
     )
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
@@ -172,6 +175,6 @@ def _is_batch(obs: dict[str, Any]) -> bool:
     return np.ndim(obs.get("images", ())) == 5 or np.ndim(obs.get("state", ())) == 2
 
 
-def _rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_batch(batch: dict[str, Any]) -> list[dict[str, Any]]:
     count = len(next(iter(batch.values())))
     return [{name: values[row] for name, values in batch.items()} for row in range(count)]

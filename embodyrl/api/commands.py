@@ -65,8 +65,8 @@ def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
     return run("eval", cfg, resume=resume)
 
 
-def run(command: str, cfg: Config, **more: Any) -> Any:
-    """Check a config, then call the command's function with the config and the additional arguments `more`."""
+def run(command: str, cfg: Config, **kwargs: Any) -> Any:
+    """Check a config, then call the command's function with the config and the additional arguments `kwargs`."""
     if not isinstance(cfg, Config):
         raise ConfigError(
             f'`{command}` needs a config, not {cfg!r:.80}: embodyrl.compose("{command}", "env=tabletop").'
@@ -77,4 +77,4 @@ def run(command: str, cfg: Config, **more: Any) -> Any:
 
     check_values(cfg)  # it may have been changed since it was composed
     check_components(cfg)
-    return COMMANDS.get(command)(cfg, **more)
+    return COMMANDS.get(command)(cfg, **kwargs)

@@ -59,8 +59,8 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         """Number of steps after which an episode is truncated."""
         self._ids = list(selected_reset_ids(self.layout, self._split))
         self._kind = self.layout.action.kind
-        self.action_space = _actions(self.layout)
-        self.observation_space = _observations(self.layout)
+        self.action_space = _action_space(self.layout)
+        self.observation_space = _observation_space(self.layout)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -76,23 +76,29 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
             ConfigError: the task or state does not exist.
         """
         super().reset(seed=seed)
-        chosen, drawn = self._choose(dict(options or {}))
+        reset_id, episode_seed = self._choose_start(dict(options or {}))
         start = EpisodeStart(
-            reset_id=chosen,
-            seed=drawn,
+            reset_id=reset_id,
+            seed=episode_seed,
             max_episode_steps=self._split.max_episode_steps,
             ignore_terminations=self._split.ignore_terminations,
         )
         self.env.reset([0], [start])
-        return self._look(), {"reset_id": chosen, "task": self.layout.task_of(chosen)[0], "seed": start.seed}
+        return self._observe(), {"reset_id": reset_id, "task": self.layout.task_of(reset_id)[0], "seed": start.seed}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one action (see `gymnasium.Env.step`)."""
         # A chunk of one action in one slot.
-        row = np.asarray(action, np.float32).reshape(1, 1, -1)
-        result = self.env.step_chunk([0], row)
-        ended, cut = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])
-        return self._look(), float(result.reward[0, 0]), ended, cut, {"success": bool(result.success[0, 0])}
+        chunk = np.asarray(action, np.float32).reshape(1, 1, -1)
+        result = self.env.step_chunk([0], chunk)
+        terminated, truncated = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])
+        return (
+            self._observe(),
+            float(result.reward[0, 0]),
+            terminated,
+            truncated,
+            {"success": bool(result.success[0, 0])},
+        )
 
     def save_state(self) -> Any:
         """Return a copy of the episode's state for `load_state`; requires `layout.simulator.saves_state`."""
@@ -106,7 +112,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         """Restore a saved state of the current episode, and return the observation."""
         assert isinstance(self.env, SavesState), "saved before"
         self.env.load(0, state)
-        return self._look()
+        return self._observe()
 
     def render(self) -> Any:
         """Return a video frame [H, W, 3] uint8."""
@@ -116,14 +122,16 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         """Close the simulator."""
         self.env.close()
 
-    def _choose(self, options: dict[str, Any]) -> tuple[int, int]:
+    def _choose_start(self, options: dict[str, Any]) -> tuple[int, int]:
         """Return the reset id and the seed of the next episode."""
-        wanted = dict(options)
-        if [*wanted] == ["episode"] and wanted["episode"] >= 0:
-            return eval_start(self.layout, self._split, int(wanted["episode"]))[1:]
-        task, reset_id = wanted.pop("task", None), wanted.pop("reset_id", None)
-        choices = [i for i in self._ids if task is None or self.layout.task_of(i)[0] == task]
-        if wanted or not choices or not (reset_id is None or 0 <= reset_id < self.layout.num_reset_ids):
+        remaining = dict(options)
+        if [*remaining] == ["episode"] and remaining["episode"] >= 0:
+            return eval_start(self.layout, self._split, int(remaining["episode"]))[1:]
+        task, reset_id = remaining.pop("task", None), remaining.pop("reset_id", None)
+        choices = [
+            reset_index for reset_index in self._ids if task is None or self.layout.task_of(reset_index)[0] == task
+        ]
+        if remaining or not choices or not (reset_id is None or 0 <= reset_id < self.layout.num_reset_ids):
             raise ConfigError(
                 f"env '{self.layout.name}': reset takes options task (0 to {len(self.layout.tasks) - 1}), reset_id "
                 f"(0 to {self.layout.num_reset_ids - 1}) or episode (from 0), not {options}."
@@ -131,16 +139,16 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         chosen = int(self.np_random.choice(choices)) if reset_id is None else int(reset_id)
         return chosen, int(self.np_random.integers(2**31))
 
-    def _look(self) -> dict[str, Any]:
+    def _observe(self) -> dict[str, Any]:
         spec = self.layout
         images = np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
         state = np.zeros(spec.state_dim, np.float32)
         self.env.observe([0], images[None], state[None])
-        seen: dict[str, Any] = {"instruction": self.env.instruction(0)}
-        return seen | ({"images": images} if len(images) else {}) | ({"state": state} if len(state) else {})
+        observation: dict[str, Any] = {"instruction": self.env.instruction(0)}
+        return observation | ({"images": images} if len(images) else {}) | ({"state": state} if len(state) else {})
 
 
-def make_env(env: str, *words: str, num_envs: int | None = None, config_dirs: Sequence[Path] = ()) -> Any:
+def make_env(env: str, *overrides: str, num_envs: int | None = None, config_dirs: Sequence[Path] = ()) -> Any:
     """Create a Gymnasium environment from an environment of embodyrl.
 
     >>> table = make_env("tabletop", "env.eval.task_ids=[0]")
@@ -150,7 +158,7 @@ def make_env(env: str, *words: str, num_envs: int | None = None, config_dirs: Se
 
     Args:
         env: an option of `env=`, for example tabletop or libero_object.
-        words: overrides as for `embodyrl eval`; `env.eval.*` selects tasks and initial states.
+        overrides: arguments as for `embodyrl eval`; `env.eval.*` selects tasks and initial states.
         num_envs: None: a `SingleEnv`; else a `gymnasium.vector.SyncVectorEnv` of this size.
         config_dirs: folders with further options, as for `--config-dir`.
 
@@ -158,18 +166,18 @@ def make_env(env: str, *words: str, num_envs: int | None = None, config_dirs: Se
         ConfigError: unknown environment or setting, or a text task, which has no steps.
         MissingDependencyError: the simulator is not installed.
     """
-    typed = (f"env={env}", "model=random", *words)
+    arguments = (f"env={env}", "model=random", *overrides)
     if num_envs is not None:
-        return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *words, config_dirs=config_dirs)] * num_envs)
-    return _single(load_config("eval", typed, config_dirs=config_dirs))
+        return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *overrides, config_dirs=config_dirs)] * num_envs)
+    return _build_single_env(load_config("eval", arguments, config_dirs=config_dirs))
 
 
 def env_of(run_plan: RunPlan) -> SingleEnv:
     """Return the environment of a run, with the cameras of its policy."""
-    return _single(run_plan.cfg, run_plan.env_settings)
+    return _build_single_env(run_plan.cfg, run_plan.env_settings)
 
 
-def _single(cfg: Config, settings: EnvSettings | None = None) -> SingleEnv:
+def _build_single_env(cfg: Config, settings: EnvSettings | None = None) -> SingleEnv:
     if cfg.reads_rows:
         raise ConfigError(
             f"env '{env_spec(cfg).name}' is a text task without steps. Train on text tasks with `embodyrl.GRPO`; show "
@@ -179,7 +187,7 @@ def _single(cfg: Config, settings: EnvSettings | None = None) -> SingleEnv:
     return SingleEnv(cfg, settings or cfg.env)
 
 
-def _actions(spec: EnvSpec) -> spaces.Space[Any]:
+def _action_space(spec: EnvSpec) -> spaces.Space[Any]:
     if spec.action.kind is ActionKind.discrete:
         return spaces.Discrete(spec.action.sizes[0])
     if spec.action.kind is ActionKind.multi_discrete:
@@ -188,13 +196,15 @@ def _actions(spec: EnvSpec) -> spaces.Space[Any]:
     return spaces.Box(low, high, dtype=np.float32)
 
 
-def _observations(spec: EnvSpec) -> spaces.Dict:
+def _observation_space(spec: EnvSpec) -> spaces.Dict:
     texts = spec.instructions or spec.tasks
-    letters = frozenset("".join(texts)) or frozenset(" ")
-    longest = max(map(len, texts), default=1)
-    parts: dict[str, spaces.Space[Any]] = {"instruction": spaces.Text(max(1, longest), min_length=0, charset=letters)}
+    characters = frozenset("".join(texts)) or frozenset(" ")
+    max_length = max(map(len, texts), default=1)
+    entries: dict[str, spaces.Space[Any]] = {
+        "instruction": spaces.Text(max(1, max_length), min_length=0, charset=characters)
+    }
     if spec.cameras.names:
-        parts["images"] = spaces.Box(0, 255, (len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
+        entries["images"] = spaces.Box(0, 255, (len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
     if spec.state_dim:
-        parts["state"] = spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32)
-    return spaces.Dict(parts)
+        entries["state"] = spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32)
+    return spaces.Dict(entries)

@@ -33,16 +33,16 @@ class GRPO:
         result = embodyrl.GRPO("models/Qwen3-0.6B", short, [{"prompt": "Say hello."}]).train()
     """
 
-    def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:
+    def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *overrides: str) -> None:
         """Store the arguments; `train` starts the training.
 
         Args:
             model: a folder in the Hugging Face layout, or "tiny": a random model of half a million parameters.
             reward: a function of a module, or a self-contained function of a script or notebook (imports in its body).
             rows: `{"prompt": text or messages, "answer": text}`; the answer may be missing.
-            words: overrides as for `embodyrl train`, for example "runner.max_steps=50".
+            overrides: arguments as for `embodyrl train`, for example "runner.max_steps=50".
         """
-        self.model, self.reward, self.rows, self.words = model, reward, list(rows), words
+        self.model, self.reward, self.rows, self.overrides = model, reward, list(rows), overrides
 
     def train(self, **callbacks: Any) -> TrainResult:
         """Train the model; `callbacks` are `on_step` and `on_eval`, as in `embodyrl.train`.
@@ -53,24 +53,24 @@ class GRPO:
         with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
             rows = Path(folder) / "rows.jsonl"
             # Rewards are always given a reference; rows without an answer have an empty one.
-            lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
-            rows.write_text("".join(lines), encoding="utf-8")
+            row_lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
+            rows.write_text("".join(row_lines), encoding="utf-8")
             model = ["model=causal_lm", format_override("model.path", self.model)]
             if self.model == "tiny":
                 model = ["model=causal_lm_tiny"]
-            reward = f"reward.path={_importable(self.reward, Path(folder))}"
-            mine = (format_override("data.path", str(rows)), reward)
-            cfg = compose("train", "env=text/math", *model, *_PLAIN, *mine, *self.words)
+            reward = f"reward.path={_import_path(self.reward, Path(folder))}"
+            data_overrides = (format_override("data.path", str(rows)), reward)
+            cfg = compose("train", "env=text/math", *model, *_FIXED_OVERRIDES, *data_overrides, *self.overrides)
             return train(cfg, **callbacks)
 
 
-_PLAIN = (
+_FIXED_OVERRIDES = (
     *("data.prompt_key=prompt", "data.answer_key=answer", 'data.prompt_template="{prompt}"', "reward.name=null"),
     *("algorithm.sampling_params.max_new_tokens=64", "eval.episodes=64"),
 )
 
 
-def _importable(reward: Reward, folder: Path) -> str:
+def _import_path(reward: Reward, folder: Path) -> str:
     """Return an import path (module:function) for a reward function.
 
     The source of a function of a script or notebook is written to a file in `folder`.

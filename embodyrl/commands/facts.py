@@ -34,15 +34,15 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     parameters = run_plan.policy_costs.num_parameters
     lines = {
         "env": f"{env.name} ({len(env.tasks)} tasks) · {slots} in {workers} workers · "
-        f"{_limit(env, split)} · {_sight(env)}",
-        "policy": f"{policy.name} · {_count(parameters)} parameters · {cfg.model.precision_name} · "
+        f"{_time_limit_text(env, split)} · {_observation_text(env)}",
+        "policy": f"{policy.name} · {_format_count(parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
     lines["success"] = env.reward.success
-    if isinstance(own := cfg.reward, StepRewardSettings) and own.path is not None:
-        lines["reward"] = f"{own.path} ({own.mode})"
+    if isinstance(reward := cfg.reward, StepRewardSettings) and reward.path is not None:
+        lines["reward"] = f"{reward.path} ({reward.mode})"
     lines |= dict(precision_facts(cfg)) | dict(preset_facts(cfg))
-    warnings = (*env.warnings, *policy.warnings, *_cut_warnings(run_plan), *_waiting_warnings(run_plan))
+    warnings = (*env.warnings, *policy.warnings, *_time_limit_warnings(run_plan), *_dense_reward_warnings(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
         warnings += (
             f"'{policy.name}' reads instructions, and the environment has none, so its name is used; fix: "
@@ -57,22 +57,25 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         lines["warning"] = "; ".join(warnings)
     if policy.inputs.num_images or policy.gripper:
         cameras = ", ".join(env.cameras.names[: policy.inputs.num_images]) or "none"
-        turned = " · frames turned by 180 degrees" if policy.inputs.rotates_images and env.cameras.rotation_deg else ""
+        rotation_text = (
+            " · frames turned by 180 degrees" if policy.inputs.rotates_images and env.cameras.rotation_deg else ""
+        )
         lines["inputs"] = (
-            f"cameras {cameras}{turned} · {gripper_text(policy.gripper)}, env: {gripper_text(env.action.gripper)}"
+            f"cameras {cameras}{rotation_text} · {gripper_text(policy.gripper)}, env: "
+            f"{gripper_text(env.action.gripper)}"
         )
     if env.cameras.names and not policy.inputs.num_images and run_plan.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras.names)}: '{policy.name}' reads no images (model=cnn does)"
     if task_bytes := run_plan.env_costs.task_bytes:
-        lines["simulators"] = memory_of_tasks(env, task_bytes, split, run_plan.env_workers_per_node)
+        lines["simulators"] = task_memory_text(env, task_bytes, split, run_plan.env_workers_per_node)
     if run_plan.algorithm is not None:
-        a = run_plan.algorithm.settings
+        settings = run_plan.algorithm.settings
         loss = run_plan.algorithm.loss_settings
         clip = f" · clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
-        level = "" if run_plan.algorithm.estimator.needs_replay else f" · {a.logprob_type.value}"
-        lines["algorithm"] = f"{a.method} · group {a.group_size}{clip}{level}"
-    mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
-    arena = f"shared arena {mib:.0f} MiB ({run_plan.capacity} records)"
+        logprob_text = "" if run_plan.algorithm.estimator.needs_replay else f" · {settings.logprob_type.value}"
+        lines["algorithm"] = f"{settings.method} · group {settings.group_size}{clip}{logprob_text}"
+    arena_mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
+    arena = f"shared arena {arena_mib:.0f} MiB ({run_plan.capacity} records)"
     lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     return list(lines.items())
 
@@ -81,14 +84,15 @@ def evaluation_banner(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about an evaluation."""
     cfg, env = run_plan.cfg, run_plan.env
     plan = eval_episodes(cfg, env, run_plan.policy)
-    how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
-    text = f"{plan.num_episodes} {how} episodes of {len({e.reset_id for e in plan.episodes})} initial states"
-    if (asked := count_requested_episodes(cfg, env)) > plan.num_episodes:
-        text += f"; {asked} episodes were requested, but the others would be exact copies"
-    return [("evaluation", text), *held_out_facts(run_plan), *rendering_facts(run_plan), *_facts_of_env(cfg)]
+    sampling_text = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
+    num_states = len({episode.reset_id for episode in plan.episodes})
+    text = f"{plan.num_episodes} {sampling_text} episodes of {num_states} initial states"
+    if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
+        text += f"; {num_requested} episodes were requested, but the others would be exact copies"
+    return [("evaluation", text), *held_out_facts(run_plan), *rendering_facts(run_plan), *_env_banner_lines(cfg)]
 
 
-def _facts_of_env(cfg: Config) -> list[tuple[str, str]]:
+def _env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines that the environment's factory adds."""
     factory = ENVS.get(cfg.env.env_type)
     return factory.facts(cfg.env) if isinstance(factory, SimFactory) else []
@@ -103,7 +107,7 @@ def precision_facts(cfg: Config) -> list[tuple[str, str]]:
 
 def preset_facts(cfg: Config) -> list[tuple[str, str]]:
     """Return a banner line with the presets of other groups that set values of `model`, `env` or `eval`."""
-    found: dict[str, list[str]] = {}
+    overrides_by_source: dict[str, list[str]] = {}
     for key, source in cfg.sources.items():
         section, file = key.partition(".")[0], Path(source)
         unused = key.startswith(tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys()))
@@ -113,22 +117,22 @@ def preset_facts(cfg: Config) -> list[tuple[str, str]]:
             and section in ("model", "env", "eval")
             and file.parent.name in _PRESET_GROUPS
         ):
-            found.setdefault(source, []).append(format_override(key, cfg.get(key)))
-    text = "; ".join(f"{source}: {' '.join(words)}" for source, words in found.items())
-    return [("presets", text)] if found else []
+            overrides_by_source.setdefault(source, []).append(format_override(key, cfg.get(key)))
+    text = "; ".join(f"{source}: {' '.join(overrides)}" for source, overrides in overrides_by_source.items())
+    return [("presets", text)] if overrides_by_source else []
 
 
 _PRESET_GROUPS = ("start", "experiment", "algorithm")
 """Groups whose options set values of other groups."""
 
 
-def memory_of_tasks(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
+def task_memory_text(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
     """Describe the memory that a loaded task needs, and the number of loaded tasks that each env worker keeps."""
-    wanted = len(split.task_ids or env.tasks)
-    kept = min(wanted, tasks_in_memory(task_bytes, workers))
+    num_tasks = len(split.task_ids or env.tasks)
+    num_loaded = min(num_tasks, tasks_in_memory(task_bytes, workers))
     return (
         f"up to {task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
-        f"{workers} workers keeps {kept} of {wanted} tasks"
+        f"{workers} workers keeps {num_loaded} of {num_tasks} tasks"
     )
 
 
@@ -146,13 +150,13 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
     else:
         per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
-    planned, size = run_plan.resources.facts(run_plan), run_plan.resources.checkpoint
+    resource_lines, size = run_plan.resources.facts(run_plan), run_plan.resources.checkpoint
     samples = run_plan.max_samples
     require_disk(cfg, size, run_plan.total_steps)
     return [
         ("per step", f"{per_step} · up to {samples} samples, {run_plan.optimizer_steps_per_step} optimizer steps"),
         ("in total", f"{run_plan.total_steps} training steps"),
-        *planned,
+        *resource_lines,
         *([("disk", f"{size / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept")] if size else []),
     ]
 
@@ -164,26 +168,28 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
         ConfigError: too little free space; the message contains required and free space.
     """
     interval, free = cfg.runner.save_interval, _free_disk(cfg)
-    written = 1 if interval == -1 else -(-total_steps // interval)
-    held = min(written, cfg.checkpoint.keep + 1)
-    if checkpoint * held > free:
+    num_written = 1 if interval == -1 else -(-total_steps // interval)
+    num_stored = min(num_written, cfg.checkpoint.keep + 1)
+    if checkpoint * num_stored > free:
         # With checkpoint.keep=1, two checkpoints are stored while the second is written.
-        fewer = ", set checkpoint.keep=1" if held > 2 else ", set runner.save_interval=-1" if held > 1 else ""
-        kept = f", and up to {held} checkpoints are stored at a time" if held > 1 else ""
+        advice = (
+            ", set checkpoint.keep=1" if num_stored > 2 else ", set runner.save_interval=-1" if num_stored > 1 else ""
+        )
+        count_text = f", and up to {num_stored} checkpoints are stored at a time" if num_stored > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {_bytes(checkpoint)}{kept}, but only {_bytes(free)} are free in "
-            f"{cfg.runner.output_dir}. Free disk space{fewer}, or change runner.output_dir."
+            f"A checkpoint needs {_format_bytes(checkpoint)}{count_text}, but only {_format_bytes(free)} are free in "
+            f"{cfg.runner.output_dir}. Free disk space{advice}, or change runner.output_dir."
         )
 
 
-def _limit(env: EnvSpec, split: EnvSplit) -> str:
+def _time_limit_text(env: EnvSpec, split: EnvSplit) -> str:
     """Describe the time limit of an episode."""
     limit = split.time_limit(env)
-    own = "" if limit == split.max_episode_steps else " (the environment's own limit)"
-    return f"{limit} steps/episode{own}"
+    source_text = "" if limit == split.max_episode_steps else " (the environment's own limit)"
+    return f"{limit} steps/episode{source_text}"
 
 
-def _cut_warnings(run_plan: RunPlan) -> Iterator[str]:
+def _time_limit_warnings(run_plan: RunPlan) -> Iterator[str]:
     """Warn if training episodes can never reach their time limit, because rollouts or validations end them earlier."""
     cfg, algorithm = run_plan.cfg, run_plan.algorithm
     if algorithm is None or not algorithm.estimator.counts_chunk_steps:
@@ -203,31 +209,33 @@ def _cut_warnings(run_plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _sight(env: EnvSpec) -> str:
+def _observation_text(env: EnvSpec) -> str:
     """Describe the observation of the policy: cameras with image size, state size, or text."""
     if not env.cameras.names:
         return f"state [{env.state_dim}]" if env.state_dim else "words"
     return f"{', '.join(env.cameras.names)} {env.cameras.size[0]}x{env.cameras.size[1]}"
 
 
-def _waiting_warnings(run_plan: RunPlan) -> Iterator[str]:
+def _dense_reward_warnings(run_plan: RunPlan) -> Iterator[str]:
     """Warn if a policy may earn more by waiting near the goal than by success, which ends the episode."""
     cfg, env = run_plan.cfg, run_plan.env
-    own = cfg.reward
-    replaced = isinstance(own, StepRewardSettings) and own.path is not None and own.mode is RewardMode.replace
-    summed = env.reward.dense and not replaced and not getattr(cfg.env, "use_rel_reward", False)
-    if run_plan.algorithm is not None and summed and not cfg.env.train.ignore_terminations:
+    reward = cfg.reward
+    is_replaced = (
+        isinstance(reward, StepRewardSettings) and reward.path is not None and reward.mode is RewardMode.replace
+    )
+    is_summed = env.reward.dense and not is_replaced and not getattr(cfg.env, "use_rel_reward", False)
+    if run_plan.algorithm is not None and is_summed and not cfg.env.train.ignore_terminations:
         yield (
             f"the reward of '{env.name}' is positive before success, so if success ends an episode, waiting near the "
             "goal may earn more; fix: env.use_rel_reward=true"
         )
 
 
-def _bytes(number: int) -> str:
+def _format_bytes(number: int) -> str:
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.1f} {unit}"

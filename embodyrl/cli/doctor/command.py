@@ -82,7 +82,7 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 
 def _probe_config(cfg: Config) -> list[Finding]:
     """Check that this machine meets the requirements of the chosen environment and policy."""
-    from embodyrl.commands.facts import memory_of_tasks
+    from embodyrl.commands.facts import task_memory_text
     from embodyrl.plan.build import count_env_workers, plan_devices
     from embodyrl.plan.checks import check_components
 
@@ -95,5 +95,5 @@ def _probe_config(cfg: Config) -> list[Finding]:
     findings = [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]
     if task_bytes := env_costs(cfg.env, spec).task_bytes:
         workers = count_env_workers(cfg, spec, plan_devices(cfg, training=True), cfg.env.train.total_num_envs)
-        findings.append(Finding("simulators", "ok", memory_of_tasks(spec, task_bytes, cfg.env.train, workers)))
+        findings.append(Finding("simulators", "ok", task_memory_text(spec, task_bytes, cfg.env.train, workers)))
     return findings
