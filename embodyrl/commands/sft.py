@@ -119,7 +119,7 @@ class _Sft:
             width=self.inputs.train.width,
             total_steps=session.total,
             log_dir=folder.logs,
-            say=self.monitor.text,
+            write_line=self.monitor.text,
         )
         with session.running(start_all) as actors:
             return self._train(actors, start)
