@@ -69,10 +69,12 @@ def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:
     with lock_folder(out):
         opened = open_source(source, data)
         plan = plan_conversion(opened.description, data, str(source.resolve()))
-        facts = plan.facts(source, out)
-        monitor.open(out.parent, RunInfo(run_id=out.name, summary=dict(facts)))
+        banner_lines = plan.facts(source, out)
+        monitor.open(out.parent, RunInfo(run_id=out.name, summary=dict(banner_lines)))
         try:
-            monitor.banner([f"embodyrl {__version__} · convert", *(f"  {name:<10} {text}" for name, text in facts)])
+            monitor.banner(
+                [f"embodyrl {__version__} · convert", *(f"  {name:<10} {text}" for name, text in banner_lines)]
+            )
             result = convert(opened, plan, data, out, partial(monitor.progress, what="episodes converted"))
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the conversion was stopped; run the same command to resume it") from None

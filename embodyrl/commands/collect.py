@@ -13,7 +13,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import step_of
 from embodyrl.commands.demonstration_episodes import demonstration_episodes
-from embodyrl.commands.facts import facts
+from embodyrl.commands.facts import common_banner_lines
 from embodyrl.commands.run_folder import RunFolder, first_weights, lock_folder, open_run, weight_facts
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
@@ -54,10 +54,10 @@ class CollectResult:
     wall_s: float
 
 
-def collection_facts(cfg: Config) -> list[tuple[str, str]]:
+def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a collection as (name, text) pairs."""
     run_plan = build_collection_plan(cfg)
-    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
+    lines = [*common_banner_lines(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
@@ -209,7 +209,11 @@ class _Collection:
                 self.cfg,
                 folder,
                 "collect",
-                [*facts(self.run_plan), *weight_facts(self.cfg, self.weights, self.run_plan.env), ("demos", demos)],
+                [
+                    *common_banner_lines(self.run_plan),
+                    *weight_facts(self.cfg, self.weights, self.run_plan.env),
+                    ("demos", demos),
+                ],
             )
             if self._missing_trials():
                 self._collect(writer, folder.logs)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.collect import collect, collection_facts
+from embodyrl.commands.collect import collect, collection_banner_lines
 from embodyrl.commands.sft import MEMORY_KEYS, WEIGHT_KEYS, sft
 from embodyrl.commands.unchanged_data import check_unchanged
 from embodyrl.data.settings import EpisodeFilter, Labels
@@ -120,6 +120,9 @@ def _initial_weight_overrides(cfg: Config, previous: Path | None) -> dict[str, A
     return values | ({} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))})
 
 
-def dagger_facts(cfg: Config) -> list[tuple[str, str]]:
+def dagger_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of DAgger as (name, text) pairs."""
-    return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]
+    return [
+        *collection_banner_lines(cfg),
+        ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}"),
+    ]

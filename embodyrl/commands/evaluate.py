@@ -20,7 +20,7 @@ import numpy as np
 from embodyrl.checkpoint.store import step_of
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
-from embodyrl.commands.facts import evaluation_banner, facts
+from embodyrl.commands.facts import common_banner_lines, evaluation_banner_lines
 from embodyrl.commands.kept import open_writer, stores_episodes, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
 from embodyrl.commands.session import build_console_monitor, print_banner
@@ -69,9 +69,9 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         )
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(build_console_monitor(cfg)) as monitor:
         lines = [
-            *facts(run_plan),
-            *evaluation_banner(run_plan),
-            *run_plan.resources.facts(run_plan),
+            *common_banner_lines(run_plan),
+            *evaluation_banner_lines(run_plan),
+            *run_plan.resources.get_banner_lines(run_plan),
             *weight_facts(cfg, weights, run_plan.env),
             ("output", str(folder.root)),
         ]

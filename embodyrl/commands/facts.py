@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
-from embodyrl.commands.held_out import held_out_facts, rendering_facts
+from embodyrl.commands.held_out import held_out_banner_lines, rendering_banner_lines
 from embodyrl.config.compose import format_override
 from embodyrl.envs import ENVS
 from embodyrl.envs.factory import SimFactory, tasks_in_memory
@@ -23,7 +23,7 @@ from embodyrl.types import EnvSpec
 MIB, GIB = 2**20, 2**30
 
 
-def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines of a run as (label, text)."""
     cfg, env, policy = run_plan.cfg, run_plan.env, run_plan.policy
     workers = len(run_plan.env_workers)
@@ -41,7 +41,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     lines["success"] = env.reward.success
     if isinstance(reward := cfg.reward, StepRewardSettings) and reward.path is not None:
         lines["reward"] = f"{reward.path} ({reward.mode})"
-    lines |= dict(precision_facts(cfg)) | dict(preset_facts(cfg))
+    lines |= dict(precision_facts(cfg)) | dict(preset_banner_lines(cfg))
     warnings = (*env.warnings, *policy.warnings, *_time_limit_warnings(run_plan), *_dense_reward_warnings(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
         warnings += (
@@ -80,7 +80,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     return list(lines.items())
 
 
-def evaluation_banner(run_plan: RunPlan) -> list[tuple[str, str]]:
+def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about an evaluation."""
     cfg, env = run_plan.cfg, run_plan.env
     plan = eval_episodes(cfg, env, run_plan.policy)
@@ -89,7 +89,12 @@ def evaluation_banner(run_plan: RunPlan) -> list[tuple[str, str]]:
     text = f"{plan.num_episodes} {sampling_text} episodes of {num_states} initial states"
     if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
         text += f"; {num_requested} episodes were requested, but the others would be exact copies"
-    return [("evaluation", text), *held_out_facts(run_plan), *rendering_facts(run_plan), *_env_banner_lines(cfg)]
+    return [
+        ("evaluation", text),
+        *held_out_banner_lines(run_plan),
+        *rendering_banner_lines(run_plan),
+        *_env_banner_lines(cfg),
+    ]
 
 
 def _env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
@@ -105,7 +110,7 @@ def precision_facts(cfg: Config) -> list[tuple[str, str]]:
     return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
 
 
-def preset_facts(cfg: Config) -> list[tuple[str, str]]:
+def preset_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return a banner line with the presets of other groups that set values of `model`, `env` or `eval`."""
     overrides_by_source: dict[str, list[str]] = {}
     for key, source in cfg.sources.items():
@@ -136,7 +141,7 @@ def task_memory_text(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: in
     )
 
 
-def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+def training_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about samples, steps, memory and disk space of a training run.
 
     Raises:
@@ -150,7 +155,7 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
     else:
         per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
-    resource_lines, size = run_plan.resources.facts(run_plan), run_plan.resources.checkpoint
+    resource_lines, size = run_plan.resources.get_banner_lines(run_plan), run_plan.resources.checkpoint
     samples = run_plan.max_samples
     require_disk(cfg, size, run_plan.total_steps)
     return [

@@ -24,7 +24,7 @@ from embodyrl.reports.history import other_worlds
 from embodyrl.types import EnvSpec
 
 
-def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+def held_out_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return banner lines on how many initial states of an evaluation were used in training or validation."""
     cfg, env = run_plan.cfg, run_plan.env
     states = {episode.reset_id for episode in eval_episodes(cfg, env, run_plan.policy).episodes}
@@ -45,7 +45,7 @@ _RENDERING_KEYS = (
 )
 
 
-def rendering_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+def rendering_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return a warning if the rendering settings of an evaluation differ from those of the training run."""
     cfg = run_plan.cfg
     if run_plan.algorithm is not None or cfg.ckpt is None or (file := record_of(resolve_run(cfg.ckpt))) is None:

@@ -34,7 +34,7 @@ OnStep = Callable[[int, Mapping[str, float]], bool | None]
 """Callback with the number of completed steps and the metrics of the last step. The result True ends the run: a
 checkpoint is written, and the training function returns."""
 
-Facts = Sequence[tuple[str, str]]
+BannerLines = Sequence[tuple[str, str]]
 """Banner lines as (label, text)."""
 
 
@@ -48,7 +48,7 @@ def print_banner(
     cfg: Config,
     folder: RunFolder,
     command: str,
-    facts: Facts,
+    banner_lines: BannerLines,
     *,
     tasks: Sequence[str] = (),
     total: int = 0,
@@ -62,12 +62,12 @@ def print_banner(
         total_steps=total,
         resume_step=resumed + 1 if resumed else (0 if total else None),
         tasks=tasks,
-        summary={name: masked(text) for name, text in facts},
+        summary={name: masked(text) for name, text in banner_lines},
     )
     monitor.open(folder.root, info)
     head = f"embodyrl {__version__} · {command} · {folder.run_id} · seed {cfg.seed}"
     head += f" · resumed at step {resumed}" if resumed else ""
-    monitor.banner([head, *(f"  {name:<10} {text}" for name, text in facts)])
+    monitor.banner([head, *(f"  {name:<10} {text}" for name, text in banner_lines)])
     monitor.progress(0, 0, "starting workers")
 
 
@@ -135,12 +135,19 @@ class Session:
         row = {name: math.nan if value is None else value for name, value in self._last_row.items() if name != "step"}
         return row if self.step and self.due(interval) and "time/validate" not in row else {}
 
-    def print_banner(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
+    def print_banner(self, banner_lines: BannerLines, total: int, tasks: Sequence[str] = ()) -> None:
         """Open the monitor and print the banner of a run of `total` steps."""
         self.total = total
         self._store.root.mkdir(exist_ok=True)
         print_banner(
-            self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step
+            self.monitor,
+            self.cfg,
+            self.folder,
+            self._command,
+            banner_lines,
+            tasks=tasks,
+            total=total,
+            resumed=self.step,
         )
         for line in self._warnings:
             self.monitor.text(f"warning: {line}; training continues from step {self.step}")

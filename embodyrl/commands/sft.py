@@ -17,7 +17,7 @@ from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadReques
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_actors import SupervisedActors, start_supervised
-from embodyrl.commands.sft_setup import action_log_std, augments, load_inputs, sft_facts
+from embodyrl.commands.sft_setup import action_log_std, augments, load_inputs, sft_banner_lines
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_overrides
@@ -64,20 +64,22 @@ def sft(
     Raises:
         EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
-    facts = sft_facts(cfg)
+    banner_lines = sft_banner_lines(cfg)
     if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
         check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, resume)
     command = "dagger" if cfg.command == "dagger" else "sft"
     with closing(open_run(cfg, command, overrides, resume)) as folder:
-        return _Sft(cfg, folder, facts, on_step).run()
+        return _Sft(cfg, folder, banner_lines, on_step).run()
 
 
 class _Sft:
     """SFT run in this process."""
 
-    def __init__(self, cfg: Config, folder: RunFolder, facts: list[tuple[str, str]], on_step: OnStep | None) -> None:
+    def __init__(
+        self, cfg: Config, folder: RunFolder, banner_lines: list[tuple[str, str]], on_step: OnStep | None
+    ) -> None:
         self.cfg = cfg
-        self.facts = facts
+        self.banner_lines = banner_lines
         self.on_step = on_step
         self.session = Session(cfg, folder, "sft")
         self.monitor = self.session.monitor
@@ -100,7 +102,9 @@ class _Sft:
         output_lines = [("output", str(folder.root)), folder.following]
         scaling_lines = [("scaling", self.inputs.scaling)] if self.inputs.scaling else []
         warnings = [("warning", warning) for warning in self.inputs.warnings]
-        session.print_banner([*self.facts, samples, *scaling_lines, *warnings, *output_lines], self._total_steps())
+        session.print_banner(
+            [*self.banner_lines, samples, *scaling_lines, *warnings, *output_lines], self._total_steps()
+        )
         request = PolicyRequest(
             env=self.inputs.env,
             device="auto",

@@ -242,7 +242,7 @@ def augments(cfg: Config) -> bool:
     return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
 
 
-def sft_facts(cfg: Config) -> list[tuple[str, str]]:
+def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner as (name, text) pairs.
 
     Raises:

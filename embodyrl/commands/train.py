@@ -18,7 +18,7 @@ from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
 from embodyrl.commands.eval_result import EvalResult, compare_results
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
-from embodyrl.commands.facts import evaluation_banner, facts, require_disk
+from embodyrl.commands.facts import common_banner_lines, evaluation_banner_lines, require_disk
 from embodyrl.commands.kept import open_writer, stores_episodes
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, weight_facts
@@ -119,9 +119,9 @@ class _Training:
         start = session.find_start()
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 enables it)"
         output_lines = [("output", f"{folder.root}{validation}"), folder.following]
-        held_out = evaluation_banner(self.run_plan) if self._validates else []
+        held_out = evaluation_banner_lines(self.run_plan) if self._validates else []
         lines = [
-            *facts(self.run_plan),
+            *common_banner_lines(self.run_plan),
             *weight_facts(self.cfg, self.weights, self.run_plan.env),
             *held_out,
             *output_lines,

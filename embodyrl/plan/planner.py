@@ -17,7 +17,7 @@ class PlannedResources(Resources):
 
     memory: MemoryPlan
 
-    def facts(self, run_plan: RunPlan) -> list[tuple[str, str]]:
+    def get_banner_lines(self, run_plan: RunPlan) -> list[tuple[str, str]]:
         """Return the lines of `--dry-run` about memory and speed.
 
         Raises:

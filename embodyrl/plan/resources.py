@@ -20,7 +20,7 @@ class Resources:
     checkpoint: int = 0
     """Size of a checkpoint on disk in bytes; 0: unknown."""
 
-    def facts(self, run_plan: Any) -> list[tuple[str, str]]:
+    def get_banner_lines(self, run_plan: Any) -> list[tuple[str, str]]:
         """Return the lines (label, text) of `--dry-run` about memory and speed.
 
         Raises:

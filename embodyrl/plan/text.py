@@ -73,7 +73,7 @@ def tokenizer_folder(cfg: Config) -> Path | None:
     return language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
 
 
-def prompt_facts(cfg: Config, folder: Path) -> list[tuple[str, str]]:
+def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
     """Return lines (label, text) with the first prompt as the model gets it, and its number of unknown tokens.
 
     Raises:

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from embodyrl.commands.facts import facts
+from embodyrl.commands.facts import common_banner_lines
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 
@@ -24,7 +24,7 @@ from embodyrl.plan.config import load_config
 )
 def test_policy_without_instructions_warns_of_several_tasks(words: str, warned: bool) -> None:
     cfg = load_config("eval", ["env=tabletop", "launcher=inline", *words.split()])
-    text = dict(facts(build_run_plan(cfg, training=False))).get("warning", "")
+    text = dict(common_banner_lines(build_run_plan(cfg, training=False))).get("warning", "")
     assert ("reads no instructions" in text) == warned
 
 
@@ -42,7 +42,7 @@ def test_policy_without_instructions_warns_of_several_tasks(words: str, warned: 
 )
 def test_rollouts_and_validations_shorter_than_an_episode_warn(words: str, warned: str) -> None:
     cfg = load_config("train", ["env=gym", "env.id=Pendulum-v1", "model=mlp", "launcher=inline", *words.split()])
-    text = dict(facts(build_run_plan(cfg, training=True))).get("warning", "")
+    text = dict(common_banner_lines(build_run_plan(cfg, training=True))).get("warning", "")
     assert warned in text
     assert ("training episodes have at most" in text) == bool(warned)
 
@@ -68,7 +68,7 @@ class Near(gymnasium.Env):
 
 def banner_of(*words: str) -> dict[str, str]:
     shared = ("env=gym", "env.id=test_facts:Near", "model=mlp", "algorithm=ppo", "launcher=inline")
-    return dict(facts(build_run_plan(load_config("train", [*shared, *words]), training=True)))
+    return dict(common_banner_lines(build_run_plan(load_config("train", [*shared, *words]), training=True)))
 
 
 @pytest.mark.parametrize(

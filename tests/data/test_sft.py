@@ -23,7 +23,7 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_data import _samples, load_samples
-from embodyrl.commands.sft_setup import action_log_std, data_statistics, load_inputs, sft_facts
+from embodyrl.commands.sft_setup import action_log_std, data_statistics, load_inputs, sft_banner_lines
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError
@@ -170,14 +170,14 @@ def test_sft_checkpoint_rejects_other_inputs(trained: SftResult, tmp_path: Path)
 def test_sft_banner_warns_of_weights_trained_on_other_inputs(trained: SftResult, demos: Path, tmp_path: Path) -> None:
     policy = shutil.copytree(trained.checkpoint / "policy", tmp_path / "policy")
     cfg = config(tmp_path, demos, f"model.path={policy}")
-    assert "warning" not in dict(sft_facts(cfg))
+    assert "warning" not in dict(sft_banner_lines(cfg))
     inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
     (policy / "embodyrl_inputs.json").write_text(json.dumps(inputs | {"cameras": ["elsewhere"]}))
-    warning = dict(sft_facts(cfg))["warning"]
+    warning = dict(sft_banner_lines(cfg))["warning"]
     camera = inputs["cameras"][0]
     assert warning.startswith("The policy was trained on the cameras [elsewhere] of 'toy', ")
     assert f"has [{camera}]. SFT adapts" in warning
-    assert "warning" not in dict(sft_facts(cfg.updated({"model.cameras": [camera]})))
+    assert "warning" not in dict(sft_banner_lines(cfg.updated({"model.cameras": [camera]})))
 
 
 def test_validation_episodes_are_excluded_from_training(demos: Path, tmp_path: Path) -> None:
@@ -417,9 +417,11 @@ def test_banner_without_images_omits_image_size(demos: Path, tmp_path: Path) -> 
     play = ["env=gym", "env.id=CartPole-v1", "model=random", "collect.episodes=2", "collect.filter=all"]
     quiet = ["launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}/runs"]
     collect(load_config("collect", [*play, *quiet, f"collect.out={tmp_path}/states"]))
-    facts = dict(sft_facts(load_config("sft", [f"data.path={tmp_path}/states", "model=mlp"])))
+    facts = dict(sft_banner_lines(load_config("sft", [f"data.path={tmp_path}/states", "model=mlp"])))
     assert facts["frames"] == "4 numbers of state, no images"
-    assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}", "model=cnn"])))["frames"]
+    assert (
+        "augmentation on" in dict(sft_banner_lines(load_config("sft", [f"data.path={demos}", "model=cnn"])))["frames"]
+    )
 
 
 def test_banner_names_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
@@ -427,7 +429,7 @@ def test_banner_names_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
     cameras = "env.init_params.camera_names=[wrist,front]"
     out = f"collect.out={tmp_path}/both"
     collect(load_config("collect", ["env=tabletop", cameras, "collect.episodes=1", *quiet, out]))
-    frames = dict(sft_facts(load_config("sft", [f"data.path={tmp_path}/both", "model=flow_small"])))["frames"]
+    frames = dict(sft_banner_lines(load_config("sft", [f"data.path={tmp_path}/both", "model=flow_small"])))["frames"]
     assert frames.startswith("wrist 112x112")
     assert frames.endswith("not read: front")
 
@@ -435,8 +437,10 @@ def test_banner_names_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
 def test_banner_shows_the_stopping_condition(demos: Path, tmp_path: Path) -> None:
     """Fails if the banner omits epochs that end the run."""
     few = ("runner.max_epochs=1", "runner.max_steps=30", "actor.global_batch_size=80", "actor.micro_batch_size=80")
-    assert dict(sft_facts(config(tmp_path, demos, *few)))["training"] == "1 epochs, at most 30 steps, of 80 samples"
-    assert dict(sft_facts(config(tmp_path, demos, *few[1:])))["training"] == "30 steps of 80 samples"
+    assert (
+        dict(sft_banner_lines(config(tmp_path, demos, *few)))["training"] == "1 epochs, at most 30 steps, of 80 samples"
+    )
+    assert dict(sft_banner_lines(config(tmp_path, demos, *few[1:])))["training"] == "30 steps of 80 samples"
     done = train(tmp_path, demos, *few)
     assert done.step < 30
     sft(load_saved_config(done.run, [], command="sft"), resume=done.run)
@@ -448,7 +452,7 @@ def test_folder_without_data_set_is_rejected_before_the_run(tmp_path, demos, wor
     (tmp_path / "half/meta").mkdir(parents=True)
     for name, said in (("half", r"meta/info.json is missing"), ("none", "not a folder")):
         with pytest.raises(ConfigError, match=f"{tmp_path}/{name} is .*{said}"):
-            sft_facts(config(tmp_path, demos, words.format(tmp_path / name)))
+            sft_banner_lines(config(tmp_path, demos, words.format(tmp_path / name)))
 
 
 def test_sft_does_not_modify_demonstrations(demos: Path) -> None:

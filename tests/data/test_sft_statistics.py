@@ -11,7 +11,7 @@ from lerobot_sets import numbers, write_set
 
 from embodyrl.cli.dry_run import describe
 from embodyrl.commands.sft import sft
-from embodyrl.commands.sft_setup import data_statistics, load_inputs, sft_facts
+from embodyrl.commands.sft_setup import data_statistics, load_inputs, sft_banner_lines
 from embodyrl.data.statistics import scaling_text
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.config import load_config
@@ -205,7 +205,7 @@ def test_sft_ignores_statistics_of_other_data(kind: str, sets: dict[str, int], a
     for key in ((), ("model.unnorm_key=bridge_orig",), ("model.unnorm_key=new",)):
         cfg = load_config("sft", [*words, *key])
         assert cfg.model.unnorm_key == "my_robot"
-        assert dict(sft_facts(cfg))["model"].startswith(str(base))
+        assert dict(sft_banner_lines(cfg))["model"].startswith(str(base))
         material = load_inputs(cfg, tmp_path / "start")
         assert material.model.unnorm_key == "my_robot"
         assert [*json.loads((tmp_path / "start" / "dataset_statistics.json").read_text())] == ["my_robot"]

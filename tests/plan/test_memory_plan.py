@@ -147,17 +147,17 @@ def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
 
 def test_evaluation_is_planned_and_unused_settings_are_suggested(tmp_path, monkeypatch):
     plan = build_run_plan(load_config("eval", ["env=tabletop", "model=flow_small"]), training=False)
-    ((_, first), _) = plan.resources.facts(plan)
+    ((_, first), _) = plan.resources.get_banner_lines(plan)
     assert "weights" in first
     assert "optimizer" not in first
     monkeypatch.setattr(limits, "available_bytes", lambda: 2**20)
     with pytest.raises(ConfigError, match=r"Try launcher.env_workers below \d+, env.eval.total_num_envs") as raised:
-        plan.resources.facts(plan)
+        plan.resources.get_banner_lines(plan)
     assert not any(key in str(raised.value) for key in ("micro_batch", "is_lora", "checkpointing", "actor ranks"))
     words = ["actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=1"]
     learner = build_run_plan(toy_config(tmp_path, *words), training=True)
     with pytest.raises(ConfigError, match="free") as raised:
-        learner.resources.facts(learner)
+        learner.resources.get_banner_lines(learner)
     assert not any(key in str(raised.value) for key in ("micro_batch", "checkpointing=", "env_workers below"))
 
 
@@ -438,10 +438,10 @@ def test_runs_with_missing_gpus_are_rejected(command, visible, ranks, reason, tm
     cfg = toy_config(tmp_path, "launcher=local", f"actor.fsdp.size={ranks}", command=command)
     run_plan = build_run_plan(cfg, training=command == "train")
     if reason is None:
-        assert run_plan.resources.facts(run_plan)
+        assert run_plan.resources.get_banner_lines(run_plan)
         return
     with pytest.raises(ConfigError, match=reason):
-        run_plan.resources.facts(run_plan)
+        run_plan.resources.get_banner_lines(run_plan)
 
 
 def test_advice_about_the_arena_leaves_out_minimal_settings(tmp_path):

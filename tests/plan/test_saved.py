@@ -180,11 +180,11 @@ def test_copy_of_an_included_checkpoint_has_the_tasks_of_its_training(
 
 
 def test_presets_of_other_groups_are_named_in_the_banner() -> None:
-    from embodyrl.commands.facts import preset_facts
+    from embodyrl.commands.facts import preset_banner_lines
 
-    ((label, text),) = preset_facts(load(*PAIR))
+    ((label, text),) = preset_banner_lines(load(*PAIR))
     assert label == "presets"
     assert text.startswith("conf/start/tabletop-flow_small.yaml: ")
     assert "env.init_params.camera_heights=56" in text
     assert "model.num_action_chunks=4" in text
-    assert preset_facts(load(*PAIR, "model.path=assets/flow_small")) == []
+    assert preset_banner_lines(load(*PAIR, "model.path=assets/flow_small")) == []

@@ -11,7 +11,7 @@ import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.commands.export import export
-from embodyrl.commands.facts import evaluation_banner
+from embodyrl.commands.facts import evaluation_banner_lines
 from embodyrl.config.compose import flat
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.plain_yaml import read_plain_yaml
@@ -29,7 +29,7 @@ SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spat
 def lines(folder: Path, *overrides: str, command: str = "train") -> str:
     overrides += ("runner.val_check_interval=2",) * (command == "train")
     run_plan = build_run_plan(toy_config(folder, *overrides, command=command), training=command == "train")
-    return "\n".join(text for _, text in evaluation_banner(run_plan))
+    return "\n".join(text for _, text in evaluation_banner_lines(run_plan))
 
 
 def test_training_reports_overlap_with_evaluation_states(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_repeated_validation_states_are_reported() -> None:
         "env.eval.task_ids=[0,1,2]",
     ]
     run_plan = build_run_plan(load_config("train", words), training=True)
-    assert evaluation_banner(run_plan)[0][1] == (
+    assert evaluation_banner_lines(run_plan)[0][1] == (
         "15 greedy episodes of 15 initial states; 150 episodes were requested, but the others would be exact copies"
     )
 
@@ -147,14 +147,16 @@ def test_states_outside_the_evaluated_environment_are_ignored(tmp_path: Path) ->
     more = ["env.sampled_states=20", "env.train.state_ids=[45,69]", "env.eval.state_ids=[50,69]"]
     save_config(load_config("train", words + more), run / "config.yaml")
     words = [f"ckpt={run}", "env=libero_object", "env.eval.state_ids=[40,49]"]
-    told = dict(evaluation_banner(build_run_plan(load_config("eval", words), training=False)))["held out"]
+    told = dict(evaluation_banner_lines(build_run_plan(load_config("eval", words), training=False)))["held out"]
     assert f"of these 100 initial states training of {run} uses 50, validation of {run} uses 0;" in told
 
 
 def test_images_that_differ_from_training_images_give_a_warning() -> None:
     def told(*words: str) -> str | None:
         words = ("ckpt=assets/openvla_oft_tiny_object", *words)
-        return dict(evaluation_banner(build_run_plan(load_config("eval", words), training=False))).get("rendering")
+        return dict(evaluation_banner_lines(build_run_plan(load_config("eval", words), training=False))).get(
+            "rendering"
+        )
 
     sizes = "env.init_params.camera_heights=128 env.init_params.camera_widths=128"
     assert "; env.render_profile=lean renders" in (told("env=libero_object") or "")
@@ -180,7 +182,7 @@ def test_text_rows_are_identified_by_split_and_file(tmp_path: Path) -> None:
 
     def told(*words: str) -> str:
         cfg = load_config("eval", [f"ckpt={run}", *text, *words])
-        return dict(evaluation_banner(build_run_plan(cfg, training=False)))["held out"]
+        return dict(evaluation_banner_lines(build_run_plan(cfg, training=False)))["held out"]
 
     assert told(f"data.path={rows}").startswith(f"warning: of these 2 initial states training of {run} uses 0, valid")
     half = told(f"data.path={rows}", "data.val_share=0.5")
@@ -195,18 +197,18 @@ def test_used_states_include_validation_suites(tmp_path: Path) -> None:
     save_config(load_config("train", words), run / "config.yaml")
     tasks = "env.eval.task_ids=[0,1,2]"
     cfg = load_config("eval", [f"ckpt={run}", *words[:2], tasks, "model.path=assets/openvla_oft_tabletop"])
-    told = "\n".join(text for _, text in evaluation_banner(build_run_plan(cfg, training=False)))
+    told = "\n".join(text for _, text in evaluation_banner_lines(build_run_plan(cfg, training=False)))
     assert f"of these 12 initial states training of {run} uses 0, validation of {run} uses 12;" in told
     shown = load_config(
         "eval", [f"ckpt={run}", "env.eval.state_ids=[0,1]", *words[1:2], "model.path=assets/openvla_oft_tabletop"]
     )
-    told = "\n".join(text for _, text in evaluation_banner(build_run_plan(shown, training=False)))
+    told = "\n".join(text for _, text in evaluation_banner_lines(build_run_plan(shown, training=False)))
     assert f"training of {run} uses 6, validation of {run} uses 0;" in told, "training stays in the own suite"
     save_config(load_config("train", [*words, "eval.episodes=7"]), run / "config.yaml")
-    told = "\n".join(text for _, text in evaluation_banner(build_run_plan(cfg, training=False)))
+    told = "\n".join(text for _, text in evaluation_banner_lines(build_run_plan(cfg, training=False)))
     assert f"validation of {run} uses 7;" in told, "it was allowed more, and looked at these"
     save_config(load_config("train", [*words, "eval.episodes=null", "eval.episodes_per_task=1"]), run / "config.yaml")
-    told = "\n".join(text for _, text in evaluation_banner(build_run_plan(cfg, training=False)))
+    told = "\n".join(text for _, text in evaluation_banner_lines(build_run_plan(cfg, training=False)))
     assert f"validation of {run} uses 6;" in told, "one of each task"
 
 
@@ -224,7 +226,7 @@ def test_included_weights_declare_their_training_states(folder: Path) -> None:
         pytest.importorskip("gym_pusht")
         words.append("model.num_action_chunks=2")
     run_plan = build_run_plan(load_config("eval", words), training=False)
-    told = " ".join(text for _, text in evaluation_banner(run_plan))
+    told = " ".join(text for _, text in evaluation_banner_lines(run_plan))
     assert "unknown" not in told
     assert re.search(rf"training of assets/{folder.name} uses [1-9]", told) is None
     card = json.loads((folder / "card.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from embodyrl.cli.dry_run import describe
-from embodyrl.commands.facts import facts
+from embodyrl.commands.facts import common_banner_lines
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
@@ -104,7 +104,7 @@ def test_held_out_rows_repeated_in_training_are_counted(tmp_path: Path):
     assert open_rows(colours, tokenizer=None).repeated == 0, "one question, but other images"
     words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
     cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
-    told = dict(facts(build_run_plan(cfg, training=True)))
+    told = dict(common_banner_lines(build_run_plan(cfg, training=True)))
     assert told["warning"].startswith("3 of the 4 held-out rows have the prompt of a training row; the tokenizer")
 
 
