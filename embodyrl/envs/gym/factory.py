@@ -71,7 +71,7 @@ class GymFactory(SimFactory[GymSettings]):
     def judge(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabelled goals with a single environment."""
         from embodyrl.envs.gym.create import create
-        from embodyrl.envs.gym.has_goals import GymGoals
+        from embodyrl.envs.gym.goals import GymGoals
 
         return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
 
