@@ -148,9 +148,9 @@ def _get_memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
     selected = select_visible(gpus)
     # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
     sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-    by_number = any(name.isdigit() for name in names)
+    has_numbers = any(name.isdigit() for name in names)
     has_slices = any(gpu.split for gpu in selected) or any(name.startswith("MIG-") for name in names)
-    if gpus and names and (has_slices or (sorted_by_speed and by_number)) and (torch_memory := _query_torch_memory()):
+    if gpus and names and (has_slices or (sorted_by_speed and has_numbers)) and (torch_memory := _query_torch_memory()):
         return torch_memory
     return [(gpu.free, gpu.total) for gpu in selected]
 
