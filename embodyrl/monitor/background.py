@@ -11,22 +11,22 @@ from pathlib import Path
 
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
-_BACKLOG = 1000
+_MAX_QUEUED_CALLS = 1000
 """Maximum number of queued calls."""
 
 
 class BackgroundMonitor(Monitor):
     """Logger that runs another logger in a background thread, and raises that logger's exception in the next call."""
 
-    def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
-        """Wrap `monitor`; `patience_s` and `close_s` are the time limits of one call and of the final flush."""
+    def __init__(self, monitor: Monitor, *, call_timeout_s: float = 120.0, close_timeout_s: float = 30.0) -> None:
+        """Wrap `monitor`; the arguments are the time limits of one call and of the final flush."""
         self._monitor = monitor
-        self._patience_s, self._close_s = patience_s, close_s
-        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_BACKLOG)
+        self._call_timeout_s, self._close_timeout_s = call_timeout_s, close_timeout_s
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_QUEUED_CALLS)
         self._failure: Exception | None = None
-        self._since = float("inf")
+        self._call_start = float("inf")
         """Start time of the running call, from `time.monotonic`; infinity between calls."""
-        self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Start the thread, and wait until it has opened the logger.
@@ -43,15 +43,15 @@ class BackgroundMonitor(Monitor):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue a call of `Monitor.log`."""
-        self._hand_on(partial(self._monitor.log, step, dict(metrics)))
+        self._enqueue(partial(self._monitor.log, step, dict(metrics)))
 
     def video(self, step: int, path: Path) -> None:
         """Queue a call of `Monitor.video`."""
-        self._hand_on(partial(self._monitor.video, step, path))
+        self._enqueue(partial(self._monitor.video, step, path))
 
     def text(self, line: str) -> None:
         """Queue a call of `Monitor.text`."""
-        self._hand_on(partial(self._monitor.text, line))
+        self._enqueue(partial(self._monitor.text, line))
 
     def close(self) -> None:
         """Close the logger after all queued calls.
@@ -62,32 +62,34 @@ class BackgroundMonitor(Monitor):
         if self._thread.ident is None:
             return
         if self._thread.is_alive():
-            self._hand_on(self._monitor.close)
-            self._hand_on(None)
-        self._thread.join(self._close_s)
+            self._enqueue(self._monitor.close)
+            self._enqueue(None)
+        self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"the logger did not process its queue within {self._close_s:g} s; queued data is lost")
+            raise TimeoutError(
+                f"the logger did not process its queue within {self._close_timeout_s:g} s; queued data is lost"
+            )
         if self._failure is not None:
             raise self._failure
 
-    def _hand_on(self, call: Callable[[], None] | None) -> None:
+    def _enqueue(self, call: Callable[[], None] | None) -> None:
         self._check()
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            raise TimeoutError(f"the logger is too slow: its queue is full ({_BACKLOG} calls)") from None
+            raise TimeoutError(f"the logger is too slow: its queue is full ({_MAX_QUEUED_CALLS} calls)") from None
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if time.monotonic() - self._since > self._patience_s:
-            raise TimeoutError(f"a call to the logger has not finished within {self._patience_s:g} s")
+        if time.monotonic() - self._call_start > self._call_timeout_s:
+            raise TimeoutError(f"a call to the logger has not finished within {self._call_timeout_s:g} s")
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             while (call := self._calls.get()) is not None:
-                self._since = time.monotonic()
+                self._call_start = time.monotonic()
                 call()
-                self._since = float("inf")
+                self._call_start = float("inf")
         except Exception as error:
             self._failure = error

@@ -17,11 +17,11 @@ from embodyrl.monitor.phases import duration, time_tree
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import step_seconds
 
-_KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
-_WIDE, _NARROW = 92, 76
+_MAX_VALUES, _NUM_RECENT_STEPS, _MAX_EVENTS, _MAX_EVENT_LENGTH, _MAX_TASKS = 240, 20, 5, 240, 10
+_BAR_WIDTH_LIMIT, _SIDE_BY_SIDE_WIDTH = 92, 76
 """Minimum terminal widths, in characters: for showing bars, and for showing panes side by side."""
-_SPARK = "▁▂▃▄▅▆▇█"
-_LEARNING: tuple[tuple[str, str, str], ...] = (
+_SPARK_CHARACTERS = "▁▂▃▄▅▆▇█"
+_LEARNING_ROWS: tuple[tuple[str, str, str], ...] = (
     ("success (eval)", "eval/success_once", "{:.3f}"),
     ("return (eval)", "eval/return", "{:.3g}"),
     ("success", "train/success_once", "{:.3f}"),
@@ -37,7 +37,7 @@ _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("entropy", "actor/entropy", "{:.3f}"),
     ("gradient norm", "actor/grad_norm", "{:.3f}"),
 )
-_PROGRESS: tuple[tuple[str, str, str], ...] = (
+_PROGRESS_ROWS: tuple[tuple[str, str, str], ...] = (
     ("slots busy", "rollout/slot_occupancy", "{:.2g}"),
     ("staleness", "rollout/staleness_mean", "{:.2g}"),
     ("tokens/s, update", "actor/tokens_per_s", "{:,.0f}"),
@@ -51,10 +51,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     >>> sparkline([0, 1, 2, 3], 4)
     '▁▃▆█'
     """
-    shown = list(values)[-width:]
-    low, high = min(shown, default=0.0), max(shown, default=0.0)
-    top = len(_SPARK) - 1
-    return "".join(_SPARK[round((v - low) / (high - low) * top) if high > low else top // 2] for v in shown)
+    visible = list(values)[-width:]
+    low, high = min(visible, default=0.0), max(visible, default=0.0)
+    max_level = len(_SPARK_CHARACTERS) - 1
+    return "".join(
+        _SPARK_CHARACTERS[round((v - low) / (high - low) * max_level) if high > low else max_level // 2]
+        for v in visible
+    )
 
 
 class Dashboard:
@@ -64,13 +67,13 @@ class Dashboard:
         """Create an empty dashboard; without `clock`, the elapsed time is the sum over the logged steps."""
         self.info = info
         self._values: dict[str, deque[float]] = {}
-        self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
+        self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_NUM_RECENT_STEPS)
         self._last: dict[str, float] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._events: deque[str] = deque(maxlen=_EVENTS)
+        self._events: deque[str] = deque(maxlen=_MAX_EVENTS)
         self._phase, self._share = "", 0.0
         self._clock = clock
-        self._opened = clock() if clock else 0.0
+        self._start_time = clock() if clock else 0.0
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Add the metrics of a step."""
@@ -78,7 +81,7 @@ class Dashboard:
         for name, value in metrics.items():
             if value is not None:
                 self._last[name] = value
-                self._values.setdefault(name, deque(maxlen=_KEPT)).append(value)
+                self._values.setdefault(name, deque(maxlen=_MAX_VALUES)).append(value)
         if seconds := step_seconds(metrics):
             self._rows.append(metrics)
             self._sums["seconds"] += seconds
@@ -99,21 +102,25 @@ class Dashboard:
         if not self.info.total_steps:
             yield Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
             return
-        gap, bar, spark = (2, 8, 10) if options.max_width >= _WIDE else (1, 0, 5 if options.max_width >= _NARROW else 8)
+        gap, bar, spark = (
+            (2, 8, 10)
+            if options.max_width >= _BAR_WIDTH_LIMIT
+            else (1, 0, 5 if options.max_width >= _SIDE_BY_SIDE_WIDTH else 8)
+        )
         panes = {
             "Progress": self._progress(),
             "Time per phase": self._time(bar),
             "Learning": self._learning(spark),
         }
         parts: list[RenderableType] = [Group(Text(title, style="bold cyan"), table) for title, table in panes.items()]
-        if options.max_width >= _NARROW:
+        if options.max_width >= _SIDE_BY_SIDE_WIDTH:
             grid = Table.grid(expand=True, padding=(0, gap, 0, 0))
             grid.add_row(*parts)
             parts = [grid]
         if tasks := self._tasks():
             parts += [Rule(style="dim"), Text("Success per task, and history", style="bold cyan"), tasks]
         if self._events:
-            parts += [Rule(style="dim"), *(Text(e[:_LONGEST], overflow="fold") for e in self._events)]
+            parts += [Rule(style="dim"), *(Text(e[:_MAX_EVENT_LENGTH], overflow="fold") for e in self._events)]
         yield Panel(
             Group(*parts), title=f"[bold]embodyrl[/] {self.info.run_id}", subtitle=self._status(), title_align="left"
         )
@@ -124,7 +131,7 @@ class Dashboard:
         if self._rows and total > step:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
             parts.append(f"ETA {duration(mean * (total - step))}")
-        live = f"{duration(self._clock() - self._opened)} so far" if self._clock else ""
+        live = f"{duration(self._clock() - self._start_time)} so far" if self._clock else ""
         parts += [live or f"{duration(self._sums['seconds'])} in steps", *([self._phase] if self._phase else [])]
         return " · ".join(parts)
 
@@ -137,16 +144,16 @@ class Dashboard:
             "restarts": f"{last.get('env/restarts', 0):.0f}",
             "dropped": f"{sums['env/dropped_episodes']:.0f}",
         }
-        for name, metric, form in _PROGRESS:
+        for name, metric, form in _PROGRESS_ROWS:
             if metric in last:
                 rows[name] = form.format(last[metric])
-        table = _pairs(2)
+        table = _build_grid(2)
         for row in rows.items():
             table.add_row(*row)
         return table
 
     def _time(self, width: int) -> Table:
-        table = _pairs(4 if width else 3)
+        table = _build_grid(4 if width else 3)
         whole: dict[str, float] = {}
         for row in self._rows:
             for name, value in row.items():
@@ -159,8 +166,8 @@ class Dashboard:
         return table
 
     def _learning(self, width: int) -> Table:
-        table = _pairs(3)
-        for name, metric, form in _LEARNING:
+        table = _build_grid(3)
+        for name, metric, form in _LEARNING_ROWS:
             kind, what = metric.split("/")
             # A reward of 1 per success would duplicate the success rate.
             repeated = what == "return" and self._values.get(metric) == self._values.get(f"{kind}/success_once")
@@ -175,26 +182,26 @@ class Dashboard:
 
     def _tasks(self) -> Table | None:
         """Return the table of success per task in the newest validation; only the weakest tasks if there are many."""
-        found = []
+        task_rows = []
         for number, task in enumerate(self.info.tasks):
             metric = next(
                 (m for k in ("eval", "train") if (m := f"{k}/task_{number}/success_once") in self._last), None
             )
             if metric is not None:
-                found.append((self._last[metric], task, metric))
-        if len(found) < 2:
+                task_rows.append((self._last[metric], task, metric))
+        if len(task_rows) < 2:
             return None
-        table = _pairs(4)
-        weakest = sorted(found)[:_TASKS]
-        for value, task, metric in (row for row in found if row in weakest):  # keep the order of tasks
+        table = _build_grid(4)
+        weakest = sorted(task_rows)[:_MAX_TASKS]
+        for value, task, metric in (row for row in task_rows if row in weakest):  # keep the order of tasks
             table.add_row(
                 task[:48],
                 f"{value:.2f}",
                 Text(_bar(value, 10), style="green"),
                 Text(sparkline(self._values[metric], 16), style="dim"),
             )
-        if len(found) > _TASKS:
-            table.add_row(f"[dim]{len(found) - _TASKS} better tasks[/]")
+        if len(task_rows) > _MAX_TASKS:
+            table.add_row(f"[dim]{len(task_rows) - _MAX_TASKS} better tasks[/]")
         return table
 
 
@@ -202,7 +209,7 @@ def _bar(share: float, width: int) -> str:
     return "█" * round(width * share) + "░" * (width - round(width * share))
 
 
-def _pairs(columns: int) -> Table:
+def _build_grid(columns: int) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
     for side in ("left", "right", "right", "left")[:columns]:
         table.add_column(justify=side, no_wrap=True)

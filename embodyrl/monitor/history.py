@@ -24,7 +24,7 @@ VIDEO_FOLDER = "videos"
 """Default name of a run's video folder; `video_cfg.base_dir` overrides the default."""
 
 
-_DOUBTS = 5
+_NUM_UNLIKELY_TOKENS = 5
 """Number of tokens with the lowest probability that are shown for each episode."""
 
 
@@ -61,27 +61,39 @@ class EpisodeRow:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
         """Parse one row; unknown fields are ignored."""
-        values = {name: raw[name] for name in _KINDS}
-        if wrong := [name for name, kind in _KINDS.items() if not isinstance(values[name], kind)]:
+        values = {name: raw[name] for name in _FIELD_TYPES}
+        if wrong := [name for name, kind in _FIELD_TYPES.items() if not isinstance(values[name], kind)]:
             raise TypeError(*wrong)
         turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
         top = tuple([(str(text), float(value)) for text, value in token] for token in raw.get("logprobs", ()))
-        more = {"suite": str(raw.get("suite", "")), "conversation": turns, "logprobs": top, "state": raw.get("state")}
-        more["solved_at_reset"] = raw.get("solved_at_reset") is True
-        return cls(episode_return=float(raw["return"]), **more, **values)
+        optional_values = {
+            "suite": str(raw.get("suite", "")),
+            "conversation": turns,
+            "logprobs": top,
+            "state": raw.get("state"),
+        }
+        optional_values["solved_at_reset"] = raw.get("solved_at_reset") is True
+        return cls(episode_return=float(raw["return"]), **optional_values, **values)
 
     @property
     def outcome(self) -> str:
         """`success` or `failure`; `played` if the environment does not report success."""
-        known = self.success_once
-        return "played" if known is None else "success" if known else "failure"
+        success = self.success_once
+        return "played" if success is None else "success" if success else "failure"
 
     @property
     def warnings(self) -> list[str]:
         """Lines of text about the least probable tokens of the replies and their most probable alternatives."""
-        least = sorted(sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_DOUBTS])
-        told = [(i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in least]
-        return [f"token {i + 1}: {said}; most probable {', '.join(top)}" for i, said, *top in told]
+        unlikely = sorted(
+            sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_NUM_UNLIKELY_TOKENS]
+        )
+        descriptions = [
+            (i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in unlikely
+        ]
+        return [
+            f"token {i + 1}: {sampled}; most probable {', '.join(alternatives)}"
+            for i, sampled, *alternatives in descriptions
+        ]
 
     def to_json(self) -> dict[str, object]:
         """Return the row as a JSON object."""
@@ -89,7 +101,7 @@ class EpisodeRow:
         return {name: getattr(self, f.name) for name, f in zip(names, fields(self), strict=True)}
 
 
-_KINDS: Mapping[str, Any] = {
+_FIELD_TYPES: Mapping[str, Any] = {
     name: int | float if kind is float else kind
     for name, kind in get_type_hints(EpisodeRow).items()
     if name not in ("episode_return", "suite", "state", "conversation", "logprobs", "solved_at_reset")
@@ -131,11 +143,11 @@ def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
     """Return the last value of each metric in a JSON lines file, or None for a missing metric."""
     # From the end: listing runs needs only the last values of many files.
     lines = read_tail(path, LONGEST_LINE).splitlines()[::-1] if path.is_file() else []
-    found = []
+    values = []
     for name in names:
         rows = _rows(line for line in lines if f'"{name}"'.encode() in line)
-        found.append(next((row[name] for row in rows if name in row), None))
-    return found
+        values.append(next((row[name] for row in rows if name in row), None))
+    return values
 
 
 def read_episodes(path: Path) -> list[EpisodeRow]:
@@ -160,11 +172,11 @@ def read_table(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = {"wall_s": 0.0, "env_steps": 0, "dropped": 0} | read_json(path)
-        good = all(isinstance(found[name], int | float) for name in ("wall_s", "env_steps", "dropped"))
-        good = good and isinstance(found.get("protocol"), dict | None)
+        table = {"wall_s": 0.0, "env_steps": 0, "dropped": 0} | read_json(path)
+        is_valid = all(isinstance(table[name], int | float) for name in ("wall_s", "env_steps", "dropped"))
+        is_valid = is_valid and isinstance(table.get("protocol"), dict | None)
     except (OSError, TypeError, ValueError):
-        good = False
-    if not good:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(f"{path} is damaged: it is not a table of results. Move or delete the file.")
-    return found
+    return table

@@ -30,17 +30,17 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
 
 
-def student_t(freedom: int) -> float:
+def student_t(degrees_of_freedom: int) -> float:
     """Return the two-sided 95 % quantile of Student's t, within 1 % (Fisher and Cornish 1960).
 
     >>> [round(student_t(n), 2) for n in (1, 2, 4, 9, 99)]
     [12.71, 4.3, 2.77, 2.26, 1.98]
     """
-    if freedom <= 2:
-        return (math.inf, 12.706, 4.303)[max(freedom, 0)]
+    if degrees_of_freedom <= 2:
+        return (math.inf, 12.706, 4.303)[max(degrees_of_freedom, 0)]
     z = 1.96
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + sum(term / freedom**k for k, term in enumerate(terms, 1))
+    return z + sum(term / degrees_of_freedom**k for k, term in enumerate(terms, 1))
 
 
 def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
@@ -60,12 +60,12 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
     if min(outcomes) == max(outcomes):
         return states
     mean = sum(outcomes) / n
-    spread = sum((sum(group) - mean * len(group)) ** 2 for group in groups)
-    if not spread:
+    variance_between = sum((sum(group) - mean * len(group)) ** 2 for group in groups)
+    if not variance_between:
         return n
     squares = sum((outcome - mean) ** 2 for outcome in outcomes)  # for successes: n p (1 - p)
-    found = squares * n * (states - 1) / (states * spread) * (1.96 / student_t(states - 1)) ** 2
-    return max(states, min(n, found))
+    effective = squares * n * (states - 1) / (states * variance_between) * (1.96 / student_t(states - 1)) ** 2
+    return max(states, min(n, effective))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Rate:
     @classmethod
     def of(cls, outcomes: Outcomes) -> Rate:
         """Compute the success rate from outcomes; episodes from one initial state form a cluster."""
-        groups = _by_state(outcomes)
+        groups = _group_by_state(outcomes)
         successes = sum(map(sum, groups))
         return cls(round(successes), sum(map(len, groups)), len(groups), effective_episodes(groups))
 
@@ -141,13 +141,13 @@ class Mean:
     @classmethod
     def of(cls, outcomes: Outcomes) -> Mean:
         """Compute the mean and its Student's t interval, with the initial states as clusters."""
-        groups = _by_state(outcomes)
+        groups = _group_by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
         value, effective = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)
         if states < 2:
             return cls(value, (-math.inf, math.inf), n, states, effective)
-        spread = sum((sum(group) - value * len(group)) ** 2 for group in groups)
-        half = student_t(states - 1) * math.sqrt(states / (states - 1) * spread) / n
+        sum_of_squares = sum((sum(group) - value * len(group)) ** 2 for group in groups)
+        half = student_t(states - 1) * math.sqrt(states / (states - 1) * sum_of_squares) / n
         return cls(value, (value - half, value + half), n, states, effective)
 
     @property
@@ -177,7 +177,7 @@ Score = Rate | Mean
 """Score of an evaluation: success rate, or mean return if the environment reports no success."""
 
 
-def _by_state(outcomes: Outcomes) -> list[list[float]]:
+def _group_by_state(outcomes: Outcomes) -> list[list[float]]:
     groups: defaultdict[Hashable, list[float]] = defaultdict(list)
     for state, outcome in outcomes:
         groups[state].append(float(outcome))

@@ -27,10 +27,10 @@ class JsonlMonitor(Monitor):
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
-        self._named: set[str] = set()
+        self._reported_metrics: set[str] = set()
         self._events: Path | None = None
         self._path = Path()
-        self._newest = -1
+        self._last_step = -1
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Create the metrics file of a new run, or continue the file of a resumed run at `info.resume_step`.
@@ -41,30 +41,30 @@ class JsonlMonitor(Monitor):
         self._path = run_dir / self.file_name
         self._events = run_dir / EVENTS_FILE
         if info.resume_step is not None and self._path.exists():
-            self._keep_before(info.resume_step)
+            self._discard_from(info.resume_step)
         else:
             self._file = self._path.open("x", buffering=1, encoding="utf-8")
 
-    def _keep_before(self, step: int) -> None:
+    def _discard_from(self, step: int) -> None:
         """Delete the rows of `step` and later steps, and an incomplete last line."""
-        kept = [row for row in read_rows(self._path) if row.get("step", step) < step]
-        write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._newest = max((row["step"] for row in kept), default=-1)
+        remaining = [row for row in read_rows(self._path) if row.get("step", step) < step]
+        write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in remaining))
+        self._last_step = max((row["step"] for row in remaining), default=-1)
         self.close()
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Monitor.log`."""
-        if step == self._newest:
-            self._keep_before(step)
+        if step == self._last_step:
+            self._discard_from(step)
         assert self._file is not None, "log before open"
-        self._newest = step
+        self._last_step = step
         row: dict[str, float | int | None] = {"step": step}
         for name, value in metrics.items():
             number = value if isinstance(value, int) else float(value)
             row[name] = number if math.isfinite(number) else None
-            if row[name] is None and name not in self._named:
-                self._named.add(name)
+            if row[name] is None and name not in self._reported_metrics:
+                self._reported_metrics.add(name)
                 _log.warning("metric '%s' is %s at step %d; %s has null instead", name, number, step, self.file_name)
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
 

@@ -19,28 +19,28 @@ class Phase:
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
     """Return the duration of a run in seconds, including steps without a row of metrics."""
-    seconds, before = 0.0, 0.0
+    seconds, previous_step = 0.0, 0.0
     for row in rows:
         step = row.get("step") or 0.0
-        if whole := row.get("time/step"):
-            seconds += whole * max(1.0, step - before) + (row.get("time/validate") or 0.0)
-        before = step
+        if step_time := row.get("time/step"):
+            seconds += step_time * max(1.0, step - previous_step) + (row.get("time/validate") or 0.0)
+        previous_step = step
     return seconds
 
 
 def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
     """Return the phases of a step in order; time outside all phases has the name `other`."""
-    whole = step_seconds(metrics)
-    if not whole:
+    total = step_seconds(metrics)
+    if not total:
         return []
-    found: list[Phase] = []
+    phases: list[Phase] = []
     for name, parts in PHASES.items():
         for depth, phase in ((0, name), *((1, part) for part in parts)):
             seconds = metrics.get(f"time/{phase}")
             if seconds is not None:
-                found.append(Phase(phase, depth, seconds, seconds / whole))
-    rest = max(0.0, whole - sum(phase.seconds for phase in found if phase.depth == 0))
-    return [*found, Phase("other", 0, rest, rest / whole)]
+                phases.append(Phase(phase, depth, seconds, seconds / total))
+    rest = max(0.0, total - sum(phase.seconds for phase in phases if phase.depth == 0))
+    return [*phases, Phase("other", 0, rest, rest / total)]
 
 
 def total_times(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

@@ -74,7 +74,7 @@ def test_slow_logger_does_not_block_training(tmp_path: Path, gate: threading.Eve
 
 def test_a_logger_that_hangs_is_dropped_with_one_warning(tmp_path: Path, gate: threading.Event, caplog):
     stuck = Stuck("log", gate)
-    fanout = run_of(tmp_path, stuck, patience_s=0.0)
+    fanout = run_of(tmp_path, stuck, call_timeout_s=0.0)
     fanout.log(0, {})
     assert stuck.entered.wait(60)
     for step in range(1, 4):
@@ -92,7 +92,7 @@ def test_a_logger_that_hangs_is_dropped_with_one_warning(tmp_path: Path, gate: t
 
 
 def test_closing_a_logger_times_out(tmp_path: Path, gate: threading.Event, caplog):
-    fanout = run_of(tmp_path, Stuck("close", gate), close_s=0.1)
+    fanout = run_of(tmp_path, Stuck("close", gate), close_timeout_s=0.1)
     fanout.log(0, {})
     fanout.close()
     assert [r.getMessage() for r in caplog.records if "'hosted'" in r.getMessage()] != []
@@ -103,7 +103,7 @@ def test_hanging_logger_start_ends_the_run(tmp_path: Path, gate: threading.Event
     with pytest.raises(
         ConfigError, match=r"'hosted' cannot start .* a call to the logger has not finished within 0\.1 s"
     ):
-        run_of(tmp_path, Stuck("open", gate), patience_s=0.1)
+        run_of(tmp_path, Stuck("open", gate), call_timeout_s=0.1)
 
 
 def test_only_file_and_console_loggers_are_synchronous():
