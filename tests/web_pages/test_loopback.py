@@ -165,7 +165,7 @@ def test_call_of_a_stopped_server_is_an_error() -> None:
 
 
 def test_clients_beyond_the_limit_are_disconnected(monkeypatch) -> None:
-    monkeypatch.setattr(loopback, "_MOST_CLIENTS", 2)
+    monkeypatch.setattr(loopback, "_MAX_CLIENTS", 2)
     with answering({}, {}) as server:
         clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(3)]
         assert clients[2].recv(1) == b""
