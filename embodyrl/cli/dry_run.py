@@ -1,7 +1,12 @@
 """Output of `--dry-run`: a description of the run, built without worker processes."""
 
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.commands.facts import common_banner_lines, evaluation_banner_lines, training_banner_lines
+from embodyrl.commands.facts import (
+    common_banner_lines,
+    evaluation_banner_lines,
+    machine_banner_lines,
+    training_banner_lines,
+)
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.schema import Config
@@ -29,7 +34,7 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
         read_baseline(cfg)
     lines = [*common_banner_lines(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     lines += training_banner_lines(run_plan) if training else run_plan.resources.get_banner_lines(run_plan)
-    return [*lines, *evaluation_banner_lines(run_plan)]
+    return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan)]
 
 
 def _lines(cfg: Config) -> list[tuple[str, str]]:

@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.commands.eval_result import EvalResult
-from embodyrl.commands.evaluate import ACTIONS_FILE, Say, ValidationComparison, get_video_stem
+from embodyrl.commands.evaluate import ACTIONS_FILE, ValidationComparison, get_video_stem
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
+from embodyrl.monitor.protocol import Monitor
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.reports.paired import pair_suites
 from embodyrl.reports.side_by_side import join_side_by_side
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers
-from embodyrl.types import EpisodeSpec
+from embodyrl.types import Episode, EpisodeSpec
 
 
 def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
@@ -49,7 +50,7 @@ def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[Epis
 
 
 def record(
-    run_plan: RunPlan, workers: Workers, result: EvalResult, episode_ids: Sequence[int], videos: Path, write_line: Say
+    run_plan: RunPlan, workers: Workers, result: EvalResult, episode_ids: Sequence[int], videos: Path, monitor: Monitor
 ) -> EvalResult:
     """Repeat the recorded actions of validation episodes to record videos; return the result with the recordings.
 
@@ -63,15 +64,17 @@ def record(
     def choose(spec: EpisodeSpec) -> tuple[str, str]:
         return str(videos / get_video_stem(run_plan.env, spec, result.step)), "all"
 
-    rollout = Rollout(
-        plan.without({entry.episode_id for entry in plan.episodes} - actions.keys()),
-        keep=False,
-        video=choose,
-        replayed=actions,
-    )
-    repeated = workers.scheduler.collect(rollout)
+    done: list[Episode] = []
+
+    def note(episode: Episode) -> None:
+        done.append(episode)
+        monitor.progress(len(done), len(actions), f"recording videos of step {result.step}")
+
+    missing = {e.episode_id for e in plan.episodes} - actions.keys()
+    again = Rollout(plan.without(missing), keep=False, video=choose, replayed=actions, on_episode=note)
+    repeated = workers.scheduler.collect(again)
     for problem in dict.fromkeys(repeated.video_problems):
-        write_line(f"recording failed: {problem}")
+        monitor.text(f"recording failed: {problem}")
     rows = {row.episode: row for row in read_episodes(result.folder / EPISODES_FILE)}
     recorded: dict[int, str] = {}
     for episode in repeated.episodes:
@@ -81,14 +84,14 @@ def record(
         elif episode.video:
             Path(episode.video).unlink(missing_ok=True)
             outcome = "had another outcome when its actions were repeated"
-            write_line(f"episode {number} of step {result.step} {outcome}; it has no video")
+            monitor.text(f"episode {number} of step {result.step} {outcome}; it has no video")
     updated_rows = (replace(row, video=recorded.get(row.episode, row.video)).to_json() for row in rows.values())
     write_atomically(result.folder / EPISODES_FILE, "".join(json.dumps(row) + "\n" for row in updated_rows))
     return replace(result, recordings=tuple(recorded.items()))
 
 
 def record_changes(
-    run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, write_line: Say
+    run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, monitor: Monitor
 ) -> ValidationComparison:
     """Record N episodes of the first and last validation (`video=changed:N`), and join each episode's two recordings.
 
@@ -100,20 +103,20 @@ def record_changes(
         before, after = (read_episodes(result.folder / EPISODES_FILE) for result in (first, last))
         episode_ids = select_episodes_to_record(before, after, int(cfg.video.removeprefix("changed:")))
         videos.mkdir(parents=True, exist_ok=True)
-        first, last = (record(run_plan, workers, result, episode_ids, videos, write_line) for result in (first, last))
-        order = {episode: index for index, episode in enumerate(episode_ids)}
-        last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda recording: order[recording[0]])))
-    joined_videos = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, write_line=write_line)
-    episodes = (read_episodes(result.folder / EPISODES_FILE) for result in (first, last))
-    lines = tuple(comparison.line(("before", "after")) for comparison in pair_suites(*episodes))
-    return ValidationComparison(first=first, last=last, videos=tuple(joined_videos), lines=lines)
+        first, last = (record(run_plan, workers, end, episode_ids, videos, monitor) for end in (first, last))
+        order = {episode: place for place, episode in enumerate(episode_ids)}
+        last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda found: order[found[0]])))
+    joined = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, monitor=monitor)
+    episodes = (read_episodes(end.folder / EPISODES_FILE) for end in (first, last))
+    return ValidationComparison(first=first, last=last, videos=tuple(joined), paired=tuple(pair_suites(*episodes)))
 
 
-def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, write_line: Say) -> list[Path]:
+def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, monitor: Monitor) -> list[Path]:
     """Join the two recordings of each episode that both validations recorded; report failures."""
     before = dict(first.recordings)
-    joined_videos: list[Path] = []
-    for episode, path in last.recordings:
+    joined: list[Path] = []
+    for done, (episode, path) in enumerate(last.recordings):
+        monitor.progress(done, len(last.recordings), "joining the videos of both validations")
         if episode not in before:
             continue
         target = folder / f"before_after_ep{episode:03d}.mp4"
@@ -121,7 +124,7 @@ def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: 
         try:
             join_side_by_side(Path(before[episode]), Path(path), target, labels=labels, fps=fps)
         except (OSError, RuntimeError, ValueError) as error:
-            write_line(f"could not join the recordings of episode {episode}: {error}")
+            monitor.text(f"could not join the recordings of episode {episode}: {error}")
             continue
-        joined_videos.append(target)
-    return joined_videos
+        joined.append(target)
+    return joined

@@ -233,7 +233,9 @@ class _Collection:
 
     def _collect(self, writer: DatasetWriter, logs: Path) -> None:
         try:
-            workers = start_workers(self.run_plan, logs, self.monitor.text, start_from=self.weights)
+            workers = start_workers(
+                self.run_plan, logs, self.monitor.text, start_from=self.weights, progress=self.monitor.progress
+            )
             with workers.running():
                 while trials := self._missing_trials():
                     self._run_batch(workers, writer, trials)

@@ -309,6 +309,28 @@ def compare_results(first: EvalResult, last: EvalResult) -> list[tuple[str, Scor
     ]
 
 
+def result_table(
+    first: EvalResult, last: EvalResult, paired: Sequence[Paired] = ()
+) -> tuple[str, list[tuple[str, str, str, str]]]:
+    """Return title and rows (task, first, last, change) of the table at the end of a training run.
+
+    Args:
+        first: result of the first validation.
+        last: result of the last validation.
+        paired: paired test of each suite; the environment's own suite is first.
+    """
+    rows = compare_results(first, last)
+    others = {test.suite: test for test in paired[1:]}
+    own = len(rows) - len([name for name, *_ in rows if name in others]) - 1
+    rated = any(isinstance(after, Rate) for _, _, after in rows)
+    table = []
+    for number, (name, before, after) in enumerate(rows):
+        test = paired[0] if paired and number == own else others.get(name)
+        change = before.change(after) + " points" * (rated and after.episodes > 0 < before.episodes)
+        table.append((name, before.short, after.short, f"{change} ({test.summary})" if test else change))
+    return f"validation {'success' if rated else 'return'}", table
+
+
 def _comparable_scores(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
     """Return (name, first score, last score), as success rates if either evaluation reports success."""
     has_success = first.successes is not None or last.successes is not None

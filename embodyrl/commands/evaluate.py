@@ -35,6 +35,7 @@ from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import read_baseline
+from embodyrl.reports.paired import Paired
 from embodyrl.reports.samples import pick_samples, sample_lines
 from embodyrl.scheduler.rollout import ChooseVideo, Rollout, RolloutResult, RolloutStats
 from embodyrl.scheduler.start import Workers, start_workers
@@ -73,12 +74,12 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             *evaluation_banner_lines(run_plan),
             *run_plan.resources.get_banner_lines(run_plan),
             *weight_facts(cfg, weights, run_plan.env),
-            ("output", str(folder.root)),
+            ("run", str(folder.root)),
         ]
         print_banner(monitor, cfg, folder, "eval", lines)
         folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume works
         try:
-            workers = start_workers(run_plan, folder.logs, monitor.text, start_from=weights)
+            workers = start_workers(run_plan, folder.logs, monitor.text, start_from=weights, progress=monitor.progress)
             with workers.running():
                 result = run_evaluation(run_plan, workers, folder, monitor, step, resume=resume is not None)
         except (Interrupted, WorkerError) as error:
@@ -215,9 +216,6 @@ def _check_writable(folder: Path) -> None:
         ) from error
 
 
-Say = Callable[[str], None]
-
-
 def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     """Read the result of a finished evaluation from its folder; None: no finished evaluation."""
     rows, saved = read_episodes(folder / EPISODES_FILE), read_table(folder)
@@ -229,9 +227,10 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationComparison:
-    """Comparison of the first and the last validation: both results, side-by-side videos, and output lines."""
+    """Comparison of the first and the last validation: both results, side-by-side videos, and paired tests."""
 
     first: EvalResult
     last: EvalResult
     videos: tuple[Path, ...] = ()
-    lines: tuple[str, ...] = ()
+    paired: tuple[Paired, ...] = ()
+    """Paired test of each suite; the environment's own suite is first."""

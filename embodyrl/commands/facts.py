@@ -2,12 +2,12 @@
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.commands.held_out import held_out_banner_lines, rendering_banner_lines
-from embodyrl.config.compose import format_override
 from embodyrl.envs import ENVS
 from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
@@ -17,8 +17,9 @@ from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import count_requested_episodes, eval_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import THIS_HOST, Config
-from embodyrl.policies.inputs import gripper_text
-from embodyrl.types import EnvSpec
+from embodyrl.policies.inputs import convention
+from embodyrl.specs import RewardSpec
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 MIB, GIB = 2**20, 2**30
 
@@ -26,21 +27,28 @@ MIB, GIB = 2**20, 2**30
 def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines of a run as (label, text)."""
     cfg, env, policy = run_plan.cfg, run_plan.env, run_plan.policy
-    workers = len(run_plan.env_workers)
     split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.evaluates else "train"]
-    slots = f"{run_plan.num_slots} slots"
-    if cfg.trains and run_plan.algorithm and cfg.env.train.total_num_envs < run_plan.num_slots:
-        slots = f"{cfg.env.train.total_num_envs} slots (while validating {run_plan.num_slots})"
     parameters = run_plan.policy_costs.num_parameters
+    size = f", {_format_count(parameters)} parameters, {cfg.model.precision_name}" if parameters else ""
     lines = {
-        "env": f"{env.name} ({len(env.tasks)} tasks) · {slots} in {workers} workers · "
-        f"{_time_limit_text(env, split)} · {_observation_text(env)}",
-        "policy": f"{policy.name} · {_format_count(parameters)} parameters · {cfg.model.precision_name} · "
-        f"chunk {policy.num_action_chunks} x {policy.action_dim}",
+        "environment": f"{env.name}: {_tasks(env, split)} · {_parallel(run_plan)} · {_time_limit_text(env, split)}",
+        "policy": f"{policy.name}{size}{_inputs(env, policy)} · output: {_outputs(env, policy)}",
     }
-    lines["success"] = env.reward.success
-    if isinstance(reward := cfg.reward, StepRewardSettings) and reward.path is not None:
-        lines["reward"] = f"{reward.path} ({reward.mode})"
+    if run_plan.algorithm is not None:
+        settings, loss = run_plan.algorithm.settings, run_plan.algorithm.loss_settings
+        clip = f", clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
+        groups = f", groups of {settings.group_size}" if settings.group_size > 1 else ""
+        lines["algorithm"] = (
+            f"{settings.method}{clip}{groups} · {_episodes_per_step(run_plan)} per step · {run_plan.total_steps} steps"
+        )
+    if policy.gripper and env.action.gripper and convention(policy.gripper) != convention(env.action.gripper):
+        lines["gripper"] = (
+            f"policy {convention(policy.gripper)}; environment {convention(env.action.gripper)}; converted"
+        )
+    if env.reward.success != RewardSpec().success:
+        lines["success"] = env.reward.success
+    if isinstance(own := cfg.reward, StepRewardSettings) and own.path is not None:
+        lines["reward"] = f"{own.path} ({own.mode})"
     lines |= dict(precision_facts(cfg)) | dict(preset_banner_lines(cfg))
     warnings = (*env.warnings, *policy.warnings, *_time_limit_warnings(run_plan), *_dense_reward_warnings(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
@@ -55,46 +63,33 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         )
     if warnings:
         lines["warning"] = "; ".join(warnings)
-    if policy.inputs.num_images or policy.gripper:
-        cameras = ", ".join(env.cameras.names[: policy.inputs.num_images]) or "none"
-        rotation_text = (
-            " · frames turned by 180 degrees" if policy.inputs.rotates_images and env.cameras.rotation_deg else ""
-        )
-        lines["inputs"] = (
-            f"cameras {cameras}{rotation_text} · {gripper_text(policy.gripper)}, env: "
-            f"{gripper_text(env.action.gripper)}"
-        )
     if env.cameras.names and not policy.inputs.num_images and run_plan.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras.names)}: '{policy.name}' reads no images (model=cnn does)"
     if task_bytes := run_plan.env_costs.task_bytes:
         lines["simulators"] = task_memory_text(env, task_bytes, split, run_plan.env_workers_per_node)
-    if run_plan.algorithm is not None:
-        settings = run_plan.algorithm.settings
-        loss = run_plan.algorithm.loss_settings
-        clip = f" · clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
-        logprob_text = "" if run_plan.algorithm.estimator.needs_replay else f" · {settings.logprob_type.value}"
-        lines["algorithm"] = f"{settings.method} · group {settings.group_size}{clip}{logprob_text}"
-    arena_mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
-    arena = f"shared arena {arena_mib:.0f} MiB ({run_plan.capacity} records)"
-    lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     return list(lines.items())
+
+
+def machine_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
+    """Return the line of `--dry-run` about this machine as (label, text)."""
+    mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
+    arena = f"shared arena {mib:.0f} MiB ({run_plan.capacity} records)"
+    return [("machine", f"{available_cores()} cores · {arena} · disk {_free_disk(run_plan.cfg) / GIB:.0f} GiB free")]
 
 
 def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about an evaluation."""
     cfg, env = run_plan.cfg, run_plan.env
     plan = eval_episodes(cfg, env, run_plan.policy)
-    sampling_text = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
-    num_states = len({episode.reset_id for episode in plan.episodes})
-    text = f"{plan.num_episodes} {sampling_text} episodes of {num_states} initial states"
-    if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
-        text += f"; {num_requested} episodes were requested, but the others would be exact copies"
-    return [
-        ("evaluation", text),
-        *held_out_banner_lines(run_plan),
-        *rendering_banner_lines(run_plan),
-        *_env_banner_lines(cfg),
-    ]
+    states = len({e.reset_id for e in plan.episodes})
+    text = f"{plan.num_episodes} episodes, {'sampled' if cfg.eval.sampling_params.do_sample else 'greedy'} actions"
+    text += f", {states} initial states" if states < plan.num_episodes else ""
+    training, held_out = run_plan.algorithm is not None, held_out_banner_lines(run_plan)
+    text += ", initial states that training does not use" if training and not held_out else ""
+    if (asked := count_requested_episodes(cfg, env)) > plan.num_episodes:
+        text += f"; {asked} episodes were requested, but the others would be exact copies"
+    label = "validation" if training else "evaluation"
+    return [(label, text), *held_out, *rendering_banner_lines(run_plan), *_env_banner_lines(cfg)]
 
 
 def _env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
@@ -111,8 +106,8 @@ def precision_facts(cfg: Config) -> list[tuple[str, str]]:
 
 
 def preset_banner_lines(cfg: Config) -> list[tuple[str, str]]:
-    """Return a banner line with the presets of other groups that set values of `model`, `env` or `eval`."""
-    overrides_by_source: dict[str, list[str]] = {}
+    """Return a banner line about the presets of other groups that set values of `model`, `env` or `eval`."""
+    found = Counter[str]()
     for key, source in cfg.sources.items():
         section, file = key.partition(".")[0], Path(source)
         unused = key.startswith(tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys()))
@@ -122,9 +117,9 @@ def preset_banner_lines(cfg: Config) -> list[tuple[str, str]]:
             and section in ("model", "env", "eval")
             and file.parent.name in _PRESET_GROUPS
         ):
-            overrides_by_source.setdefault(source, []).append(format_override(key, cfg.get(key)))
-    text = "; ".join(f"{source}: {' '.join(overrides)}" for source, overrides in overrides_by_source.items())
-    return [("presets", text)] if overrides_by_source else []
+            found[source] += 1
+    text = "; ".join(f"{source} sets {count} keys" for source, count in found.items())
+    return [("presets", f"{text} (--print-config prints the values)")] if found else []
 
 
 _PRESET_GROUPS = ("start", "experiment", "algorithm")
@@ -133,11 +128,11 @@ _PRESET_GROUPS = ("start", "experiment", "algorithm")
 
 def task_memory_text(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
     """Describe the memory that a loaded task needs, and the number of loaded tasks that each env worker keeps."""
-    num_tasks = len(split.task_ids or env.tasks)
-    num_loaded = min(num_tasks, tasks_in_memory(task_bytes, workers))
+    wanted = len(split.task_ids or env.tasks)
+    kept = min(wanted, tasks_in_memory(task_bytes, workers))
     return (
         f"up to {task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
-        f"{workers} workers keeps {num_loaded} of {num_tasks} tasks"
+        f"{workers} workers keeps {kept} of {wanted} tasks"
     )
 
 
@@ -148,19 +143,11 @@ def training_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         ConfigError: memory or disk space is too small.
     """
     cfg = run_plan.cfg
-    assert run_plan.algorithm is not None
-    plan = train_episodes(cfg, run_plan.env, 0, counts_chunk_steps=run_plan.algorithm.estimator.counts_chunk_steps)
-    quota = plan.waves[0].quota_chunks
-    if quota is not None:
-        per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
-    else:
-        per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
     resource_lines, size = run_plan.resources.get_banner_lines(run_plan), run_plan.resources.checkpoint
-    samples = run_plan.max_samples
     require_disk(cfg, size, run_plan.total_steps)
+    steps = run_plan.optimizer_steps_per_step
     return [
-        ("per step", f"{per_step} · up to {samples} samples, {run_plan.optimizer_steps_per_step} optimizer steps"),
-        ("in total", f"{run_plan.total_steps} training steps"),
+        ("update", f"up to {run_plan.max_samples} samples and {steps} optimizer steps per step"),
         *resource_lines,
         *([("disk", f"{size / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept")] if size else []),
     ]
@@ -173,25 +160,50 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
         ConfigError: too little free space; the message contains required and free space.
     """
     interval, free = cfg.runner.save_interval, _free_disk(cfg)
-    num_written = 1 if interval == -1 else -(-total_steps // interval)
-    num_stored = min(num_written, cfg.checkpoint.keep + 1)
-    if checkpoint * num_stored > free:
+    written = 1 if interval == -1 else -(-total_steps // interval)
+    held = min(written, cfg.checkpoint.keep + 1)
+    if checkpoint * held > free:
         # With checkpoint.keep=1, two checkpoints are stored while the second is written.
-        advice = (
-            ", set checkpoint.keep=1" if num_stored > 2 else ", set runner.save_interval=-1" if num_stored > 1 else ""
-        )
-        count_text = f", and up to {num_stored} checkpoints are stored at a time" if num_stored > 1 else ""
+        fewer = ", set checkpoint.keep=1" if held > 2 else ", set runner.save_interval=-1" if held > 1 else ""
+        kept = f", and up to {held} checkpoints are stored at a time" if held > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {_format_bytes(checkpoint)}{count_text}, but only {_format_bytes(free)} are free in "
-            f"{cfg.runner.output_dir}. Free disk space{advice}, or change runner.output_dir."
+            f"A checkpoint needs {_format_bytes(checkpoint)}{kept}, but only {_format_bytes(free)} are free in "
+            f"{cfg.runner.output_dir}. Free disk space{fewer}, or change runner.output_dir."
         )
+
+
+def _tasks(env: EnvSpec, split: EnvSplit) -> str:
+    """Describe the number of tasks of a run, for example "3 of 21 tasks"."""
+    total, chosen = len(env.tasks), len(split.task_ids or env.tasks)
+    part = f"{chosen} of {total}" if chosen < total else str(total)
+    return f"{part} task{'s' * (total > 1)}"
+
+
+def _parallel(run_plan: RunPlan) -> str:
+    """Describe the number of parallel environments and of their processes."""
+    cfg, workers, slots = run_plan.cfg, len(run_plan.env_workers), run_plan.num_slots
+    text = f"{slots} parallel environments"
+    if cfg.trains and run_plan.algorithm and cfg.env.train.total_num_envs < slots:
+        text = f"{cfg.env.train.total_num_envs} parallel environments ({slots} in validations)"
+    return f"{text} in {workers} process{'es' * (workers > 1)}"
+
+
+def _episodes_per_step(run_plan: RunPlan) -> str:
+    """Describe the length of a training rollout, in episodes or in chunks of actions."""
+    assert run_plan.algorithm is not None
+    counts = run_plan.algorithm.estimator.counts_chunk_steps
+    plan = train_episodes(run_plan.cfg, run_plan.env, 0, counts_chunk_steps=counts)
+    if (quota := plan.waves[0].quota_chunks) is None:
+        return f"{plan.num_episodes} episodes"
+    repeats = f", {len(plan.waves)} times" if len(plan.waves) > 1 else ""
+    return f"{quota} chunks of actions in each of {plan.num_slots} environments{repeats}"
 
 
 def _time_limit_text(env: EnvSpec, split: EnvSplit) -> str:
     """Describe the time limit of an episode."""
     limit = split.time_limit(env)
-    source_text = "" if limit == split.max_episode_steps else " (the environment's own limit)"
-    return f"{limit} steps/episode{source_text}"
+    own = "" if limit == split.max_episode_steps else " (the environment's own limit)"
+    return f"at most {limit} steps per episode{own}"
 
 
 def _time_limit_warnings(run_plan: RunPlan) -> Iterator[str]:
@@ -214,22 +226,37 @@ def _time_limit_warnings(run_plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _observation_text(env: EnvSpec) -> str:
-    """Describe the observation of the policy: cameras with image size, state size, or text."""
-    if not env.cameras.names:
-        return f"state [{env.state_dim}]" if env.state_dim else "words"
-    return f"{', '.join(env.cameras.names)} {env.cameras.size[0]}x{env.cameras.size[1]}"
+def _inputs(env: EnvSpec, policy: PolicySpec) -> str:
+    """Describe the observation that the policy reads: cameras with image size, state, or text."""
+    names = env.cameras.names[: policy.inputs.num_images]
+    parts = ["text"] if env.action.kind is ActionKind.text else []
+    if names:
+        turned = " turned by 180 degrees" if policy.inputs.rotates_images and env.cameras.rotation_deg else ""
+        size = "x".join(map(str, env.cameras.size))
+        parts.append(f"camera{'s' * (len(names) > 1)} {', '.join(names)} {size}{turned}")
+    if policy.inputs.state and env.state_dim:
+        parts.append(f"state of {env.state_dim} numbers")
+    return f" · input: {' and '.join(parts)}" if parts else ""
+
+
+def _outputs(env: EnvSpec, policy: PolicySpec) -> str:
+    """Describe the output of the policy per observation."""
+    if env.action.kind is ActionKind.text:
+        return f"text of at most {policy.num_action_chunks} tokens"
+    chunk, dim = policy.num_action_chunks, policy.action_dim
+    actions = f"{chunk} action{'s' * (chunk > 1)}"
+    if env.action.kind is ActionKind.discrete:
+        return f"{actions}, each one of {env.action.sizes[0]}"
+    return f"{actions} of {dim} number{'s' * (dim > 1)}"
 
 
 def _dense_reward_warnings(run_plan: RunPlan) -> Iterator[str]:
     """Warn if a policy may earn more by waiting near the goal than by success, which ends the episode."""
     cfg, env = run_plan.cfg, run_plan.env
-    reward = cfg.reward
-    is_replaced = (
-        isinstance(reward, StepRewardSettings) and reward.path is not None and reward.mode is RewardMode.replace
-    )
-    is_summed = env.reward.dense and not is_replaced and not getattr(cfg.env, "use_rel_reward", False)
-    if run_plan.algorithm is not None and is_summed and not cfg.env.train.ignore_terminations:
+    own = cfg.reward
+    replaced = isinstance(own, StepRewardSettings) and own.path is not None and own.mode is RewardMode.replace
+    summed = env.reward.dense and not replaced and not getattr(cfg.env, "use_rel_reward", False)
+    if run_plan.algorithm is not None and summed and not cfg.env.train.ignore_terminations:
         yield (
             f"the reward of '{env.name}' is positive before success, so if success ends an episode, waiting near the "
             "goal may earn more; fix: env.use_rel_reward=true"

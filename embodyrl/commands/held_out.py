@@ -25,14 +25,18 @@ from embodyrl.types import EnvSpec
 
 
 def held_out_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Return banner lines on how many initial states of an evaluation were used in training or validation."""
+    """Return banner lines on how many initial states of an evaluation were used in training or validation.
+
+    The result is empty for a run plan with training that uses none of the states.
+    """
     cfg, env = run_plan.cfg, run_plan.env
     states = {episode.reset_id for episode in eval_episodes(cfg, env, run_plan.policy).episodes}
     if run_plan.algorithm is not None:
         training = run_plan.cfg
         demonstration_ids = _demonstration_ids(dict(training.leaves()), env) or {}
         ids_by_use = {"training": {*selected_reset_ids(env, training.env.train)}, **demonstration_ids}
-        return [("held out", _overlap_text(len(states), {use: len(states & ids) for use, ids in ids_by_use.items()}))]
+        counts = {use: len(states & ids) for use, ids in ids_by_use.items()}
+        return [("held out", _overlap_text(len(states), counts))] if any(counts.values()) else []
     return (
         [("held out", line) for line in _checkpoint_history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
     )

@@ -20,6 +20,7 @@ from embodyrl.commands.run_folder import RunFolder
 from embodyrl.config.trust import format_shell_command, trust_overrides
 from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
 from embodyrl.files import write_atomically
+from embodyrl.monitor.console import LABEL_WIDTH
 from embodyrl.monitor.group import MonitorGroup, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import RunInfo
@@ -65,9 +66,9 @@ def print_banner(
         summary={name: masked(text) for name, text in banner_lines},
     )
     monitor.open(folder.root, info)
-    head = f"embodyrl {__version__} · {command} · {folder.run_id} · seed {cfg.seed}"
+    head = f"embodyrl {__version__} · {command} · seed {cfg.seed}"
     head += f" · resumed at step {resumed}" if resumed else ""
-    monitor.banner([head, *(f"  {name:<10} {text}" for name, text in banner_lines)])
+    monitor.banner([head, *(f"  {name:<{LABEL_WIDTH}} {text}" for name, text in banner_lines)])
     monitor.progress(0, 0, "starting workers")
 
 
@@ -302,11 +303,10 @@ class Session:
         arguments = [self._command, "--resume", str(self.folder.root), *trust_overrides(self.cfg)]
         return f"resume with: {format_shell_command(arguments, self.cfg)}"
 
-    def print_summary(self, checkpoint: Path, *commands: Sequence[str]) -> None:
-        """Print the folders of a finished run, and suggest commands for the next steps."""
+    def print_summary(self, checkpoint: Path, *commands: Sequence[str], more: BannerLines = ()) -> None:
+        """Print the checkpoint of a finished run and `more` lines, and suggest commands for the next steps."""
         suggestions = [
             format_shell_command(command, self.cfg) for command in commands if command[0] in COMMANDS.names()
         ]
-        suggestion_lines = [f"{'' if index else 'next':<10} {line}" for index, line in enumerate(suggestions)]
-        for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *suggestion_lines):
-            self.monitor.text(line)
+        for label, text in (("checkpoint", checkpoint), *more, *zip(("next", "", ""), suggestions, strict=False)):
+            self.monitor.text(f"{label:<{LABEL_WIDTH}} {text}")

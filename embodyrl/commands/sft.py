@@ -99,7 +99,7 @@ class _Sft:
             shutil.copyfile(env_file, folder.root / ENVIRONMENT_FILE)
         held_out = len(self.inputs.validation or ())
         samples = ("samples", f"{len(self.inputs.train)} for training, {held_out} held out{self.inputs.exclusion_text}")
-        output_lines = [("output", str(folder.root)), folder.following]
+        output_lines = [("run", str(folder.root)), folder.following]
         scaling_lines = [("scaling", self.inputs.scaling)] if self.inputs.scaling else []
         warnings = [("warning", warning) for warning in self.inputs.warnings]
         session.print_banner(
@@ -124,6 +124,7 @@ class _Sft:
             total_steps=session.total,
             log_dir=folder.logs,
             write_line=self.monitor.text,
+            progress=self.monitor.progress,
         )
         with session.running(start_all) as actors:
             return self._train(actors, start)

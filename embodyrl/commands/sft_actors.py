@@ -23,7 +23,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
-from embodyrl.scheduler.start import Started, actor_specs, rendezvous, shared_arena
+from embodyrl.scheduler.start import Progress, Started, actor_specs, rendezvous, shared_arena
 from embodyrl.types import BoolArray, IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
@@ -69,6 +69,7 @@ def start_supervised(
     total_steps: int,
     log_dir: Path,
     write_line: Callable[[str], None],
+    progress: Progress,
 ) -> SupervisedActors:
     """Start the actor ranks of an SFT run, and wait until they are ready.
 
@@ -81,6 +82,7 @@ def start_supervised(
         total_steps: training steps of the run.
         log_dir: folder for the ranks' logs.
         write_line: function that prints a line for the user.
+        progress: function that is called while the ranks start.
 
     Raises:
         WorkerError: a rank could not start.
@@ -110,5 +112,5 @@ def start_supervised(
     policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
     loop = EventLoop(supervisor, policy)
     actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meeting_point)
-    actors.wait_until_ready(loop, hosts, {})
+    actors.wait_until_ready(loop, hosts, {}, progress)
     return actors

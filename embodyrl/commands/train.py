@@ -16,7 +16,7 @@ import numpy as np
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
-from embodyrl.commands.eval_result import EvalResult, compare_results
+from embodyrl.commands.eval_result import EvalResult, result_table
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
 from embodyrl.commands.facts import common_banner_lines, evaluation_banner_lines, require_disk
 from embodyrl.commands.kept import open_writer, stores_episodes
@@ -117,18 +117,24 @@ class _Training:
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
         start = session.find_start()
-        validation = "" if self._validates else " · no validation (runner.val_check_interval=10 enables it)"
-        output_lines = [("output", f"{folder.root}{validation}"), folder.following]
-        held_out = evaluation_banner_lines(self.run_plan) if self._validates else []
+        none = [("validation", "none (runner.val_check_interval=10 enables it)")]
         lines = [
+            ("run", str(folder.root)),
             *common_banner_lines(self.run_plan),
             *weight_facts(self.cfg, self.weights, self.run_plan.env),
-            *held_out,
-            *output_lines,
+            *(evaluation_banner_lines(self.run_plan) if self._validates else none),
+            folder.following,
         ]
         session.print_banner(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
         # Also for a resumed run, because the reference uses the initial weights; the actor loads the checkpoint.
-        start_all = partial(start_workers, self.run_plan, folder.logs, self.monitor.text, start_from=self.weights)
+        start_all = partial(
+            start_workers,
+            self.run_plan,
+            folder.logs,
+            self.monitor.text,
+            start_from=self.weights,
+            progress=self.monitor.progress,
+        )
         with session.running(start_all) as workers:
             # Imported and built objects are permanent, so garbage collection can skip them.
             gc.freeze()
@@ -189,7 +195,7 @@ class _Training:
             return
         try:
             videos = self.session.folder.videos
-            comparison = record_changes(self.run_plan, workers, self.first, self.last, videos, self.monitor.text)
+            comparison = record_changes(self.run_plan, workers, self.first, self.last, videos, self.monitor)
         except OSError as error:  # the checkpoint is already saved
             self.monitor.text(f"warning: videos of the first and last validation cannot be written: {error}")
             return
@@ -294,18 +300,18 @@ class _Training:
 
     def _report(self, checkpoint: Path) -> None:
         if self.first is not None and self.last is not None:
-            self.monitor.results(compare_results(self.first, self.last))
-            for line in self.comparison.lines if self.comparison else ():
-                self.monitor.text(line)
+            paired = self.comparison.paired if self.comparison else ()
+            self.monitor.results(*result_table(self.first, self.last, paired))
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
-                self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
+                self.monitor.text(f"mean return: {before.mean_return:.4g} before, {after.mean_return:.4g} after")
         root, trust = str(self.session.folder.root), trust_overrides(self.cfg)
-        commands = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
-        self.session.print_summary(checkpoint, *(commands if self.run_plan.env.simulator.renders else commands[:2]))
-        videos = self.comparison.videos[:4] if self.comparison else ()
-        for path in videos or (self.last.videos[:4] if self.last is not None else ()):
-            self.monitor.text(f"video      {path}")
+        uses = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
+        uses = uses if self.run_plan.env.simulator.renders else uses[:2]
+        joined = self.comparison.videos if self.comparison else ()
+        videos = joined or (self.last.videos if self.last is not None else ())
+        where = f"{Path(videos[0]).parent} ({len(videos)}{' before/after' if joined else ''})" if videos else ""
+        self.session.print_summary(checkpoint, *uses, more=[("videos", where)] if videos else ())
 
 
 class StepRollouts:

@@ -14,15 +14,17 @@ from rich.live import Live
 
 from embodyrl.files import has_room
 from embodyrl.monitor.history import METRICS_FILE, read_rows
-from embodyrl.monitor.intervals import Score
-from embodyrl.monitor.protocol import Monitor, RunInfo
-from embodyrl.monitor.timing import PHASES, step_seconds
+from embodyrl.monitor.phases import rough_duration
+from embodyrl.monitor.protocol import Monitor, ResultRow, RunInfo
 
 if TYPE_CHECKING:
     from embodyrl.monitor.dashboard import Dashboard
 
 PROGRESS_PERIOD_S = 30.0
 """Minimum time in seconds between two progress lines without a TTY."""
+
+LABEL_WIDTH = 12
+"""Width of the labels of banner lines, in characters."""
 
 _WRITE_TIMEOUT_S = 1.0
 """Maximum time in seconds to wait while the output pipe is full; after this time, lines are dropped."""
@@ -31,58 +33,49 @@ _MAX_WRITE_LENGTH = 1024
 
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
-    ("eval/success_once", "eval {:.3f}"),
-    ("eval/return", "eval return {:.4g}"),
-    ("eval/loss", "val loss {:.4f}"),
-    ("eval/token_accuracy", "val acc {:.3f}"),
-    ("train/token_accuracy", "train acc {:.3f}"),
-    ("eval/action_error", "val error {:.4g}"),
-    ("train/action_error", "train error {:.4g}"),
-    ("eval/accuracy", "val acc {:.3f}"),
-    ("train/accuracy", "train acc {:.3f}"),
-    ("train/success_once", "success {:.3f} ({:.0f} ep)"),
-    ("train/return", "return {:.2f}"),
-    ("train/cut_off", "cut off {:.2f}"),
-    ("actor/loss", "loss {:.4f}"),
+    ("eval/success_once", "validation success {:.1%}"),
+    ("eval/return", "validation return {:.4g}"),
+    ("eval/loss", "validation loss {:.4f}"),
+    ("eval/token_accuracy", "validation token accuracy {:.1%}"),
+    ("eval/accuracy", "validation accuracy {:.1%}"),
+    ("eval/action_error", "validation action error {:.4g}"),
+    ("train/success_once", "success {:.1%}"),
+    ("train/return", "return {:.4g}"),
+    ("train/cut_off", "cut off {:.1%}"),
+    ("train/token_accuracy", "training token accuracy {:.1%}"),
+    ("train/accuracy", "training accuracy {:.1%}"),
+    ("train/action_error", "training action error {:.4g}"),
+    ("actor/loss", "training loss {:.4f}"),
     ("actor/kl", "kl {:.4f}"),
-    ("actor/grad_norm", "gn {:.2f}"),
-    ("env/steps_per_s", "{:.0f} env steps/s"),
-    ("env/restarts", "restarts {:.0f}"),
+    ("actor/grad_norm", "grad norm {:.2g}"),
+    ("env/steps_per_s", "{:.0f} steps/s"),
+    ("env/restarts", "{:.0f} worker restarts"),
 )
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Format the metrics of a training step as one line; missing metrics are omitted.
+def step_line(step: int, total: int, metrics: Mapping[str, float], left: str = "") -> str:
+    """Format the metrics of a training step as one line, with the text `left` at the end; omit missing metrics.
 
     >>> step_line(3, 100, {"time/step": 12.41, "train/success_once": 0.25, "train/episodes": 8.0})
-    'step 3/100 | 12.4 s | success 0.250 (8 ep)'
+    'step   3/100  12.4 s  success 25.0 % of 8'
     """
-    parts = [f"step {step}/{total}" if total else f"step {step}"]
-    parts += [
-        form.format(metrics[name], metrics.get("train/episodes", 0))
-        for name, form in _FIELDS
-        if name in metrics and not _is_redundant(name, metrics)
-    ]
-    if longest_phases := _format_longest_phases(metrics):
-        parts.append(longest_phases)
-    return " | ".join(parts)
+    parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
+    for name, form in _FIELDS:
+        if name in metrics and not _is_redundant(name, metrics):
+            text = form.format(metrics[name]).replace("%", " %")
+            parts.append(text + (f" of {metrics['train/episodes']:.0f}" if name == "train/success_once" else ""))
+    return "  ".join([*parts, *([f" {left}"] if left else [])])
 
 
 def _is_redundant(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return True if the metric is the validation return and a success rate is shown instead."""
-    return name == "eval/return" and "eval/success_once" in metrics
-
-
-def _format_longest_phases(metrics: Mapping[str, float]) -> str:
-    """Format the three longest phases of a step, including validation, with their percentages of the step's time."""
-    total = step_seconds(metrics)
-    # Disjoint parts; they run in parallel, so their shares may add up to more than 100 %.
-    names = [part for name, parts in PHASES.items() for part in parts or (name,)]
-    phases = {name: metrics[f"time/{name}"] for name in names if f"time/{name}" in metrics}
-    if not total:
-        return ""
-    longest = sorted(phases.items(), key=lambda item: -item[1])[:3]
-    return " ".join(f"{name} {100 * value / total:.0f}%" for name, value in longest if value / total >= 0.005)
+    """Return True for a return that equals the success rate, a policy-gradient loss, and a restart count of zero."""
+    kind, _, what = name.partition("/")
+    success = metrics.get(f"{kind}/success_once")
+    if what == "return":
+        return success is not None and (kind == "eval" or metrics[name] == success)
+    if name == "actor/loss":  # with rollouts, the loss does not indicate progress
+        return "train/return" in metrics
+    return name == "env/restarts" and not metrics[name]
 
 
 class ConsoleMonitor(Monitor):
@@ -96,6 +89,9 @@ class ConsoleMonitor(Monitor):
         self._clock = clock
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._total = 0
+        self._last_step = 0
+        self._steps, self._seconds = 0, 0.0
+        """Number and duration of the logged steps."""
         self._dashboard: Dashboard | None = None
         self._live_display: Live | None = None
         self._last_output = clock()
@@ -105,6 +101,7 @@ class ConsoleMonitor(Monitor):
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """See `Monitor.open`."""
         self._total = info.total_steps
+        self._last_step = max(0, (info.resume_step or 0) - 1)
         self._last_output = self._clock()
         if self._live:
             from embodyrl.monitor.dashboard import Dashboard
@@ -123,7 +120,16 @@ class ConsoleMonitor(Monitor):
         if self._dashboard is not None and self._total:
             self._dashboard.log(step, metrics)
         else:
-            self._write(step_line(step, self._total, metrics))
+            self._write(step_line(step, self._total, metrics, self._time_left(step, metrics)))
+
+    def _time_left(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Return the expected time until the end of training, from the mean duration of the logged steps."""
+        steps, self._last_step = max(0, step - self._last_step), step
+        self._steps += steps
+        self._seconds += metrics.get("time/step", 0.0) * steps + metrics.get("time/validate", 0.0)
+        if not self._seconds or step >= self._total:
+            return ""
+        return f"{rough_duration(self._seconds / self._steps * (self._total - step))} left"
 
     def text(self, line: str) -> None:
         """See `Monitor.text`."""
@@ -146,19 +152,14 @@ class ConsoleMonitor(Monitor):
         elif self._clock() - self._last_output >= PROGRESS_PERIOD_S:
             self._write(f"{what}: {done} of {total} done" if total else f"{what} ...")
 
-    def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
+    def results(self, title: str, rows: Sequence[ResultRow]) -> None:
         """See `Monitor.results`."""
         self._stop_dashboard()
-        table = [("task", "first validation", "last validation", "change")]
-        table += [(task, str(first), str(last), first.change(last)) for task, first, last in rows]
+        table = [(title, "first", "last", "change"), *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        is_narrow = self._live and sum(widths) + 6 > self._console.width
-        widths[0] = 0 if is_narrow else widths[0]
-        for task, *line in table:
-            if is_narrow:
-                self._write(task)
-            line = ["" if is_narrow else task, *line]
-            self._write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        for name, first, last, change in table:
+            cells = f"{name:<{widths[0]}}  {first:<{widths[1]}}  {last:<{widths[2]}}"
+            self._write(self._wrap(f"{cells}  {change}", sum(widths[:3]) + 6))
 
     def close(self) -> None:
         """See `Monitor.close`."""
@@ -170,12 +171,16 @@ class ConsoleMonitor(Monitor):
             self._live_display.stop()
         self._live_display = self._dashboard = None
 
-    def _wrap(self, text: str) -> str:
+    def _wrap(self, text: str, indent: int = LABEL_WIDTH + 3) -> str:
         """Wrap lines to the terminal's width; indent continuation lines as in the banner, and do not split paths."""
         if not self._live:
             return text
-        wrap_options: Any = {"subsequent_indent": " " * 13, "break_long_words": False, "break_on_hyphens": False}
-        return "\n".join(textwrap.fill(line, self._console.width, **wrap_options) for line in text.split("\n"))
+        how: Any = {
+            "subsequent_indent": " " * min(indent, self._console.width // 2),
+            "break_long_words": False,
+            "break_on_hyphens": False,
+        }
+        return "\n".join(textwrap.fill(line, self._console.width, **how) for line in text.split("\n"))
 
     def _write(self, line: str) -> None:
         self._last_output = self._clock()

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError, masked
 from embodyrl.monitor.background import BackgroundMonitor
-from embodyrl.monitor.intervals import Score
-from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
+from embodyrl.monitor.protocol import MONITORS, Monitor, ResultRow, RunInfo
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +91,9 @@ class MonitorGroup(Monitor):
         """Pass the progress of a phase to all loggers."""
         self._each(lambda monitor: monitor.progress(done, total, what))
 
-    def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
+    def results(self, title: str, rows: Sequence[ResultRow]) -> None:
         """Pass a table of results to all loggers."""
-        self._each(lambda monitor: monitor.results(rows))
+        self._each(lambda monitor: monitor.results(title, rows))
 
     def close(self) -> None:
         """Close all loggers."""

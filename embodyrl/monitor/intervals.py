@@ -116,7 +116,7 @@ class Rate:
     @property
     def short(self) -> str:
         """Rate as text, without its interval."""
-        return f"{100 * self.value:.0f} %" if self.episodes else "-"
+        return f"{100 * self.value:.1f} %" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
         """Return the change to a later rate as text, in percentage points."""

@@ -54,3 +54,10 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def rough_duration(seconds: float) -> str:
+    """Format an estimated duration with one unit, or hours and minutes: 40 s, 7 min, 5 h 12 min."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return duration(60 * round(seconds / 60)).replace(" 00 s", "")

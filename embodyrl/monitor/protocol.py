@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from embodyrl import parts
-from embodyrl.monitor.intervals import Score
 from embodyrl.registry import Registry
+
+ResultRow = tuple[str, str, str, str]
+"""Task, result of the first validation, result of the last validation, and change, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +60,8 @@ class Monitor:
     def progress(self, done: int, total: int, what: str) -> None:
         """Show that `done` of `total` units of the phase `what` are finished. This method is called often."""
 
-    def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
-        """Show the success rate or return of each task in the first and last validation, at the end of the run."""
+    def results(self, title: str, rows: Sequence[ResultRow]) -> None:
+        """Show the results of the first and last validation, at the end of the run."""
 
     def close(self) -> None:
         """Flush and close; idempotent."""

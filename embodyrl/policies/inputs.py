@@ -175,6 +175,11 @@ def _ends(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float
     return None if gripper is None else (gripper.open, gripper.closed, gripper.index % env.action.dim)
 
 
+def convention(gripper: GripperConvention) -> str:
+    """Return a gripper convention as short text."""
+    return f"{gripper.open:g} = open, {gripper.closed:g} = closed"
+
+
 def gripper_text(gripper: GripperConvention | None) -> str:
     """Return a description of a gripper convention."""
     if gripper is None:

@@ -80,6 +80,18 @@ class Paired:
             return not self.gain.interval[0] <= 0.0 <= self.gain.interval[1]
         return self.p_value is not None and self.p_value < SIGNIFICANT
 
+    @property
+    def summary(self) -> str:
+        """Interval and p-value of the difference, and the number of episodes, as text."""
+        if not self.pairs:
+            return "no episodes in common"
+        bounds = self.gain.interval if self.gain else tuple(100 * bound for bound in self.difference or (-1.0, 1.0))
+        low, high = (f"{bound:.4g}" if self.gain else f"{bound:.1f}" for bound in bounds)
+        p = "" if self.p_value is None else "p < 0.001, " if self.p_value < 0.001 else f"p = {self.p_value:.2g}, "
+        verdict = "" if self.is_significant else "no significant difference, "
+        states = f" from {self.states} initial states" if self.states < self.pairs else ""
+        return f"95 % interval {low} to {high}, {p}{verdict}{self.pairs} episodes{states}"
+
     def line(self, names: tuple[str, str]) -> str:
         """Return the result as a line of text, with the name of the suite if there are several suites."""
         return f"{self.suite}: " * bool(self.suite) + self.sentence(names)

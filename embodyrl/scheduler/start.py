@@ -163,6 +163,10 @@ def shared_arena(cfg: Config, arena: Arena) -> Arena | None:
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")}
 
 
+Progress = Callable[[int, int, str], None]
+"""Callback with the number of finished units, the number of all units, and the name of a phase."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
     """Running workers and their shared memory."""
@@ -174,14 +178,25 @@ class Started:
     """Rendezvous of the actor ranks."""
 
     def wait_until_ready(
-        self, loop: EventLoop, hosts: list[WorkerSpec], envs: dict[str, tuple[WorkerSpec, Callback]]
+        self,
+        loop: EventLoop,
+        hosts: list[WorkerSpec],
+        envs: dict[str, tuple[WorkerSpec, Callback]],
+        progress: Progress | None,
     ) -> None:
         """Wait until all workers are ready; after an error, stop all workers."""
+
+        def is_ready() -> bool:
+            waiting, total = len(self.supervisor.starting), len(policies) + len(envs)
+            if progress is not None:
+                progress(total - waiting, total, "starting processes (simulators, policy)")
+            return not waiting
+
         policies = {spec.name: (spec, partial(self.policy.on_message, spec.name)) for spec in hosts}
         try:
             with self.supervisor.signals():
                 self.supervisor.start(policies | envs)
-                loop.run_until(lambda: not self.supervisor.starting)
+                loop.run_until(is_ready)
         except BaseException:
             self.close()
             raise
@@ -214,9 +229,14 @@ class Workers(Started):
 
 
 def start_workers(
-    run_plan: RunPlan, log_dir: Path, log: Callable[[str], None], *, start_from: Path | None = None
+    run_plan: RunPlan,
+    log_dir: Path,
+    log: Callable[[str], None],
+    *,
+    start_from: Path | None = None,
+    progress: Progress | None = None,
 ) -> Workers:
-    """Create the arena, start all workers and wait until they are ready."""
+    """Create the arena, start all workers and wait until they are ready; `progress` is called while waiting."""
     cfg = run_plan.cfg
     arena = Arena.create(run_plan.layout, run_plan.capacity, suggest_fewer_records(run_plan))
     names = [worker.name for worker in run_plan.env_workers]
@@ -233,7 +253,7 @@ def start_workers(
     workers = Workers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
     envs = [build_env_spec(run_plan, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
-    workers.wait_until_ready(scheduler, hosts, callbacks)
+    workers.wait_until_ready(scheduler, hosts, callbacks, progress)
     return workers
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from embodyrl.monitor.console import PROGRESS_PERIOD_S, ConsoleMonitor, step_line
-from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.protocol import RunInfo
 
 METRICS = {
@@ -26,11 +25,8 @@ METRICS = {
     "env/steps_per_s": 45.2,
     "env/restarts": 0,
 }
-LINE = (
-    "step 3/100 | 12.4 s | success 0.250 (12 ep) | return 0.25 | loss 0.0123 | kl 0.0004 | gn 0.91 | 45 env steps/s"
-    " | restarts 0 | simulate 75% update 20% render 4%"
-)
-TOTAL = ("all tasks", Rate(2, 20), Rate(8, 10))
+LINE = "step   3/100  12.4 s  success 25.0 % of 12  kl 0.0004  grad norm 0.91  45 steps/s"
+TITLE = "validation success"
 INFO = RunInfo(run_id="r", total_steps=100)
 
 
@@ -38,24 +34,40 @@ def test_step_line_formats_metrics():
     assert step_line(3, 100, METRICS) == LINE
 
 
-def test_time_share_of_a_long_validation_is_below_100_percent():
-    assert step_line(3, 100, {"time/step": 1.0, "time/update": 1.0, "time/validate": 3.0}).endswith(
-        "validate 75% update 25%"
+def test_step_line_without_training_shows_validation_only():
+    assert step_line(0, 0, {"eval/success_once": 0.45, "eval/return": 3.0}) == "step 0  validation success 45.0 %"
+
+
+def test_step_line_of_sft_names_both_losses():
+    row = {"eval/loss": 0.6, "eval/accuracy": 0.75, "train/loss": 0.5, "train/accuracy": 1.0, "actor/loss": 0.4}
+    assert step_line(5, 9, row) == (
+        "step 5/9  validation loss 0.6000  validation accuracy 75.0 %  training accuracy 100.0 %  training loss 0.4000"
     )
 
 
-def test_step_line_without_training_shows_validation_only():
-    assert step_line(0, 0, {"eval/success_once": 0.45, "eval/return": 3.0}) == "step 0 | eval 0.450"
-
-
-def test_pair_accuracy_is_shown_as_accuracy():
-    row = {"eval/loss": 0.6, "eval/accuracy": 0.75, "train/loss": 0.5, "train/accuracy": 1.0}
-    assert step_line(5, 9, row) == "step 5/9 | val loss 0.6000 | val acc 0.750 | train acc 1.000"
-
-
 def test_return_is_shown_if_success_is_unknown():
-    row = {"eval/return": 475.25, "train/return": 31.5, "time/step": 1.0}
-    assert step_line(3, 9, row) == "step 3/9 | 1.0 s | eval return 475.2 | return 31.50"
+    row = {"eval/return": 475.25, "train/return": 31.5, "time/step": 1.0, "actor/loss": 0.1}
+    assert step_line(3, 9, row) == "step 3/9  1.0 s  validation return 475.2  return 31.5"
+
+
+def test_step_line_shows_restarts_and_a_return_unlike_success():
+    row = {"train/success_once": 0.5, "train/episodes": 4, "train/return": 0.7, "env/restarts": 2}
+    assert step_line(3, 9, row) == "step 3/9  success 50.0 % of 4  return 0.7  2 worker restarts"
+
+
+def test_time_left_includes_validations_and_unlogged_steps(tmp_path: Path):
+    out = StringIO()
+    monitor = ConsoleMonitor(out)
+    monitor.open(tmp_path, RunInfo(run_id="r", total_steps=100, resume_step=11))
+    monitor.log(20, {"time/step": 50.0, "time/validate": 100.0})
+    monitor.log(30, {"time/step": 10.0})
+    monitor.log(100, {"time/step": 10.0})
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "step  20/100  50.0 s   1 h 20 min left",
+        "step  30/100  10.0 s   41 min left",
+        "step 100/100  10.0 s",
+    ]
 
 
 def test_non_terminal_lines_are_plain_and_unwrapped(tmp_path: Path):
@@ -65,7 +77,7 @@ def test_non_terminal_lines_are_plain_and_unwrapped(tmp_path: Path):
     monitor.log(3, METRICS)
     monitor.text("[bold]brackets stay[/bold]")
     monitor.close()
-    assert out.getvalue() == LINE + "\n[bold]brackets stay[/bold]\n"
+    assert out.getvalue() == LINE + "   20 min left\n[bold]brackets stay[/bold]\n"
 
 
 def test_non_terminal_progress_is_rate_limited(tmp_path: Path):
@@ -82,7 +94,7 @@ def test_non_terminal_progress_is_rate_limited(tmp_path: Path):
     monitor.log(1, {})
     now[0] += PROGRESS_PERIOD_S - 1
     monitor.progress(9, 9, "rollout")
-    assert out.getvalue().endswith("step 1/100\n")
+    assert out.getvalue().endswith("step   1/100\n")
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo = INFO, **environ: str) -> str:
@@ -99,7 +111,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
         monitor.log(3, METRICS)
         monitor.text("env worker 1 [died]")
         monitor.progress(2, 8, "rollout")
-        monitor.results([("stack", Rate(1, 10), Rate(8, 10))])
+        monitor.results(TITLE, [("stack", "10.0 %", "80.0 %", "+70.0 points (p < 0.001)")])
         monitor.close()
         os.set_blocking(reader, False)
         received = bytearray()
@@ -124,27 +136,26 @@ def test_terminal_keeps_the_last_dashboard(monkeypatch: pytest.MonkeyPatch, tmp_
     ):
         assert part in text, part
     assert text.index("embodyrl train") < text.index("Progress")
-    assert text.rindex("80.0 % [49.0, 94.3] (8/10)") > text.rindex("gradient norm")
+    assert text.rindex("+70.0 points") > text.rindex("gradient norm")
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "\x1b[3" in text
 
 
 def test_a_banner_breaks_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, COLUMNS="30")
-    assert "tabletop (21\r\n             tasks) · 64 slots\r\n" in text
+    assert "tabletop (21\r\n               tasks) · 64\r\n               slots\r\n" in text
 
 
-def test_narrow_terminal_puts_results_below_the_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    lines = on_terminal(monkeypatch, tmp_path, COLUMNS="66").splitlines()
-    at = lines.index("stack")
-    assert lines[at + 1].split("  ") == ["", "10.0 % [1.8, 40.4] (1/10)", "80.0 % [49.0, 94.3] (8/10)", "+70.0"]
-    assert lines[at - 1].split() == ["first", "validation", "last", "validation", "change"]
+def test_narrow_terminal_breaks_the_change_of_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    lines = on_terminal(monkeypatch, tmp_path, COLUMNS="58").splitlines()
+    at = next(at for at, line in enumerate(lines) if line.endswith("validation success  first   last    change"))
+    assert lines[at + 1 : at + 3] == ["stack               10.0 %  80.0 %  +70.0 points (p <", " " * 29 + "0.001)"]
 
 
 def test_evaluation_on_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, RunInfo(run_id="r"))
     assert "rollout: 2 of 8 done" in text
-    assert "step 3 | 12.4 s" in text
+    assert "step 3  12.4 s" in text
     assert "env worker 1 [died]" in text
     assert "Time per phase" not in text
 
@@ -165,14 +176,11 @@ def test_results_are_aligned_in_columns(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, INFO)
-    monitor.results([("pick", Rate(2, 10), Rate(8, 10)), ("place", Rate(0, 10), Rate(0, 0)), TOTAL])
-    lines = [line.split("  ") for line in out.getvalue().splitlines()]
-    table = [[cell.strip() for cell in line if cell.strip()] for line in lines]
-    assert table == [
-        ["task", "first validation", "last validation", "change"],
-        ["pick", "20.0 % [5.7, 51.0] (2/10)", "80.0 % [49.0, 94.3] (8/10)", "+60.0"],
-        ["place", "0.0 % [0.0, 27.8] (0/10)", "-", "-"],
-        ["all tasks", "10.0 % [2.8, 30.1] (2/20)", "80.0 % [49.0, 94.3] (8/10)", "+70.0"],
+    monitor.results(TITLE, [("pick", "2.0 %", "10.0 %", "+8.0 points"), ("all tasks", "10.0 %", "-", "-")])
+    assert out.getvalue().splitlines() == [
+        "validation success  first   last    change",
+        "pick                2.0 %   10.0 %  +8.0 points",
+        "all tasks           10.0 %  -       -",
     ]
 
 

@@ -8,7 +8,6 @@ import pytest
 from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.group import MonitorGroup, build_monitor
-from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.jsonl import JsonlMonitor
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
@@ -100,8 +99,8 @@ def test_banner_and_progress_go_to_the_console_only(tmp_path: Path):
     fanout.banner(["embodyrl", "run r"])
     fanout.progress(1, 2, "rollout")
     assert screen.getvalue() == "embodyrl\nrun r\n"
-    fanout.results([("stack", Rate(1, 10), Rate(8, 10))])
-    assert "80.0 % [49.0, 94.3] (8/10)" in screen.getvalue()
+    fanout.results("validation success", [("stack", "10.0 %", "80.0 %", "+70.0")])
+    assert "80.0 %  +70.0" in screen.getvalue()
     assert plugin.calls == ["open"]
 
 

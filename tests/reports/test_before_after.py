@@ -12,6 +12,7 @@ from embodyrl.commands.evaluate import read_evaluation
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EpisodeRow, read_rows
+from embodyrl.monitor.protocol import Monitor
 from embodyrl.plan.config import load_config, load_saved_config
 
 
@@ -75,6 +76,16 @@ def test_resumed_run_keeps_its_first_evaluation(tmp_path: Path) -> None:
     assert len([*(run / "videos").glob("before_after_ep*.mp4")]) == 2
 
 
+class Lines(Monitor):
+    """Logger that stores the lines of text."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def text(self, line: str) -> None:
+        self.shown.append(line)
+
+
 @pytest.mark.integration
 def test_diverged_replay_leaves_no_video(tmp_path: Path) -> None:
     """Two of four episodes have recorded outcomes that differ from those of their actions."""
@@ -83,17 +94,20 @@ def test_diverged_replay_leaves_no_video(tmp_path: Path) -> None:
     played = read_rows(folder / "episodes.jsonl")
     lying = [{**r, "success_once": r["success_once"] != (r["episode"] % 2 == 1), "video": None} for r in played]
     (folder / "episodes.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lying))
-    said: list[str] = []
+    lines = Lines()
     with running_crew(tmp_path, *WORDS, "eval.episodes=4") as crew:
         result = read_evaluation(folder, crew.run_plan.env)
         assert result is not None
         (videos := tmp_path / "films").mkdir()
-        shown = record(crew.run_plan, crew.workers, result, [0, 1, 2, 3], videos, said.append)
+        shown = record(crew.run_plan, crew.workers, result, [0, 1, 2, 3], videos, lines)
     kept = dict(shown.recordings)
     assert sorted(kept) == [0, 2]
     assert sorted(videos.iterdir()) == sorted(Path(path) for path in kept.values())
     assert {r["episode"]: r["video"] for r in read_rows(folder / "episodes.jsonl")} == {1: None, 3: None, **kept}
-    assert [line.split(" had another outcome")[0] for line in said] == ["episode 1 of step 1", "episode 3 of step 1"]
+    assert [line.split(" had another outcome")[0] for line in lines.shown] == [
+        "episode 1 of step 1",
+        "episode 3 of step 1",
+    ]
 
 
 def test_single_evaluation_has_no_comparison():

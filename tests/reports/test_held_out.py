@@ -34,7 +34,7 @@ def lines(folder: Path, *overrides: str, command: str = "train") -> str:
 
 def test_training_reports_overlap_with_evaluation_states(tmp_path: Path) -> None:
     apart = lines(tmp_path, *SPLITS, "eval.episodes=3")
-    assert apart == "3 greedy episodes of 1 initial states\nnone of these initial states is used by training"
+    assert apart == ("3 episodes, greedy actions, 1 initial states, initial states that training does not use")
     assert "warning: of these 4 initial states training uses 4;" in lines(tmp_path)
     assert "of these 3 initial states training uses 2;" in lines(tmp_path, SPLITS[0], "env.eval.state_ids=[1,3]")
 
@@ -48,7 +48,8 @@ def test_repeated_validation_states_are_reported() -> None:
     ]
     run_plan = build_run_plan(load_config("train", words), training=True)
     assert evaluation_banner_lines(run_plan)[0][1] == (
-        "15 greedy episodes of 15 initial states; 150 episodes were requested, but the others would be exact copies"
+        "15 episodes, greedy actions, initial states that training does not use; "
+        "150 episodes were requested, but the others would be exact copies"
     )
 
 
