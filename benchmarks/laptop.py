@@ -57,8 +57,8 @@ def build() -> tuple[Any, Any, Any, str]:
 
     torch.set_num_threads(1)
     install.prepare_process()
-    entry = install.suite_tasks(SUITE)[0]
-    path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+    entry = install.get_suite_tasks(SUITE)[0]
+    path = install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
     pool = SimPool(lambda _: TaskSimulator(path, lean=True, fast=True), max_models=1)
     cfg: Any = load_config("train", ["experiment=libero_laptop"])
     spec = ENVS.get("libero").spec(cfg.env, EnvContext(num_slots=1))
@@ -72,7 +72,7 @@ def rounds(pool: Any, policy: Any, task: str, chunks: int, records: list[Any]) -
     from embodyrl.envs.libero import install
     from embodyrl.types import Observation
 
-    states, rng = install.suite_init_states(SUITE, 0), np.random.default_rng(0)
+    states, rng = install.load_init_states(SUITE, 0), np.random.default_rng(0)
     for slot in range(SLOTS):
         pool.begin(slot, 0).reset(states[FIRST_STATE + slot // GROUP], slot // GROUP)
     for _ in range(chunks):

@@ -101,9 +101,9 @@ def libero_files() -> tuple[Path, Any]:
     from embodyrl.envs.libero import install
 
     install.prepare_process()
-    entry = install.suite_tasks(SUITE)[TASK]
-    path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
-    return path, install.suite_init_states(SUITE, TASK)
+    entry = install.get_suite_tasks(SUITE)[TASK]
+    path = install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+    return path, install.load_init_states(SUITE, TASK)
 
 
 def actions(rng: np.random.Generator) -> np.ndarray:

@@ -56,16 +56,21 @@ class Grasp:
 
 def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> list[Grasp]:
     """Return all grasp candidates for moving an object by `shift` [3] to `target`, in a fixed order."""
-    box = scene.box(name)
-    flat = [i for i in range(3) if i != box.up]
-    narrow = min(flat, key=lambda i: box.half[i])
-    candidates = _rim(box, narrow) if 2 * box.half[narrow] > OPENING else _body(box, flat, narrow)
+    box = scene.get_box(name)
+    horizontal_axes = [i for i in range(3) if i != box.up]
+    narrow_axis = min(horizontal_axes, key=lambda i: box.half[i])
+    candidates = (
+        _list_rim_grasps(box, narrow_axis)
+        if 2 * box.half[narrow_axis] > OPENING
+        else _list_body_grasps(box, horizontal_axes, narrow_axis)
+    )
     return [
         Grasp(
             point=point,
             axis=axis,
             clearance=min(
-                _clearance(scene, point, axis, (name,)), _clearance(scene, point + shift, axis, (name, target))
+                _compute_clearance(scene, point, axis, (name,)),
+                _compute_clearance(scene, point + shift, axis, (name, target)),
             ),
         )
         for point, axis in candidates
@@ -79,66 +84,66 @@ def order_grasps(grasps: list[Grasp], rng: np.random.Generator) -> list[Grasp]:
     return [free[i] for i in rng.permutation(len(free))] + rest
 
 
-def _rim(box: Box, narrow: int) -> list[tuple[DoubleArray, DoubleArray]]:
+def _list_rim_grasps(box: Box, narrow_axis: int) -> list[tuple[DoubleArray, DoubleArray]]:
     height = max(box.top - _RIM_DEPTH, box.bottom + 0.012)
-    found = []
+    candidates = []
     for angle in np.arange(8) * (np.pi / 4):
         axis = np.array([np.cos(angle), np.sin(angle)])
-        found.append((np.array([*(box.center[:2] + axis * (box.half[narrow] - _RIM_INSET)), height]), axis))
-    return found
+        candidates.append((np.array([*(box.center[:2] + axis * (box.half[narrow_axis] - _RIM_INSET)), height]), axis))
+    return candidates
 
 
-def _body(box: Box, flat: list[int], narrow: int) -> list[tuple[DoubleArray, DoubleArray]]:
+def _list_body_grasps(box: Box, horizontal_axes: list[int], narrow_axis: int) -> list[tuple[DoubleArray, DoubleArray]]:
     depth = min(_BODY_DEPTH, 1.2 * box.half[box.up])
     height = max(box.top - depth, box.bottom + 0.005)
-    square = all(2 * box.half[i] < _SQUARE for i in flat)
-    found = []
-    for across in flat if square else [narrow]:
-        along = next(i for i in flat if i != across)
-        axis, side = _flat_unit(box.axes[:, across]), _flat_unit(box.axes[:, along])
+    square = all(2 * box.half[i] < _SQUARE for i in horizontal_axes)
+    candidates = []
+    for closing_axis in horizontal_axes if square else [narrow_axis]:
+        sliding_axis = next(i for i in horizontal_axes if i != closing_axis)
+        axis, side = _to_horizontal_unit(box.axes[:, closing_axis]), _to_horizontal_unit(box.axes[:, sliding_axis])
         for shift in (0.0, -0.5, 0.5):
-            offset = shift * max(0.0, box.half[along] - 0.012)
-            found.append((np.array([*(box.center[:2] + side * offset), height]), axis))
-    return found
+            offset = shift * max(0.0, box.half[sliding_axis] - 0.012)
+            candidates.append((np.array([*(box.center[:2] + side * offset), height]), axis))
+    return candidates
 
 
-def _flat_unit(vector: DoubleArray) -> DoubleArray:
+def _to_horizontal_unit(vector: DoubleArray) -> DoubleArray:
     return vector[:2] / np.linalg.norm(vector[:2])
 
 
-def _clearance(scene: Scene, point: DoubleArray, axis: DoubleArray, without: tuple[str, ...]) -> float:
-    def room(reaches: tuple[float, ...], radius: float, height: float) -> float:
+def _compute_clearance(scene: Scene, point: DoubleArray, axis: DoubleArray, excluded: tuple[str, ...]) -> float:
+    def get_margin(reaches: tuple[float, ...], radius: float, height: float) -> float:
         points = np.array([point[:2] + sign * reach * axis for reach in reaches for sign in (-1, 1)])
-        return float(height - scene.obstacle_tops(points, radius, without).max())
+        return float(height - scene.get_obstacle_heights(points, radius, excluded).max())
 
-    fingers = room(_FINGER_REACH, _FINGER_RADIUS, point[2])
-    palm = room(_PALM_REACH, _PALM_RADIUS, point[2] + PALM_HEIGHT)
-    return min(fingers, palm, _MAX_REACH - scene.reach(point))
+    fingers = get_margin(_FINGER_REACH, _FINGER_RADIUS, point[2])
+    palm = get_margin(_PALM_REACH, _PALM_RADIUS, point[2] + PALM_HEIGHT)
+    return min(fingers, palm, _MAX_REACH - scene.get_distance_from_base(point))
 
 
 OPEN, CLOSED = -1.0, 1.0
 
-_STEP = 0.05
+_METRES_PER_COMMAND = 0.05
 """Motion in metres for a position command of 1 (a rotation command of 1 is 0.5 rad)."""
-_TURN = 0.5
+_RADIANS_PER_COMMAND = 0.5
 
-_HOVER = 0.10
+_HOVER_HEIGHT = 0.10
 """Height in metres above an object at which the hand starts to descend."""
-_CLEAR = 0.06
+_MIN_CLEARANCE = 0.06
 """Minimum height in metres of a carried object, or of the open hand, above obstacles."""
-_FINGERS = 0.05
+_FINGERS_HALF_WIDTH = 0.05
 """Half the width of the open fingers, in metres."""
-_PALM = 0.1
+_PALM_HALF_WIDTH = 0.1
 """Half the width of the palm, in metres."""
-_DROP = {"on": 0.012, "in": 0.03}
+_RELEASE_HEIGHTS = {"on": 0.012, "in": 0.03}
 """Height in metres above the target's top at which an object is released."""
 _CLOSE_STEPS, _OPEN_STEPS = 12, 15
-_REST_STEPS, _RESTS = 5, 0.001
-"""An object counts as set down if it sinks less than `_RESTS` metres in `_REST_STEPS` steps."""
-_SLIP = 0.04
+_REST_STEPS, _REST_DISTANCE = 5, 0.001
+"""An object counts as set down if it sinks less than `_REST_DISTANCE` metres in `_REST_STEPS` steps."""
+_MAX_SLIP = 0.04
 """Distance in metres that a carried object may move in the hand before the object counts as lost."""
 
-Actions = Iterator[FloatArray]
+ActionIterator = Iterator[FloatArray]
 
 
 class Expert:
@@ -153,7 +158,7 @@ class Expert:
         self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
         self._scene: Scene | None = None
-        self._plan = self._episode()
+        self._actions = self._generate_actions()
 
     def act(self, scene: Scene) -> FloatArray:
         """Return the next action [7] for the current state of the slot's model."""
@@ -161,152 +166,176 @@ class Expert:
         scene.refresh()
         self._scene = scene
         try:
-            return next(self._plan)
+            return next(self._actions)
         finally:
             self._scene = None
 
     @property
-    def _now(self) -> Scene:
+    def _current_scene(self) -> Scene:
         assert self._scene is not None
         return self._scene
 
-    def _episode(self) -> Actions:
+    def _generate_actions(self) -> ActionIterator:
         while True:
-            goal = next((goal for goal in self._now.goals if not self._now.holds(goal)), None)
+            goal = next((goal for goal in self._current_scene.goals if not self._current_scene.is_reached(goal)), None)
             if goal is None:
-                yield self._command(np.zeros(3), 0.0, OPEN)
+                yield self._build_action(np.zeros(3), 0.0, OPEN)
             else:
                 yield from self._pick_and_place(goal)
 
-    def _pick_and_place(self, goal: Goal) -> Actions:
+    def _pick_and_place(self, goal: Goal) -> ActionIterator:
         """Yield the actions of one attempt to reach the goal; stop early if the object is not in the hand."""
-        start, owner = self._now.box(goal.subject), self._now.owner(goal.target)
-        drop = self._now.box(owner).top + _DROP[goal.relation]
-        grasp = self._next_grasp(
-            goal, owner, np.array([*(self._now.place(goal.target) - start.center[:2]), drop - start.bottom])
+        start, owner = self._current_scene.get_box(goal.subject), self._current_scene.get_owner(goal.target)
+        release_height = self._current_scene.get_box(owner).top + _RELEASE_HEIGHTS[goal.relation]
+        grasp = self._choose_grasp(
+            goal,
+            owner,
+            np.array(
+                [*(self._current_scene.get_position(goal.target) - start.center[:2]), release_height - start.bottom]
+            ),
         )
-        yield from self._approach(goal.subject, grasp, start.top + _HOVER)
+        yield from self._approach(goal.subject, grasp, start.top + _HOVER_HEIGHT)
         for _ in range(_CLOSE_STEPS):
-            yield self._command(np.zeros(3), 0.0, CLOSED)
+            yield self._build_action(np.zeros(3), 0.0, CLOSED)
 
-        base, lift = self._now.hand[:2].copy(), self._carry_height(goal, start)
-        yield from self._move(lambda: np.array([*base, lift]), CLOSED, tolerance=0.02, limit=60)
+        base, carry_height = self._current_scene.hand[:2].copy(), self._compute_carry_height(goal, start)
+        yield from self._move(lambda: np.array([*base, carry_height]), CLOSED, tolerance=0.02, limit=60)
         # It is still on the table: the next attempt uses another grasp.
-        if self._now.box(goal.subject).bottom < start.bottom + 0.03:
+        if self._current_scene.get_box(goal.subject).bottom < start.bottom + 0.03:
             return
 
         # Use the actual position in the hand: an object is rarely held at its centre.
-        held = self._offset(goal.subject)
-        yield from self._carry(goal, held, lambda: lift, tolerance=0.012, limit=90)
+        grasp_offset = self._get_offset(goal.subject)
+        yield from self._carry(goal, grasp_offset, lambda: carry_height, tolerance=0.012, limit=90)
         yield from self._carry(
             goal,
-            held,
-            lambda: self._now.hand[2] + min(drop - self._now.box(goal.subject).bottom, lift - self._now.hand[2]),
+            grasp_offset,
+            lambda: (
+                self._current_scene.hand[2]
+                + min(
+                    release_height - self._current_scene.get_box(goal.subject).bottom,
+                    carry_height - self._current_scene.hand[2],
+                )
+            ),
             tolerance=0.012,
             limit=40,
             speed=0.6,
-            to_rest=True,
+            until_rest=True,
         )
-        if not self._lost(goal.subject, held):
+        if not self._is_lost(goal.subject, grasp_offset):
             for _ in range(_OPEN_STEPS):
-                yield self._command(np.zeros(3), 0.0, OPEN)
-        base = self._now.hand[:2].copy()
-        yield from self._move(lambda: np.array([*base, lift]), OPEN, tolerance=0.02, limit=30)
+                yield self._build_action(np.zeros(3), 0.0, OPEN)
+        base = self._current_scene.hand[:2].copy()
+        yield from self._move(lambda: np.array([*base, carry_height]), OPEN, tolerance=0.02, limit=30)
 
-    def _carry_height(self, goal: Goal, start: Box) -> float:
+    def _compute_carry_height(self, goal: Goal, start: Box) -> float:
         """Return the hand height at which the hand and the carried object clear all obstacles."""
-        hand, end = self._now.hand, self._now.place(goal.target)
-        below = hand[2] - start.bottom
-        object_way = self._now.highest_between(start.center[:2], end, max(start.half), (goal.subject,))
-        palm_way = self._now.highest_between(hand[:2], end, _PALM, (goal.subject,))
-        return max(object_way + below + _CLEAR, palm_way - PALM_HEIGHT + 0.02, hand[2] + 0.12)
+        hand, end = self._current_scene.hand, self._current_scene.get_position(goal.target)
+        depth_below_hand = hand[2] - start.bottom
+        object_path_height = self._current_scene.get_max_height_between(
+            start.center[:2], end, max(start.half), (goal.subject,)
+        )
+        palm_path_height = self._current_scene.get_max_height_between(hand[:2], end, _PALM_HALF_WIDTH, (goal.subject,))
+        return max(
+            object_path_height + depth_below_hand + _MIN_CLEARANCE,
+            palm_path_height - PALM_HEIGHT + 0.02,
+            hand[2] + 0.12,
+        )
 
-    def _next_grasp(self, goal: Goal, target: str, shift: DoubleArray) -> Grasp:
+    def _choose_grasp(self, goal: Goal, target: str, shift: DoubleArray) -> Grasp:
         """Return the grasp for the next attempt, chosen from the candidates in the current state."""
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
-        grasps = order_grasps(find_grasps(self._now, goal.subject, target, shift), np.random.default_rng(self._seed))
+        grasps = order_grasps(
+            find_grasps(self._current_scene, goal.subject, target, shift), np.random.default_rng(self._seed)
+        )
         if self._nearest:
-            grasps.sort(key=self._effort)
+            grasps.sort(key=self._compute_effort)
         return grasps[attempt % len(grasps)]
 
-    def _effort(self, grasp: Grasp) -> tuple[float, float, float]:
+    def _compute_effort(self, grasp: Grasp) -> tuple[float, float, float]:
         """Return the sort key of a grasp: obstruction, then rotation (in eighths of a circle), then distance."""
-        way = float(np.linalg.norm(grasp.point[:2] - self._now.hand[:2]))
-        return max(0.0, -grasp.clearance), round(abs(self._turn(grasp.axis)) / (np.pi / 4)), way
+        distance = float(np.linalg.norm(grasp.point[:2] - self._current_scene.hand[:2]))
+        return max(0.0, -grasp.clearance), round(abs(self._compute_rotation(grasp.axis)) / (np.pi / 4)), distance
 
-    def _approach(self, subject: str, grasp: Grasp, hover: float) -> Actions:
-        base, point = self._now.hand[:2].copy(), grasp.point
-        travel = max(hover, self._now.highest_between(base, point[:2], _FINGERS, (subject,)) + _CLEAR)
-        if self._now.hand[2] < travel - 0.03:
-            yield from self._move(lambda: np.array([*base, travel]), OPEN, tolerance=0.02, limit=30)
-        above = np.array([*point[:2], travel])
+    def _approach(self, subject: str, grasp: Grasp, hover_height: float) -> ActionIterator:
+        base, point = self._current_scene.hand[:2].copy(), grasp.point
+        travel_height = max(
+            hover_height,
+            self._current_scene.get_max_height_between(base, point[:2], _FINGERS_HALF_WIDTH, (subject,))
+            + _MIN_CLEARANCE,
+        )
+        if self._current_scene.hand[2] < travel_height - 0.03:
+            yield from self._move(lambda: np.array([*base, travel_height]), OPEN, tolerance=0.02, limit=30)
+        above = np.array([*point[:2], travel_height])
         yield from self._move(lambda: above, OPEN, axis=grasp.axis, tolerance=0.012, limit=60)
         yield from self._move(lambda: point, OPEN, axis=grasp.axis, tolerance=0.006, limit=60, speed=0.6)
 
     def _carry(
         self,
         goal: Goal,
-        held: DoubleArray,
+        grasp_offset: DoubleArray,
         height: Callable[[], float],
         *,
         tolerance: float,
         limit: int,
         speed: float = 1.0,
-        to_rest: bool = False,
-    ) -> Actions:
-        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`to_rest`)."""
+        until_rest: bool = False,
+    ) -> ActionIterator:
+        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`until_rest`)."""
 
-        def hand() -> DoubleArray:
-            return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])
+        def get_target() -> DoubleArray:
+            return np.array(
+                [*(self._current_scene.get_position(goal.target) + self._get_offset(goal.subject)[:2]), height()]
+            )
 
-        moves = self._move(hand, CLOSED, tolerance=tolerance, limit=limit, speed=speed)
+        moves = self._move(get_target, CLOSED, tolerance=tolerance, limit=limit, speed=speed)
         heights: deque[float] = deque(maxlen=_REST_STEPS)
         for action in moves:
             yield action
-            if self._lost(goal.subject, held):
+            if self._is_lost(goal.subject, grasp_offset):
                 return
-            heights.append(self._now.box(goal.subject).bottom)
-            if to_rest and len(heights) == _REST_STEPS and heights[0] - heights[-1] < _RESTS:
+            heights.append(self._current_scene.get_box(goal.subject).bottom)
+            if until_rest and len(heights) == _REST_STEPS and heights[0] - heights[-1] < _REST_DISTANCE:
                 return
 
-    def _offset(self, subject: str) -> DoubleArray:
-        return self._now.hand - self._now.box(subject).center
+    def _get_offset(self, subject: str) -> DoubleArray:
+        return self._current_scene.hand - self._current_scene.get_box(subject).center
 
-    def _lost(self, subject: str, held: DoubleArray) -> bool:
-        return bool(np.linalg.norm(self._offset(subject) - held) > _SLIP)
+    def _is_lost(self, subject: str, grasp_offset: DoubleArray) -> bool:
+        return bool(np.linalg.norm(self._get_offset(subject) - grasp_offset) > _MAX_SLIP)
 
     def _move(
         self,
         target: Callable[[], DoubleArray],
-        grip: float,
+        gripper: float,
         *,
         tolerance: float,
         limit: int,
         axis: DoubleArray | None = None,
         speed: float = 1.0,
-    ) -> Actions:
+    ) -> ActionIterator:
         """Yield at most `limit` actions that move the hand to `target` [3] with the fingers along `axis` [2]."""
         for _ in range(limit):
-            error = target() - self._now.hand
-            turn = 0.0 if axis is None else self._turn(axis)
-            if np.linalg.norm(error) < tolerance and abs(turn) < 0.08:
+            error = target() - self._current_scene.hand
+            rotation = 0.0 if axis is None else self._compute_rotation(axis)
+            if np.linalg.norm(error) < tolerance and abs(rotation) < 0.08:
                 return
-            yield self._command(error, turn, grip, speed)
+            yield self._build_action(error, rotation, gripper, speed)
 
-    def _turn(self, axis: DoubleArray) -> float:
+    def _compute_rotation(self, axis: DoubleArray) -> float:
         """Return the smallest angle (rad) about the vertical that aligns the symmetric fingers with `axis`."""
-        now = self._now.finger_axis
-        angle = float(np.arctan2(now[0] * axis[1] - now[1] * axis[0], now @ axis))
+        current_axis = self._current_scene.finger_axis
+        angle = float(np.arctan2(current_axis[0] * axis[1] - current_axis[1] * axis[0], current_axis @ axis))
         # Reduced to +-90 degrees: the fingers are symmetric under a half turn.
         return (angle + np.pi / 2) % np.pi - np.pi / 2
 
-    def _command(self, error: DoubleArray, turn: float, grip: float, speed: float = 1.0) -> FloatArray:
-        """Return the action [7] that moves the hand by `error` (m), keeps it vertical, and turns it by `turn` (rad)."""
+    def _build_action(self, error: DoubleArray, rotation: float, gripper: float, speed: float = 1.0) -> FloatArray:
+        """Return the action [7] that moves the hand by `error` (m) and `rotation` (rad), and keeps it vertical."""
         action = np.zeros(7)
-        action[:3] = np.clip(error / _STEP, -speed, speed)
+        action[:3] = np.clip(error / _METRES_PER_COMMAND, -speed, speed)
         # Rotation vector towards straight down, for small tilts.
-        action[3:6] = np.cross(self._now.hand_axis, [0.0, 0.0, -1.0])
-        action[5] += turn / _TURN
-        action[6] = grip
+        action[3:6] = np.cross(self._current_scene.hand_axis, [0.0, 0.0, -1.0])
+        action[5] += rotation / _RADIANS_PER_COMMAND
+        action[6] = gripper
         return np.clip(action, -1.0, 1.0).astype(np.float32)

@@ -10,7 +10,7 @@ from embodyrl.config.settings import ChangesStateIds
 from embodyrl.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, tasks_in_memory
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
+from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, get_variant, remove_plus_axis
 from embodyrl.envs.mujoco_rendering import choose_renderer
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
@@ -73,7 +73,7 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
 """Ids of the tasks with a scripted expert, by suite: tasks that need only pick and place (no drawer, knob or push)."""
 
 
-_RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
+_REPHRASED_SUITES = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
 """Suites whose instructions are read from the task descriptions, because the file names equal the base suite's."""
 
 
@@ -82,28 +82,28 @@ def chunk_name(profile: RenderProfile, *, fast: bool, on_gpu: bool) -> str:
     return f"LIBERO, {profile} rendering, {'fast' if fast else 'stock'} physics, {'EGL' if on_gpu else 'OSMesa'}"
 
 
-PERSON_STEP, PERSON_TURN = 1.0, 0.5
+TELEOP_STEP, TELEOP_TURN = 1.0, 0.5
 """Translation and rotation command of a pressed key in `embodyrl play`: about 12 mm or 3 degrees per step.
 
 Faster rotations also move the hand sideways."""
 
 
-def family(suite: str) -> str:
+def get_base_suite(suite: str) -> str:
     """Return the base suite of a LIBERO-PRO or LIBERO-Plus suite; return other suites unchanged.
 
-    >>> family("libero_spatial_swap"), family("libero_10"), family("libero_object_noise")
+    >>> get_base_suite("libero_spatial_swap"), get_base_suite("libero_10"), get_base_suite("libero_object_noise")
     ('libero_spatial', 'libero_10', 'libero_object')
     """
     base, _, axis = suite.rpartition("_")
     return base if axis in ALL_AXES and base in SUITE_TASKS else suite
 
 
-def _all_suites() -> list[str]:
+def _list_suites() -> list[str]:
     changed = [f"{suite}_{axis}" for suite in SUITE_TASKS if suite != "libero_90" for axis in ALL_AXES]
     return sorted([*SUITE_TASKS, *changed])
 
 
-def _task_ids() -> dict[str, tuple[str, str]]:
+def _build_task_ids() -> dict[str, tuple[str, str]]:
     """Return {Gymnasium id: config overrides} of single tasks, such as `LIBERO-object-0-v0`."""
     titles = {f"libero_{title.lower()}": (title, axes) for title, axes in (("PRO", AXES), ("Plus", PLUS_AXES))}
     options = {suite: f"LIBERO-{suite.removeprefix('libero_')}" for suite in SUITE_TASKS}
@@ -117,16 +117,16 @@ def _task_ids() -> dict[str, tuple[str, str]]:
     }
 
 
-TASK_IDS = _task_ids()
+TASK_IDS = _build_task_ids()
 
 
-def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[str, ...]:
+def _get_instructions(tasks: list[tuple[str, int]], instructions: list[str], count: int) -> tuple[str, ...]:
     """Return the instruction of each of `count` states per task; empty if instructions depend only on the task."""
     if not any(name.endswith("_language") for name, _ in tasks):
         return ()
-    pairs = zip(tasks, told, strict=True)
-    changes = ((variant(*task, state)[0], usual) for task, usual in pairs for state in range(count))
-    return tuple((change and change.words) or usual for change, usual in changes)
+    pairs = zip(tasks, instructions, strict=True)
+    changes = ((get_variant(*task, state)[0], default) for task, default in pairs for state in range(count))
+    return tuple((change and change.instruction) or default for change, default in changes)
 
 
 class ExpertGrasps(StrEnum):
@@ -203,15 +203,15 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         )
         if name is None:
             yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
-        elif drawn := ASSET_AXES.get(name.rpartition("_")[2]):
+        elif assets := ASSET_AXES.get(name.rpartition("_")[2]):
             yield (
-                f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {drawn}, which no package "
+                f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {assets}, which no package "
                 f"contains. Supported categories: {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
             )
-        elif name not in _all_suites():
-            yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, _all_suites())} Known: {known}."
+        elif name not in _list_suites():
+            yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, _list_suites())} Known: {known}."
         else:
-            yield from task_problems(cfg, SUITE_TASKS[family(name)], f"the tasks of {name}")
+            yield from task_problems(cfg, SUITE_TASKS[get_base_suite(name)], f"the tasks of {name}")
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
@@ -222,8 +222,8 @@ class LiberoFactory(SimFactory[LiberoSettings]):
     def own_suite(self, cfg: LiberoSettings) -> str | None:
         """Return `base` or the configured perturbation; None if the suite has no perturbations."""
         name = cfg.task_suite_name or ""
-        base = family(name)
-        return None if f"{base}_{AXES[0]}" not in _all_suites() else name.removeprefix(base).lstrip("_") or BASE
+        base = get_base_suite(name)
+        return None if f"{base}_{AXES[0]}" not in _list_suites() else name.removeprefix(base).lstrip("_") or BASE
 
     def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
         """Return the spec from the benchmark's task lists, without starting a simulator.
@@ -235,10 +235,14 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         on_gpu = choose_renderer().backend == "egl"
         suite = cfg.task_suite_name
         assert suite is not None, "validate first"
-        base = family(suite)
+        base = get_base_suite(suite)
         suites = (suite, *(base if name == BASE else f"{base}_{name}" for name in context.suites))
         tasks = [(name, number) for name in suites for number in range(SUITE_TASKS[base])]
-        told = [line for name in suites for line in install.instructions(name, tells_in_file=name in _RETOLD)]
+        instructions = [
+            instruction
+            for name in suites
+            for instruction in install.read_instructions(name, in_description=name in _REPHRASED_SUITES)
+        ]
         count = install.STATES_PER_TASK + cfg.sampled_states
         return EnvSpec(
             name=suite,
@@ -246,15 +250,15 @@ class LiberoFactory(SimFactory[LiberoSettings]):
                 dim=7,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0, binary=True)),
                 controls=arm_controls(
-                    right=(1, PERSON_STEP),
-                    away=(0, -PERSON_STEP),
-                    up=(2, PERSON_STEP),
-                    turns=((3, PERSON_TURN), (4, PERSON_TURN), (5, PERSON_TURN)),
+                    right=(1, TELEOP_STEP),
+                    away=(0, -TELEOP_STEP),
+                    up=(2, TELEOP_STEP),
+                    turns=((3, TELEOP_TURN), (4, TELEOP_TURN), (5, TELEOP_TURN)),
                     gripper=gripper,
                 ),
             ),
-            tasks=tuple(told),
-            instructions=_varied(tasks, told, count),
+            tasks=tuple(instructions),
+            instructions=_get_instructions(tasks, instructions, count),
             benchmark=BenchmarkSpec(
                 suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (), unnorm_key=f"{base}_no_noops"
             ),
@@ -267,11 +271,13 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             state_dim=STATE_DIM,
             max_episode_steps=HORIZONS[base],
             expert=ExpertSpec(
-                tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(stock(name), ())),
+                tasks=tuple(
+                    k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(remove_plus_axis(name), ())
+                ),
                 reacts=False,
             ),
             simulator=SimulatorSpec(on_gpu=on_gpu, saves_state=True),
-            seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
+            seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.find_seeded_tasks(name)),
         )
 
     def costs(self, cfg: LiberoSettings, spec: EnvSpec) -> EnvCosts:
@@ -292,12 +298,12 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         from embodyrl.envs.libero.sims import LiberoSims
 
         lean = cfg.render_profile is RenderProfile.lean
-        held = tasks_in_memory(TASK_BYTES[cfg.render_profile], context.num_workers)
+        max_in_memory = tasks_in_memory(TASK_BYTES[cfg.render_profile], context.num_workers)
         # Unused models would only fill the GPU.
-        kept = min(held, context.num_slots) if spec.simulator.on_gpu else held
+        max_models = min(max_in_memory, context.num_slots) if spec.simulator.on_gpu else max_in_memory
         sims = LiberoSims(
             spec,
-            max_models=kept,
+            max_models=max_models,
             lean=lean,
             linear=cfg.texture_colorspace is TextureColorspace.linear,
             fast=cfg.is_fast,

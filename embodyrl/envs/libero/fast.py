@@ -26,9 +26,9 @@ _NULLSPACE_KP = 10.0
 """Nullspace stiffness of robosuite's controller towards the initial joint positions, 1/s^2; damping is critical."""
 
 llvm.load_library_permanently(str(next(Path(mujoco.__file__).parent.glob("libmujoco*"))))
-_pointer, _nothing = numba.types.uintp, numba.types.void
-_step1 = numba.types.ExternalFunction("mj_step1", _nothing(_pointer, _pointer))
-_step2 = numba.types.ExternalFunction("mj_step2", _nothing(_pointer, _pointer))
+_pointer_type, _void_type = numba.types.uintp, numba.types.void
+_step1 = numba.types.ExternalFunction("mj_step1", _void_type(_pointer_type, _pointer_type))
+_step2 = numba.types.ExternalFunction("mj_step2", _void_type(_pointer_type, _pointer_type))
 
 
 class _Arm(NamedTuple):
@@ -86,7 +86,7 @@ class FastLoop:
         site = self._model.site(c.eef_name).id
         low, high = (limit.copy() for limit in robot.torque_limits)
         fingers = [self._model.actuator(name).id for name in robot.gripper.actuators]
-        shut, wide = self._model.actuator_ctrlrange[fingers].T
+        closed, opened = self._model.actuator_ctrlrange[fingers].T
         entries = np.zeros((7, 7), np.int64)
         assert np.ptp(self._model.dof_parentid[arm] - np.arange(7)) == 0, "the joints of an arm are one chain"
         for joint in range(7):  # a row of the sparse matrix goes from a joint towards the base
@@ -108,8 +108,8 @@ class FastLoop:
             low=low,
             high=high,
             fingers=data.ctrl[_as_slice(fingers)],
-            finger_middle=0.5 * (wide + shut),
-            finger_span=0.5 * (wide - shut),
+            finger_middle=0.5 * (opened + closed),
+            finger_span=0.5 * (opened - closed),
         )
 
     def run(self, action: DoubleArray, first: int) -> DoubleArray:
@@ -120,19 +120,19 @@ class FastLoop:
         """
         c = self._robot.controller  # robosuite makes a new one at every reset
         command = self._gripper.current_action + np.zeros(2)  # a scalar after a reset
-        seen = np.empty((2, self._model.nq))
+        joint_positions = np.empty((2, self._model.nq))
         mujoco.mj_step1(self._model, self._data)
         self._set_goal(c, action[:6])
         if not _advance(
             self._model._address, self._data._address, self._substeps, self._arm, c.goal_pos, c.goal_ori, c.kp, c.kd,
-            c.initial_joint, command, self._gripper.speed * np.sign(action[6]), first, seen,
+            c.initial_joint, command, self._gripper.speed * np.sign(action[6]), first, joint_positions,
         ):  # fmt: skip
             raise EnvError(
                 "LIBERO: the arm's operational space inertia is singular or not finite; the physics diverged. "
                 "Check the actions, or set env.fast_physics=false, which tolerates singular poses."
             )
         self._gripper.current_action = command
-        return seen
+        return joint_positions
 
     def _set_goal(self, controller: Any, arm: DoubleArray) -> None:
         controller.ee_pos = self._arm.position.copy()
@@ -146,17 +146,17 @@ class FastLoop:
 def _advance(
     model: int, data: int, count: int, arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray,
     kp: DoubleArray, kd: DoubleArray, rest: DoubleArray, command: DoubleArray, finger_speed: float,
-    first: int, seen: DoubleArray,
+    first: int, joint_positions: DoubleArray,
 ) -> bool:  # fmt: skip
     """Run `count` substeps, the first one without `mj_step1`; return False if the inertia matrix is singular.
 
-    `seen` [2, nq] receives the joint positions after substep `first` (counted from 1) and after the next substep.
+    `joint_positions` [2, nq] receives the positions after substep `first` (counted from 1) and after the next substep.
     """
     jacobian, mass = np.empty((6, 7)), np.empty((7, 7))
     for substep in range(count):
         if substep:
             _step1(model, data)
-        _fill(arm, jacobian, mass)
+        _compute_jacobian_and_mass(arm, jacobian, mass)
         if not _set_torques(arm, jacobian, mass, goal, goal_rotation, kp, kd, rest):
             return False
         for finger in range(2):
@@ -165,12 +165,12 @@ def _advance(
             arm.fingers[finger] = arm.finger_middle[finger] + arm.finger_span[finger] * command[finger]
         _step2(model, data)
         if 0 <= substep + 1 - first < 2:
-            seen[substep + 1 - first] = arm.positions
+            joint_positions[substep + 1 - first] = arm.positions
     return True
 
 
 @numba.njit(cache=True)
-def _fill(arm: _Arm, jacobian: DoubleArray, mass: DoubleArray) -> None:
+def _compute_jacobian_and_mass(arm: _Arm, jacobian: DoubleArray, mass: DoubleArray) -> None:
     """Compute the hand's Jacobian [6, 7] and the arm's mass matrix [7, 7], with the formulas of MuJoCo."""
     for joint in range(7):
         axis = arm.axes[joint]
@@ -193,10 +193,10 @@ def _set_torques(
     The control law is that of robosuite 1.4 (Khatib 1987); x is the nullspace acceleration towards the initial joints.
     Position and orientation are decoupled: tau = J^T (wrench - A^-1 J x) + M x + bias, with A = J M^-1 J^T.
     """
-    desired, wrench, pull = np.empty(6), np.zeros(6), np.empty(7)
+    desired, wrench, nullspace_acceleration = np.empty(6), np.zeros(6), np.empty(7)
     for joint in range(7):
-        pull[joint] = _NULLSPACE_KP * (rest[joint] - arm.joints[joint])
-        pull[joint] -= 2.0 * np.sqrt(_NULLSPACE_KP) * arm.speeds[joint]
+        nullspace_acceleration[joint] = _NULLSPACE_KP * (rest[joint] - arm.joints[joint])
+        nullspace_acceleration[joint] -= 2.0 * np.sqrt(_NULLSPACE_KP) * arm.speeds[joint]
     # Half the sum of cross products of matching axes: the vee of the antisymmetric part of goal current^T.
     for i in range(3):
         j, k = (i + 1) % 3, (i + 2) % 3
@@ -209,7 +209,7 @@ def _set_torques(
         velocity = 0.0
         for joint in range(7):
             velocity += jacobian[i, joint] * arm.speeds[joint]
-            wrench[i] -= jacobian[i, joint] * pull[joint]
+            wrench[i] -= jacobian[i, joint] * nullspace_acceleration[joint]
         desired[i] = desired[i] * kp[i] - velocity * kd[i]
     root, columns, inverse_inertia = mass.copy(), jacobian.T.copy(), np.zeros((6, 6))
     if not _factorise(root):
@@ -219,19 +219,19 @@ def _set_torques(
         for j in range(i + 1):
             for joint in range(7):
                 inverse_inertia[i, j] += columns[joint, i] * columns[joint, j]
-    turning = inverse_inertia[3:, 3:].copy()
-    if not (_factorise(inverse_inertia) and _factorise(turning)):
+    rotation_block = inverse_inertia[3:, 3:].copy()
+    if not (_factorise(inverse_inertia) and _factorise(rotation_block)):
         return False
     _solve(inverse_inertia, wrench)
     # The Cholesky factor of the first three rows is the first three rows of the factor.
     _solve(inverse_inertia[:3, :3], desired[:3])
-    _solve(turning, desired[3:])
+    _solve(rotation_block, desired[3:])
     for joint in range(7):
         torque = arm.bias[joint]
         for i in range(6):
             torque += jacobian[i, joint] * (wrench[i] + desired[i])
         for other in range(7):
-            torque += mass[joint, other] * pull[other]
+            torque += mass[joint, other] * nullspace_acceleration[other]
         arm.torques[joint] = min(max(torque, arm.low[joint]), arm.high[joint])
     return True
 
@@ -254,22 +254,22 @@ def _factorise(matrix: DoubleArray) -> bool:
 
 
 @numba.njit(cache=True)
-def _solve_lower(root: DoubleArray, right: DoubleArray) -> None:
+def _solve_lower(root: DoubleArray, rhs: DoubleArray) -> None:
     """Solve L x = right in place."""
     for i in range(len(root)):
         for k in range(i):
-            right[i] -= root[i, k] * right[k]
-        right[i] /= root[i, i]
+            rhs[i] -= root[i, k] * rhs[k]
+        rhs[i] /= root[i, i]
 
 
 @numba.njit(cache=True)
-def _solve(root: DoubleArray, right: DoubleArray) -> None:
+def _solve(root: DoubleArray, rhs: DoubleArray) -> None:
     """Solve L L^T x = right in place."""
-    _solve_lower(root, right)
+    _solve_lower(root, rhs)
     for i in range(len(root) - 1, -1, -1):
         for k in range(i + 1, len(root)):
-            right[i] -= root[k, i] * right[k]
-        right[i] /= root[i, i]
+            rhs[i] -= root[k, i] * rhs[k]
+        rhs[i] /= root[i, i]
 
 
 def _as_slice(indices: Any) -> slice:

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from embodyrl.envs.libero.plus import stock
+from embodyrl.envs.libero.plus import remove_plus_axis
 from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer, without_egl_device
 from embodyrl.errors import MissingDependencyError
 
@@ -47,7 +47,7 @@ def check_installation() -> None:
     _check_mujoco()
     _check_gl()
     for key in ("bddl_files", "init_states", "assets"):
-        path = libero_path(key)
+        path = get_libero_path(key)
         if not path.is_dir():
             raise MissingDependencyError(
                 f"LIBERO's {key} are missing: {path} does not exist. The installed package does not contain them, "
@@ -74,13 +74,13 @@ def _check_gl() -> None:
         raise MissingDependencyError(
             f"MUJOCO_GL={backend} cannot render LIBERO without a display. Fix: MUJOCO_GL=osmesa (CPU) or egl (GPU)."
         )
-    (short, *sonames), fix = _GL_LIBRARIES[backend]
-    if ctypes.util.find_library(short) is None and not any(_loads(name) for name in sonames):
+    (library_name, *sonames), fix = _GL_LIBRARIES[backend]
+    if ctypes.util.find_library(library_name) is None and not any(_can_load(name) for name in sonames):
         raise MissingDependencyError(f"MUJOCO_GL={backend} needs {sonames[0]}, which is not installed. Fix: {fix}")
     os.environ["MUJOCO_GL"] = backend  # for child processes, which need not check again
 
 
-def _loads(library: str) -> bool:
+def _can_load(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -101,26 +101,26 @@ def prepare_process() -> None:
     choose_device()
     if os.environ.get("LP_NUM_THREADS", "1") == "1":
         os.environ["LP_NUM_THREADS"] = "0"  # the calling thread renders; with 1, two threads wait for each other
-    with _no_log_file(), without_egl_device():
-        _libero_module("libero.libero.envs")
+    with _without_log_file(), without_egl_device():
+        _import_module("libero.libero.envs")
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Suppress output, logs and warnings of robosuite and LIBERO while they load or reset."""
-    before = logging.root.manager.disable
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous_level)
 
 
 @contextlib.contextmanager
-def _no_log_file() -> Iterator[None]:
+def _without_log_file() -> Iterator[None]:
     """Prevent robosuite from opening /tmp/robosuite.log, which fails if another user owns that file."""
     original = logging.FileHandler
     logging.FileHandler = lambda *_args, **_kwargs: logging.NullHandler()  # type: ignore[assignment,misc]
@@ -130,69 +130,69 @@ def _no_log_file() -> Iterator[None]:
         logging.FileHandler = original  # type: ignore[misc]
 
 
-def libero_path(key: str) -> Path:
+def get_libero_path(key: str) -> Path:
     """Return the path of LIBERO's folder `bddl_files`, `init_states` or `assets`."""
-    return Path(_libero_module("libero.libero").get_libero_path(key))
+    return Path(_import_module("libero.libero").get_libero_path(key))
 
 
-def suite_tasks(suite: str) -> list[Any]:
+def get_suite_tasks(suite: str) -> list[Any]:
     """Return the tasks of a suite in the benchmark's order, with `language`, `problem_folder` and `bddl_file`."""
-    return list(_suite(suite).tasks)
+    return list(_load_suite(suite).tasks)
 
 
 @functools.cache
-def instructions(suite: str, *, tells_in_file: bool) -> tuple[str, ...]:
-    """Return the instruction of each task, from the task description (`tells_in_file`) or from the file name.
+def read_instructions(suite: str, *, in_description: bool) -> tuple[str, ...]:
+    """Return the instruction of each task, from the task description (`in_description`) or from the file name.
 
     For the five base suites, published checkpoints were trained on the file names, which differ from the descriptions.
     The LIBERO-PRO suites `_lan` and `_task` change instruction or goal in the description and keep the file name.
     """
-    if not tells_in_file:
-        return tuple(task.language for task in suite_tasks(suite))
-    found = (re.search(r"\(:language([^)]*)\)", _description(task)) for task in suite_tasks(suite))
-    return tuple(" ".join(match[1].lower().split()) if match else "" for match in found)
+    if not in_description:
+        return tuple(task.language for task in get_suite_tasks(suite))
+    matches = (re.search(r"\(:language([^)]*)\)", _read_description(task)) for task in get_suite_tasks(suite))
+    return tuple(" ".join(match[1].lower().split()) if match else "" for match in matches)
 
 
-def _description(task: Any) -> str:
-    return (libero_path("bddl_files") / task.problem_folder / task.bddl_file).read_text(encoding="utf-8")
+def _read_description(task: Any) -> str:
+    return (get_libero_path("bddl_files") / task.problem_folder / task.bddl_file).read_text(encoding="utf-8")
 
 
 @functools.cache
-def seeded_tasks(suite: str) -> tuple[int, ...]:
+def find_seeded_tasks(suite: str) -> tuple[int, ...]:
     """Return the ids of tasks in which the seed, not the initial state, determines the poses of fixtures."""
-    found = []
-    for number, task in enumerate(suite_tasks(suite)):
-        fixtures = re.search(r"\(:fixtures([^)]*)\)", _description(task))
+    seeded = []
+    for number, task in enumerate(get_suite_tasks(suite)):
+        fixtures = re.search(r"\(:fixtures([^)]*)\)", _read_description(task))
         if fixtures is not None and len(re.findall(r" - ", fixtures[1])) > 1:
-            found.append(number)
-    return tuple(found)
+            seeded.append(number)
+    return tuple(seeded)
 
 
 @functools.cache
-def suite_init_states(suite: str, task_id: int) -> Any:
+def load_init_states(suite: str, task_id: int) -> Any:
     """Load the initial states of a task, [50, 1 + nq + nv] float64 (time, positions, velocities).
 
     Raises:
         MissingDependencyError: the file is missing or unreadable.
     """
     try:
-        with quiet():
-            return _suite(suite).get_task_init_states(task_id)
+        with suppress_output():
+            return _load_suite(suite).get_task_init_states(task_id)
     except (OSError, ValueError) as error:
         raise MissingDependencyError(
             f"LIBERO's initial states of {suite} task {task_id} cannot be read: {error}. Fix: {INSTALL}"
         ) from error
 
 
-def _suite(name: str) -> Any:
-    module = _libero_module("libero.libero.benchmark")
-    with quiet():
-        return module.get_benchmark_dict()[stock(name)]()
+def _load_suite(name: str) -> Any:
+    module = _import_module("libero.libero.benchmark")
+    with suppress_output():
+        return module.get_benchmark_dict()[remove_plus_axis(name)]()
 
 
-def _libero_module(name: str) -> Any:
+def _import_module(name: str) -> Any:
     try:
-        with quiet():
+        with suppress_output():
             return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependencyError.of_import("LIBERO", error, INSTALL) from error

@@ -21,7 +21,7 @@ MAX_TEXTURE = 512
 """Maximum length in pixels of the longer side of a texture; the benchmark's textures have up to 4096 pixels."""
 
 
-def lean_xml(xml: str) -> str:
+def reduce_visuals(xml: str) -> str:
     """Replace visual meshes and textures in a MuJoCo model with reduced copies, which are cached on disk.
 
     Raises:
@@ -31,19 +31,19 @@ def lean_xml(xml: str) -> str:
     root = ET.fromstring(xml)
     assets = root.find("asset")
     assert assets is not None, "a LIBERO model needs assets"
-    touched = _physical_meshes(root)
+    physical = _get_physical_meshes(root)
     for mesh in assets.findall("mesh"):
-        if mesh.get("name") not in touched and (file := mesh.get("file")):
-            mesh.set("file", str(small_copy(Path(file), f"{MAX_FACES} faces", ".msh", _decimated)))
+        if mesh.get("name") not in physical and (file := mesh.get("file")):
+            mesh.set("file", str(small_copy(Path(file), f"{MAX_FACES} faces", ".msh", _decimate_mesh)))
             # Thin decimated meshes may enclose no volume, which MuJoCo rejects even for unused meshes.
             mesh.set("inertia", "shell")
     for texture in assets.findall("texture"):
         if (file := texture.get("file")) and texture.get("gridsize") is None:
-            texture.set("file", str(small_copy(Path(file), f"{MAX_TEXTURE} px", ".png", _shrunk)))
+            texture.set("file", str(small_copy(Path(file), f"{MAX_TEXTURE} px", ".png", _shrink_texture)))
     return ET.tostring(root, encoding="unicode")
 
 
-def physics_xml(xml: str) -> str:
+def remove_visuals(xml: str) -> str:
     """Return the model without textures, and with small spheres instead of visual meshes; the dynamics are the same.
 
     MuJoCo also computes bounding volumes of visual meshes in every step.
@@ -51,14 +51,14 @@ def physics_xml(xml: str) -> str:
     root = ET.fromstring(xml)
     assets = root.find("asset")
     assert assets is not None, "a LIBERO model needs assets"
-    touched = _physical_meshes(root)
+    physical = _get_physical_meshes(root)
     for geom in root.iter("geom"):
-        if geom.get("mesh") is not None and geom.get("mesh") not in touched:
+        if geom.get("mesh") is not None and geom.get("mesh") not in physical:
             del geom.attrib["mesh"]
             geom.set("type", "sphere")
             geom.set("size", "0.0001")
     for mesh in assets.findall("mesh"):
-        if mesh.get("name") not in touched:
+        if mesh.get("name") not in physical:
             assets.remove(mesh)
     for material in assets.findall("material"):
         material.attrib.pop("texture", None)
@@ -68,15 +68,15 @@ def physics_xml(xml: str) -> str:
 
 
 @contextlib.contextmanager
-def lean_models(rendered: list[str]) -> Iterator[None]:
+def use_lean_models(lean_xmls: list[str]) -> Iterator[None]:
     """Make robosuite build models for the dynamics while this context is active; append lean models for rendering."""
     from robosuite.environments.base import MujocoEnv  # pyright: ignore[reportMissingImports]
 
     original = MujocoEnv._initialize_sim
 
     def initialize(self: Any, xml_string: str | None = None) -> None:
-        rendered.append(lean_xml(xml_string or self.model.get_xml()))
-        original(self, physics_xml(rendered[-1]))
+        lean_xmls.append(reduce_visuals(xml_string or self.model.get_xml()))
+        original(self, remove_visuals(lean_xmls[-1]))
 
     MujocoEnv._initialize_sim = initialize
     try:
@@ -85,7 +85,7 @@ def lean_models(rendered: list[str]) -> Iterator[None]:
         MujocoEnv._initialize_sim = original
 
 
-def _physical_meshes(root: ET.Element) -> set[str]:
+def _get_physical_meshes(root: ET.Element) -> set[str]:
     """Return the names of meshes that are used for collisions or masses."""
     visual = {"group": "1", "contype": "0", "conaffinity": "0"}
     return {
@@ -95,19 +95,19 @@ def _physical_meshes(root: ET.Element) -> set[str]:
     }
 
 
-def _decimated(path: Path) -> bytes:
+def _decimate_mesh(path: Path) -> bytes:
     return decimate(read_mesh(path), MAX_FACES).to_msh()
 
 
-def _shrunk(path: Path) -> bytes:
+def _shrink_texture(path: Path) -> bytes:
     from PIL import Image, PngImagePlugin
 
-    marks = PngImagePlugin.PngInfo()
+    metadata = PngImagePlugin.PngInfo()
     with Image.open(path) as image:
         if "srgb" in image.info:  # MuJoCo decodes the colours depending on this chunk
-            marks.add(b"sRGB", bytes([image.info["srgb"]]))
+            metadata.add(b"sRGB", bytes([image.info["srgb"]]))
         factor = min(1.0, MAX_TEXTURE / max(image.size))
         size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
         buffer = io.BytesIO()
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(buffer, "PNG", pnginfo=marks)
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(buffer, "PNG", pnginfo=metadata)
     return buffer.getvalue()

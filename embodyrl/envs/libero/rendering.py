@@ -25,17 +25,17 @@ mujoco: Any = _mujoco
 
 LINEAR, SRGB = 1, 2
 """Values of `mujoco.mjtColorSpace`, which versions before 3.3.3 do not have."""
-_NEVER_DRAWN = 5
+_HIDDEN_GROUP = 5
 """Group of geoms and sites that robosuite does not render."""
-_MOVED = ("body_pos", "body_quat", "cam_pos", "cam_quat", "site_rgba")
+_CHANGING_FIELDS = ("body_pos", "body_quat", "cam_pos", "cam_quat", "site_rgba")
 """Model fields that change at run time and affect images."""
-_LAYERS = 128
+_MAX_LAYERS = 128
 """Maximum number of stored images of objects at rest, and of sets of these objects."""
-_POSES = 4096
+_MAX_POSES = 4096
 """Number of stored poses of objects: an object is at rest if its pose was rendered before."""
 
 
-class _Posed(NamedTuple):
+class _PosedObject(NamedTuple):
     """Geoms of one object, or of everything that is fixed to the world, and where they are."""
 
     root: int
@@ -99,15 +99,15 @@ class LeanRenderer:
         self._model, self._data = self.sim.model._model, self.sim.data._data
         self._model.vis.quality.offsamples = 0
         self._context: Any = MjRenderContextOffscreen(self.sim, device_id=env.render_gpu_device_id)
-        unused, env.sim._render_context_offscreen = env.sim._render_context_offscreen, self._context
-        self._context.vopt.geomgroup[:] = unused.vopt.geomgroup
-        unused.gl_ctx.make_current()
-        del unused  # frees the frame buffers of robosuite's own context
+        original_context, env.sim._render_context_offscreen = env.sim._render_context_offscreen, self._context
+        self._context.vopt.geomgroup[:] = original_context.vopt.geomgroup
+        original_context.gl_ctx.make_current()
+        del original_context  # frees the frame buffers of robosuite's own context
         self._context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._layers: OrderedDict[tuple[Any, ...], _Image] = OrderedDict()
-        self._poses: OrderedDict[_Posed, None] = OrderedDict()
-        still = self._model.body_weldid[self._model.cam_bodyid] == 0
-        self._fixed = set(np.flatnonzero(still & (self._model.cam_mode == 0)).tolist())
+        self._poses: OrderedDict[_PosedObject, None] = OrderedDict()
+        is_fixed = self._model.body_weldid[self._model.cam_bodyid] == 0
+        self._fixed = set(np.flatnonzero(is_fixed & (self._model.cam_mode == 0)).tolist())
         """Cameras that do not move during an episode."""
         self._groups = self._model.geom_group.copy()
         bodies = self._model.geom_bodyid
@@ -115,10 +115,10 @@ class LeanRenderer:
         visible = np.flatnonzero(np.array(self._context.vopt.geomgroup)[self._groups])
         self._visible = visible[np.argsort(self._root[visible], kind="stable")]
 
-    def pose(self) -> None:
+    def update_poses(self) -> None:
         """Copy the positions of the simulation."""
         model, data = self._env.sim.model._model, self._env.sim.data._data
-        for name in _MOVED:
+        for name in _CHANGING_FIELDS:
             getattr(self._model, name)[:] = getattr(model, name)
         self._data.qpos[:] = data.qpos
         mujoco.mj_kinematics(self._model, self._data)
@@ -129,17 +129,17 @@ class LeanRenderer:
         """Render a camera after `pose`; return [H, W, 3] in OpenGL row order."""
         # Several models share this process, and MuJoCo renders into the current context.
         self._context.gl_ctx.make_current()
-        self._fit(height, width)
+        self._enlarge_buffer(height, width)
         view = View(self._model.camera(camera).id, height, width)
         with self._without_invisible_sites():
-            shown = self._in_view(view.camera, width / height)
+            in_view = self._get_geoms_in_view(view.camera, width / height)
             if view.camera in self._fixed:
-                resting, moving = self._at_rest(shown)
-                layer = self._layer(view, resting)
-                image = self._image_of(view, moving, sky=False)
+                resting, moving = self._split_by_motion(in_view)
+                layer = self._get_layer(view, resting)
+                image = self._render_geoms(view, moving, with_sky=False)
                 if layer.opaque and image.opaque:
-                    return _merged(layer, image).pixels
-            return self._image_of(view, shown, merged=False).pixels
+                    return _merge(layer, image).pixels
+            return self._render_geoms(view, in_view, with_depth=False).pixels
 
     def close(self) -> None:
         """Free the model and its OpenGL objects."""
@@ -148,50 +148,54 @@ class LeanRenderer:
         self.sim.free()
         vars(self).clear()
 
-    def _at_rest(self, geoms: npt.NDArray[np.int64]) -> tuple[tuple[_Posed, ...], npt.NDArray[np.int64]]:
+    def _split_by_motion(self, geoms: npt.NDArray[np.int64]) -> tuple[tuple[_PosedObject, ...], npt.NDArray[np.int64]]:
         """Return the objects whose poses were rendered before, and the geoms of the others, whose poses are stored."""
         data, roots = self._data, self._root[geoms]
         rows = np.concatenate([data.geom_xpos[geoms], data.geom_xmat[geoms]], axis=1).astype(np.float32)
         ends = [0, *(np.flatnonzero(np.diff(roots)) + 1).tolist(), len(geoms)]
         resting, moving = [], []
         for start, end in itertools.pairwise(ends) if len(geoms) else ():
-            one = _Posed(int(roots[start]), geoms[start:end].tobytes(), rows[start:end].tobytes())
-            resting.append(one) if one in self._poses else moving.append(geoms[start:end])
-            self._poses[one] = None
-            self._poses.move_to_end(one)
-        while len(self._poses) > _POSES:
+            posed = _PosedObject(int(roots[start]), geoms[start:end].tobytes(), rows[start:end].tobytes())
+            resting.append(posed) if posed in self._poses else moving.append(geoms[start:end])
+            self._poses[posed] = None
+            self._poses.move_to_end(posed)
+        while len(self._poses) > _MAX_POSES:
             self._poses.popitem(last=False)
         return tuple(resting), np.concatenate([geoms[:0], *moving])
 
-    def _layer(self, view: View, resting: tuple[_Posed, ...], *, sky: bool = True) -> _Image:
+    def _get_layer(self, view: View, resting: tuple[_PosedObject, ...], *, with_sky: bool = True) -> _Image:
         """Return the image of the objects at rest, which is computed only if it is not stored."""
         data = self._data
         place = (data.cam_xpos[view.camera], data.cam_xmat[view.camera], data.light_xpos, data.light_xdir)
-        key = (view, sky, *(value.tobytes() for value in place), resting)
+        key = (view, with_sky, *(value.tobytes() for value in place), resting)
         if key not in self._layers:
             # Objects start and stop moving one by one: each has its own image, merged by depth.
-            objects = [one for one in resting if one.root]
-            if objects and sky:
-                fixed = self._layer(view, tuple(one for one in resting if not one.root))
-                image = reduce(_merged, [self._layer(view, (one,), sky=False) for one in objects], fixed)
+            objects = [posed for posed in resting if posed.root]
+            if objects and with_sky:
+                fixed = self._get_layer(view, tuple(posed for posed in resting if not posed.root))
+                image = reduce(_merge, [self._get_layer(view, (posed,), with_sky=False) for posed in objects], fixed)
             else:
-                image = self._image_of(view, np.frombuffer(b"".join(one.geoms for one in resting), np.int64), sky=sky)
-            while len(self._layers) >= _LAYERS:
+                image = self._render_geoms(
+                    view, np.frombuffer(b"".join(posed.geoms for posed in resting), np.int64), with_sky=with_sky
+                )
+            while len(self._layers) >= _MAX_LAYERS:
                 self._layers.popitem(last=False)
             self._layers[key] = image
         self._layers.move_to_end(key)
         return self._layers[key]
 
-    def _image_of(self, view: View, geoms: npt.NDArray[np.int64], *, merged: bool = True, sky: bool = True) -> _Image:
-        """Render only the given geoms, all visible sites and, with `sky`, the sky.
+    def _render_geoms(
+        self, view: View, geoms: npt.NDArray[np.int64], *, with_depth: bool = True, with_sky: bool = True
+    ) -> _Image:
+        """Render only the given geoms, all visible sites and, with `with_sky`, the sky.
 
-        Without `merged`, the depth and `opaque` are undefined. Without `sky`, which takes long where nothing hides it,
-        pixels without a geom are undefined and their depth is 0.
+        Without `with_depth`, the depth and `opaque` are undefined. Without `with_sky` (the sky takes long where nothing
+        hides it), pixels without a geom are undefined and their depth is 0.
         """
         context, groups = self._context, self._model.geom_group
         context.cam.type, context.cam.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, view.camera
-        scene, port = context.scn, mujoco.MjrRect(0, 0, view.width, view.height)
-        groups[:] = _NEVER_DRAWN
+        scene, viewport = context.scn, mujoco.MjrRect(0, 0, view.width, view.height)
+        groups[:] = _HIDDEN_GROUP
         groups[geoms] = self._groups[geoms]
         try:
             mujoco.mjv_updateScene(
@@ -199,15 +203,15 @@ class LeanRenderer:
             )
         finally:
             groups[:] = self._groups
-        scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = sky
-        mujoco.mjr_render(port, scene, context.con)
+        scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = with_sky
+        mujoco.mjr_render(viewport, scene, context.con)
         scene.flags[mujoco.mjtRndFlag.mjRND_SKYBOX] = 1
         size = view.height, view.width
         pixels, depth = np.empty((*size, 3), np.uint8), np.empty(size, np.float32)
-        mujoco.mjr_readPixels(pixels, depth if merged else None, port, context.con)
-        return _Image(pixels, depth, merged and not any(part.transparent for part in scene.geoms[: scene.ngeom]))
+        mujoco.mjr_readPixels(pixels, depth if with_depth else None, viewport, context.con)
+        return _Image(pixels, depth, with_depth and not any(part.transparent for part in scene.geoms[: scene.ngeom]))
 
-    def _fit(self, height: int, width: int) -> None:
+    def _enlarge_buffer(self, height: int, width: int) -> None:
         """Enlarge the frame buffer if it is too small."""
         buffer = self._context.con
         if width > buffer.offWidth or height > buffer.offHeight:
@@ -219,28 +223,28 @@ class LeanRenderer:
         """Exclude sites with a negative alpha value from rendering inside the `with` block."""
         sites = np.flatnonzero(self._model.site_rgba[:, 3] < 0)
         groups = self._model.site_group[sites]
-        self._model.site_group[sites] = _NEVER_DRAWN
+        self._model.site_group[sites] = _HIDDEN_GROUP
         try:
             yield
         finally:
             self._model.site_group[sites] = groups
 
-    def _in_view(self, camera: int, aspect: float) -> npt.NDArray[np.int64]:
+    def _get_geoms_in_view(self, camera: int, aspect: float) -> npt.NDArray[np.int64]:
         """Return the indices of visible geoms whose bounding boxes intersect the view of a camera."""
         model, data, geoms = self._model, self._data, self._visible
         slope = np.tan(np.radians(model.cam_fovy[camera]) / 2)
         # Normals of five planes, which point out of the view: in front of the near plane, right, left, top and bottom.
-        sides = [[0, 0, 1], [1, 0, aspect * slope], [-1, 0, aspect * slope], [0, 1, slope], [0, -1, slope]]
-        normals = data.cam_xmat[camera].reshape(3, 3) @ np.transpose(sides)
+        plane_normals = [[0, 0, 1], [1, 0, aspect * slope], [-1, 0, aspect * slope], [0, 1, slope], [0, -1, slope]]
+        normals = data.cam_xmat[camera].reshape(3, 3) @ np.transpose(plane_normals)
         offsets = np.array([-model.vis.map.znear * model.stat.extent, 0.0, 0.0, 0.0, 0.0])
         rotations = data.geom_xmat[geoms].reshape(-1, 3, 3)
         centers = (rotations @ model.geom_aabb[geoms, :3, None])[..., 0] + data.geom_xpos[geoms]
-        reaches = (np.abs(normals.T @ rotations) @ model.geom_aabb[geoms, 3:, None])[..., 0]
-        outside = ((centers - data.cam_xpos[camera]) @ normals - reaches > offsets).any(-1)
-        return geoms[~outside | (model.geom_rbound[geoms] == 0)]  # planes have no bounding box
+        extents = (np.abs(normals.T @ rotations) @ model.geom_aabb[geoms, 3:, None])[..., 0]
+        is_outside = ((centers - data.cam_xpos[camera]) @ normals - extents > offsets).any(-1)
+        return geoms[~is_outside | (model.geom_rbound[geoms] == 0)]  # planes have no bounding box
 
 
-def _merged(back: _Image, front: _Image) -> _Image:
+def _merge(back: _Image, front: _Image) -> _Image:
     """Return the nearer pixels of two images; `front` has few pixels in front of `back`."""
     nearer = np.flatnonzero(front.depth > back.depth)
     pixels, depth = back.pixels.copy(), back.depth.copy()

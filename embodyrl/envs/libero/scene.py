@@ -74,7 +74,7 @@ class Scene:
         """Compute body poses from the current joint positions, without affecting the next simulation step."""
         mujoco.mj_kinematics(self._model, self._data)
 
-    def holds(self, goal: Goal) -> bool:
+    def is_reached(self, goal: Goal) -> bool:
         """Return True if the goal's predicate is true in the current state."""
         # Contacts may still be those of another slot on the same model.
         mujoco.mj_fwdPosition(self._model, self._data)
@@ -96,58 +96,60 @@ class Scene:
         left, right = (self._data.xpos[body][:2] for body in self._fingers)
         return (left - right) / np.linalg.norm(left - right)
 
-    def box(self, name: str) -> Box:
+    def get_box(self, name: str) -> Box:
         """Return the bounding box of an object or fixture."""
         body = self._env.obj_body_id[name]
         rotation, position = self._data.xmat[body].reshape(3, 3), self._data.xpos[body]
-        geoms = self._solid[np.isin(self._model.geom_bodyid[self._solid], list(self._family(body)))]
-        centers, halves = self._extent(geoms, rotation)
+        geoms = self._solid[np.isin(self._model.geom_bodyid[self._solid], list(self._get_subtree(body)))]
+        centers, halves = self._compute_extents(geoms, rotation)
         # In the body's own frame, in which the box is tight for any rotation.
         centers = (centers - position) @ rotation
         low, high = (centers - halves).min(axis=0), (centers + halves).max(axis=0)
         return Box(center=position + rotation @ (low + high) / 2, axes=rotation.copy(), half=(high - low) / 2)
 
-    def owner(self, name: str) -> str:
+    def get_owner(self, name: str) -> str:
         """Return the name of the object or fixture that a region belongs to, or another name unchanged."""
         return name if name in self._env.obj_body_id else self._env.object_sites_dict[name].parent_name
 
-    def place(self, name: str) -> DoubleArray:
+    def get_position(self, name: str) -> DoubleArray:
         """Return the horizontal position [2] of an object's centre, or of a region."""
         if name in self._env.obj_body_id:
-            return self.box(name).center[:2]
+            return self.get_box(name).center[:2]
         return self._data.site_xpos[self._model.site(name).id][:2].copy()
 
-    def obstacle_tops(self, points: DoubleArray, radius: float, without: tuple[str, ...]) -> DoubleArray:
+    def get_obstacle_heights(self, points: DoubleArray, radius: float, excluded: tuple[str, ...]) -> DoubleArray:
         """Return the height of the highest solid within `radius` of each horizontal point [P, 2]; -inf without solids.
 
-        Excludes the robot and the bodies in `without`. Shapes are approximated by bounding boxes.
+        Excludes the robot and the bodies in `excluded`. Shapes are approximated by bounding boxes.
         """
-        ignored = self._robot_bodies.union(*(self._family(self._env.obj_body_id[name]) for name in without))
+        ignored = self._robot_bodies.union(*(self._get_subtree(self._env.obj_body_id[name]) for name in excluded))
         geoms = self._solid[~np.isin(self._model.geom_bodyid[self._solid], list(ignored))]
-        centers, halves = self._extent(geoms, np.eye(3))
-        near = (np.abs(points[:, None] - centers[None, :, :2]) < halves[None, :, :2] + radius).all(axis=2)
-        return np.where(near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
+        centers, halves = self._compute_extents(geoms, np.eye(3))
+        is_near = (np.abs(points[:, None] - centers[None, :, :2]) < halves[None, :, :2] + radius).all(axis=2)
+        return np.where(is_near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
 
-    def highest_between(self, start: DoubleArray, end: DoubleArray, radius: float, without: tuple[str, ...]) -> float:
+    def get_max_height_between(
+        self, start: DoubleArray, end: DoubleArray, radius: float, excluded: tuple[str, ...]
+    ) -> float:
         """Return the height of the highest solid within `radius` of a line between two points; -inf if none."""
-        share = np.linspace(0.0, 1.0, 12)[:, None]
-        return float(self.obstacle_tops(start + share * (end - start), radius, without).max())
+        fractions = np.linspace(0.0, 1.0, 12)[:, None]
+        return float(self.get_obstacle_heights(start + fractions * (end - start), radius, excluded).max())
 
-    def reach(self, point: DoubleArray) -> float:
+    def get_distance_from_base(self, point: DoubleArray) -> float:
         """Return the horizontal distance of a point from the robot's base."""
         return float(np.linalg.norm(point[:2] - self._data.xpos[self._base][:2]))
 
-    def _extent(self, geoms: npt.NDArray[np.int64], frame: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
+    def _compute_extents(self, geoms: npt.NDArray[np.int64], frame: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
         """Return centres [G, 3] of the geoms' bounding boxes, and half extents [G, 3] along the columns of `frame`."""
         rotation = self._data.geom_xmat[geoms].reshape(-1, 3, 3)
         local, half = self._model.geom_aabb[geoms, :3], self._model.geom_aabb[geoms, 3:]
         centers = self._data.geom_xpos[geoms] + np.einsum("gij,gj->gi", rotation, local)
         return centers, np.einsum("gij,gj->gi", np.abs(frame.T @ rotation), half)
 
-    def _family(self, body: int) -> set[int]:
+    def _get_subtree(self, body: int) -> set[int]:
         """Return the ids of a body and of all its descendants."""
-        family = {body}
+        subtree = {body}
         for child in range(body + 1, self._model.nbody):  # parents come before their children
-            if int(self._model.body_parentid[child]) in family:
-                family.add(child)
-        return family
+            if int(self._model.body_parentid[child]) in subtree:
+                subtree.add(child)
+        return subtree

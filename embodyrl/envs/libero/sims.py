@@ -9,7 +9,7 @@ import numpy as np
 
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Expert
-from embodyrl.envs.libero.plus import variant
+from embodyrl.envs.libero.plus import get_variant
 from embodyrl.envs.libero.simulator import FRONT_CAMERA, SimState, TaskSimulator
 from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.errors import EnvError
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Loaded:
+class LoadedModel:
     """Loaded task model, and the slot that uses the model."""
 
     simulator: TaskSimulator
@@ -37,7 +37,7 @@ class SimPool:
         assert max_models >= 1
         self._build = build
         self._max_models = max_models
-        self.loaded: OrderedDict[int, Loaded] = OrderedDict()
+        self.loaded: OrderedDict[int, LoadedModel] = OrderedDict()
         """Loaded models by task, least recently used first."""
         self._saved: dict[int, SimState] = {}
         self._task: dict[int, int] = {}
@@ -68,26 +68,26 @@ class SimPool:
         self._saved.clear()
         self._task.clear()
 
-    def _occupy(self, slot: int, task: int) -> Loaded:
+    def _occupy(self, slot: int, task: int) -> LoadedModel:
         # Slots on one task share a model, which contains the state of the last slot that used it.
         loaded = self.loaded.get(task) or self._load(task)
         self.loaded.move_to_end(task)
         if loaded.occupant != slot:
-            self._put_aside(loaded)
+            self._save_occupant(loaded)
             loaded.occupant = slot
         return loaded
 
-    def _load(self, task: int) -> Loaded:
+    def _load(self, task: int) -> LoadedModel:
         while len(self.loaded) >= self._max_models:
             oldest, loaded = self.loaded.popitem(last=False)
             self._warn_if_thrashing(oldest)
-            self._put_aside(loaded)
+            self._save_occupant(loaded)
             # Before the next model is built: memory may not suffice for both.
             loaded.simulator.close()
-        self.loaded[task] = Loaded(self._build(task))
+        self.loaded[task] = LoadedModel(self._build(task))
         return self.loaded[task]
 
-    def _put_aside(self, loaded: Loaded) -> None:
+    def _save_occupant(self, loaded: LoadedModel) -> None:
         if loaded.occupant is not None:
             self._saved[loaded.occupant] = loaded.simulator.save()
             loaded.occupant = None
@@ -132,7 +132,9 @@ class LiberoSims(PerSlot):
         }
         self.task_limit = max_models
         names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
-        self._tasks = [(name, number, task) for name in names for number, task in enumerate(install.suite_tasks(name))]
+        self._tasks = [
+            (name, number, task) for name in names for number, task in enumerate(install.get_suite_tasks(name))
+        ]
         self._experts: dict[int, Expert] = {}
         self._seeds: dict[int, int] = {}
         self.pool = SimPool(self._build, max_models=max_models)
@@ -145,8 +147,8 @@ class LiberoSims(PerSlot):
         """
         task, index = self.spec.task_of(reset_id)
         suite, number, _ = self._tasks[task]
-        states = install.suite_init_states(suite, number)
-        change, stored = variant(suite, number, index)
+        states = install.load_init_states(suite, number)
+        change, stored = get_variant(suite, number, index)
         if index < install.STATES_PER_TASK != len(states):
             raise EnvError(
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
@@ -167,7 +169,7 @@ class LiberoSims(PerSlot):
 
     def info(self, slot: int) -> dict[str, float]:
         """Return `goals`: the fraction of the task's goal predicates that are true in the current state."""
-        return {"goals": self.pool.use(slot).goals_reached()}
+        return {"goals": self.pool.use(slot).get_goal_fraction()}
 
     def expert(self, slot: int) -> FloatArray:
         """Return the expert's next action [7], which must be executed before the next call."""
@@ -190,7 +192,7 @@ class LiberoSims(PerSlot):
         """Return upright frames of the front camera and the policy's other cameras, side by side."""
         cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras.names if name != FRONT_CAMERA)]
         simulator = self.pool.use(slot)
-        return np.concatenate([simulator.frame(name, *self.spec.cameras.size) for name in cameras], axis=1)
+        return np.concatenate([simulator.render_frame(name, *self.spec.cameras.size) for name in cameras], axis=1)
 
     def close(self) -> None:
         """Free the models; idempotent."""
@@ -198,5 +200,5 @@ class LiberoSims(PerSlot):
 
     def _build(self, task: int) -> TaskSimulator:
         _, _, entry = self._tasks[task]
-        path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+        path = install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
         return TaskSimulator(path, **self._options)

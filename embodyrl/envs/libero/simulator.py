@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.envs.libero.fast import FastLoop
-from embodyrl.envs.libero.install import quiet
-from embodyrl.envs.libero.lean import lean_models
+from embodyrl.envs.libero.install import suppress_output
+from embodyrl.envs.libero.lean import use_lean_models
 from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
-from embodyrl.envs.libero.noise import corrupt, resized
-from embodyrl.envs.libero.plus import Variant, moved_camera, start_joints
+from embodyrl.envs.libero.noise import corrupt, resize
+from embodyrl.envs.libero.plus import Variant, get_start_joints, move_camera
 from embodyrl.envs.libero.rendering import LeanRenderer, set_linear_colorspace
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
@@ -33,7 +33,7 @@ SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])  # opens the grip
 JOINT_NOISE = 0.02
 """Standard deviation in rad of the noise on the robot's joints in the stored states (robosuite's default)."""
 
-VIEW_SUBSTEP = 23
+OBSERVED_SUBSTEP = 23
 """Substep (of 25) whose positions are visible in the benchmark's observations.
 
 Robosuite reads cameras and poses after substep 24, but MuJoCo's derived poses are then those before that substep.
@@ -43,7 +43,7 @@ _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
 """Model fields that change at run time: poses of fixtures (at reset), visibility of sites (a burner), and cameras."""
-_OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
+_OWN_FIELDS = ("_observed_qpos", "_observed_sites", "_gripper_qpos", "_corruption")
 """Attributes of `TaskSimulator` that belong to the state of the running episode."""
 _CLOCK_FIELDS = ("timestep", "cur_time")
 FRONT_CAMERA = "agentview"
@@ -95,35 +95,35 @@ class TaskSimulator:
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 
         # The constructor samples poses from the global generator; a fixed seed gives the same model after reloading.
-        rendered: list[str] = []
-        with quiet(), _numpy_seed(0), lean_models(rendered) if lean else contextlib.nullcontext():
+        lean_xmls: list[str] = []
+        with suppress_output(), _numpy_seed(0), use_lean_models(lean_xmls) if lean else contextlib.nullcontext():
             wrapper = OffScreenRenderEnv(
                 bddl_file_name=str(bddl_file), use_camera_obs=False, hard_reset=False, ignore_done=True
             )
         self._env: Any = wrapper.env
         self.instruction = str(wrapper.language_instruction)
         """Instruction in the task's description."""
-        self._lean = LeanRenderer(self._env, rendered[-1]) if lean else None
+        self._lean = LeanRenderer(self._env, lean_xmls[-1]) if lean else None
         if linear:
             set_linear_colorspace(self._env.sim._render_context_offscreen)
         self._fast = FastLoop(self._env) if fast else None
         self.scene = Scene(self._env)
         self._env._observables = {}
-        self._env._update_observables = _nothing
+        self._env._update_observables = _do_nothing
         self._robot = self._env.robots[0]
         self._model = self._env.sim.model._model
         self._data = self._env.sim.data._data
         self._hand = self._model.body(self._robot.robot_model.eef_name).id
-        self._fingers = self._qpos_of(self._robot.gripper.joints)
-        self._new_sites = self._model.site_rgba.copy()
+        self._fingers = self._get_qpos_indices(self._robot.gripper.joints)
+        self._initial_sites = self._model.site_rgba.copy()
         self._fixtures = [self._model.body(fixture.root_body).id for fixture in self._env.fixtures_dict.values()]
-        self._view_qpos, self._view_sites = self._data.qpos.copy(), self._new_sites
+        self._observed_qpos, self._observed_sites = self._data.qpos.copy(), self._initial_sites
         self._gripper_qpos = self._data.qpos[self._fingers]
         front = self._model.camera(FRONT_CAMERA).id
         self._front = self._model.cam_pos[front], self._model.cam_quat[front]
-        self._usual_front = tuple(part.copy() for part in self._front)
-        self._usual_start = np.array(self._robot.init_qpos)
-        self._grain: Variant | None = None
+        self._default_camera = tuple(part.copy() for part in self._front)
+        self._default_joints = np.array(self._robot.init_qpos)
+        self._corruption: Variant | None = None
         """LIBERO-Plus variant whose corruption is applied to images of the front camera; None: no corruption."""
 
     def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> bool:
@@ -146,15 +146,17 @@ class TaskSimulator:
                 f"states of shape {expected}. The package's states and scenes have different versions. Reinstall "
                 "LIBERO."
             )
-        self._model.site_rgba[:] = self._new_sites
+        self._model.site_rgba[:] = self._initial_sites
         self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)
-        self._robot.init_qpos = start_joints(variant.start) if variant and variant.start else self._usual_start
-        with quiet(), _numpy_seed(seed):
+        self._robot.init_qpos = (
+            get_start_joints(variant.start_pose) if variant and variant.start_pose else self._default_joints
+        )
+        with suppress_output(), _numpy_seed(seed):
             self._place_objects()
-        front = moved_camera(variant.view, *self._usual_front) if variant else self._usual_front
-        for now, wanted in zip(self._front, front, strict=True):
-            now[:] = wanted
-        self._grain = variant if variant and variant.noise else None
+        front = move_camera(variant.camera_move, *self._default_camera) if variant else self._default_camera
+        for current, target in zip(self._front, front, strict=True):
+            current[:] = target
+        self._corruption = variant if variant and variant.noise else None
         self._env.sim.set_state_from_flattened(init_state)
         self._env.sim.forward()
         self._env._check_success()
@@ -163,21 +165,21 @@ class TaskSimulator:
 
     def sample_state(self, seed: int) -> DoubleArray:
         """Sample an initial state [1 + nq + nv]: object placements, and noise on the robot's joints."""
-        self._robot.init_qpos = self._usual_start
-        with quiet(), _numpy_seed(seed):
+        self._robot.init_qpos = self._default_joints
+        with suppress_output(), _numpy_seed(seed):
             self._place_objects()
-            joints = 1 + self._qpos_of(self._robot.robot_model.joints)
+            joints = 1 + self._get_qpos_indices(self._robot.robot_model.joints)
             state = self._env.sim.get_state().flatten()
             state[joints] += np.random.normal(0.0, JOINT_NOISE, len(joints))
         return state
 
-    def _qpos_of(self, joints: Sequence[str]) -> np.ndarray:
+    def _get_qpos_indices(self, joints: Sequence[str]) -> np.ndarray:
         """Return the indices of hinge and slide joints in qpos."""
         return np.array([self._model.joint(name).qposadr[0] for name in joints])
 
     def step(self, action: npt.ArrayLike) -> SimStep:
         """Execute one action [7] in -1..1; success is the benchmark's goal predicate after the step."""
-        self._view_sites = self._model.site_rgba.copy()
+        self._observed_sites = self._model.site_rgba.copy()
         command = np.asarray(action, np.float64)
         self._env.timestep += 1
         # The first step after a reset uses the controller's measurements from before the initial state was set, as in
@@ -185,7 +187,7 @@ class TaskSimulator:
         if self._fast is None or not self._robot.controller.new_update:
             self._run_stock(command)
         else:
-            self._view_qpos, after = self._fast.run(command, VIEW_SUBSTEP)
+            self._observed_qpos, after = self._fast.run(command, OBSERVED_SUBSTEP)
             self._gripper_qpos = after[self._fingers]
         self._env.cur_time += self._env.control_timestep
         reward, _, _ = self._env._post_action(command)
@@ -193,7 +195,7 @@ class TaskSimulator:
         done = bool(self._env._check_success()) if self._env.tracking_object_states_change else reward > 0
         return SimStep(reward=float(reward), terminated=done, success=done)
 
-    def goals_reached(self) -> float:
+    def get_goal_fraction(self) -> float:
         """Return the fraction of the task's goal predicates that are true."""
         # Contacts may still be those of another slot on the same model.
         mujoco.mj_fwdPosition(self._model, self._data)
@@ -208,13 +210,13 @@ class TaskSimulator:
         (`mj_step1`), and MuJoCo once more with the controls (`mj_step2` does the rest).
         """
         env, sim = self._env, self._env.sim
-        sim.forward = _nothing
+        sim.forward = _do_nothing
         try:
             for substep in range(int(env.control_timestep / env.model_timestep)):
                 mujoco.mj_step1(self._model, self._data)
                 env._pre_action(command, substep == 0)
                 mujoco.mj_step2(self._model, self._data)
-                self._look(substep + 1)
+                self._record_observation(substep + 1)
         finally:
             del sim.forward
 
@@ -224,17 +226,17 @@ class TaskSimulator:
         Proprioception: hand position (m), hand orientation as axis-angle (rad), and the two finger positions (m).
         """
         height, width = images.shape[1:3]
-        with self._viewed():
+        with self._observed_poses():
             for view, camera in zip(images, cameras, strict=True):
-                view[...] = self._picture(camera, height, width)
+                view[...] = self._render_camera(camera, height, width)
             state[0:3] = self._data.site_xpos[self._robot.eef_site_id]
-            state[3:6] = _axis_angle(self._data.xquat[self._hand])
+            state[3:6] = _to_axis_angle(self._data.xquat[self._hand])
             state[6:8] = self._gripper_qpos
 
-    def frame(self, camera: str, height: int, width: int) -> ByteArray:
+    def render_frame(self, camera: str, height: int, width: int) -> ByteArray:
         """Return an upright frame [H, W, 3] for videos, not mirrored."""
-        with self._viewed():
-            return np.ascontiguousarray(self._picture(camera, height, width)[::-1])
+        with self._observed_poses():
+            return np.ascontiguousarray(self._render_camera(camera, height, width)[::-1])
 
     def save(self) -> SimState:
         """Return a copy of the state of the running episode."""
@@ -246,7 +248,7 @@ class TaskSimulator:
             own={name: copy.copy(getattr(self, name)) for name in _OWN_FIELDS},
             clock={name: getattr(self._env, name) for name in _CLOCK_FIELDS},
             gripper_command=np.array(self._robot.gripper.current_action),
-            controller=_plain_values(self._robot.controller),
+            controller=_copy_numeric_attributes(self._robot.controller),
         )
 
     def load(self, state: SimState) -> None:
@@ -287,40 +289,40 @@ class TaskSimulator:
             f"{_PLACEMENT_TRIES} attempts. Use another seed."
         )
 
-    def _look(self, substep: int) -> None:
+    def _record_observation(self, substep: int) -> None:
         """Store the values that robosuite's observables would read after physics substep `substep` (counted from 1)."""
-        if substep == VIEW_SUBSTEP:
-            self._view_qpos = self._data.qpos.copy()
-        elif substep == VIEW_SUBSTEP + 1:
+        if substep == OBSERVED_SUBSTEP:
+            self._observed_qpos = self._data.qpos.copy()
+        elif substep == OBSERVED_SUBSTEP + 1:
             self._gripper_qpos = self._data.qpos[self._fingers]
 
     @contextlib.contextmanager
-    def _viewed(self) -> Iterator[None]:
+    def _observed_poses(self) -> Iterator[None]:
         """Set the poses of the observed substep; after the `with` block, restore the current state."""
         qpos, sites = self._data.qpos.copy(), self._model.site_rgba.copy()
-        self._data.qpos[:] = self._view_qpos
-        self._model.site_rgba[:] = self._view_sites
+        self._data.qpos[:] = self._observed_qpos
+        self._model.site_rgba[:] = self._observed_sites
         try:
             # Poses of bodies, centres, cameras and lights: inputs of rendering, without dynamics.
             mujoco.mj_kinematics(self._model, self._data)
             mujoco.mj_comPos(self._model, self._data)
             mujoco.mj_camlight(self._model, self._data)
             if self._lean is not None:
-                self._lean.pose()
+                self._lean.update_poses()
             yield
         finally:
             self._data.qpos[:] = qpos
             self._model.site_rgba[:] = sites
 
-    def _picture(self, camera: str, height: int, width: int) -> ByteArray:
-        if self._grain is None or camera != FRONT_CAMERA:
-            return self._draw(camera, height, width)
+    def _render_camera(self, camera: str, height: int, width: int) -> ByteArray:
+        if self._corruption is None or camera != FRONT_CAMERA:
+            return self._render_uncorrupted(camera, height, width)
         # The corruptions depend on pixels: apply them at the benchmark's size, then resize.
-        rng = np.random.RandomState([*self._grain.place, self._env.timestep])
-        seen = corrupt(self._draw(camera, NOISE_SIZE, NOISE_SIZE), self._grain.noise, rng)
-        return seen if seen.shape == (height, width, 3) else resized(seen, height, width)
+        rng = np.random.RandomState([*self._corruption.noise_seed, self._env.timestep])
+        corrupted = corrupt(self._render_uncorrupted(camera, NOISE_SIZE, NOISE_SIZE), self._corruption.noise, rng)
+        return corrupted if corrupted.shape == (height, width, 3) else resize(corrupted, height, width)
 
-    def _draw(self, camera: str, height: int, width: int) -> ByteArray:
+    def _render_uncorrupted(self, camera: str, height: int, width: int) -> ByteArray:
         if self._lean is not None:
             return self._lean.render(camera, height, width)
         # Several models share this process, and robosuite renders into the current context.
@@ -328,7 +330,7 @@ class TaskSimulator:
         return self._env.sim.render(camera_name=camera, width=width, height=height)
 
 
-def _nothing(force: bool = False) -> None:
+def _do_nothing(force: bool = False) -> None:
     """Do nothing; replaces robosuite methods that are not needed."""
 
 
@@ -343,13 +345,13 @@ def _numpy_seed(seed: int) -> Iterator[None]:
         np.random.set_state(before)
 
 
-def _plain_values(owner: object) -> dict[str, Any]:
+def _copy_numeric_attributes(owner: object) -> dict[str, Any]:
     """Copy the numeric attributes of a controller: its goal, reference pose and cached kinematics."""
-    kinds = (np.ndarray, np.generic, bool, int, float, type(None))
-    return {name: copy.copy(value) for name, value in vars(owner).items() if isinstance(value, kinds)}
+    types = (np.ndarray, np.generic, bool, int, float, type(None))
+    return {name: copy.copy(value) for name, value in vars(owner).items() if isinstance(value, types)}
 
 
-def _axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:
+def _to_axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:
     """Convert a unit quaternion to a rotation vector [3] (rad).
 
     Equal to robosuite's `quat2axisangle`, which does not normalise the sign.

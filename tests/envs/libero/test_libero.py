@@ -116,7 +116,7 @@ def test_suites_declare_tasks_states_and_horizons():
         assert (spec.action.dim, spec.state_dim, spec.cameras.rotation_deg) == (7, 8, 180)
         assert (spec.cameras.names, spec.cameras.size) == (("agentview",), (256, 256))
         assert (spec.action.gripper.open, spec.action.gripper.closed, spec.action.gripper.binary) == (-1.0, 1.0, True)
-        assert all(len(install.suite_init_states(suite, task)) == 50 for task in (0, count - 1))
+        assert all(len(install.load_init_states(suite, task)) == 50 for task in (0, count - 1))
     assert (
         FACTORY.spec(env_of("libero", task_suite_name="libero_goal"), EnvContext()).tasks[STOVE] == "turn on the stove"
     )
@@ -135,16 +135,16 @@ def test_rollout_is_bit_identical_to_the_original_environment(roomy):
     ours = play(roomy, 0, STOVE, index, actions, stove_on_before=3)
     assert roomy.env.instruction(0) == "turn on the stove"
 
-    entry = install.suite_tasks("libero_goal")[STOVE]
-    path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
-    with install.quiet():
+    entry = install.get_suite_tasks("libero_goal")[STOVE]
+    path = install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+    with install.suppress_output():
         stock = OffScreenRenderEnv(
             bddl_file_name=str(path), camera_names=CAMERAS, camera_heights=SIZE, camera_widths=SIZE
         )
         stock.env.object_property_initializers.clear()
         stock.seed(7)
         stock.reset()
-    stock.set_init_state(install.suite_init_states("libero_goal", STOVE)[index])
+    stock.set_init_state(install.load_init_states("libero_goal", STOVE)[index])
     for _ in range(10):
         stock.step([0, 0, 0, 0, 0, 0, -1])
     rewards = []
@@ -218,8 +218,8 @@ def test_swapping_slots_restores_the_full_state(roomy):
     for name in ("physics", "gripper_command", "model"):
         with pytest.raises(AssertionError):
             np.testing.assert_equal(other[name], before[name], err_msg=f"{name} tells the slots apart")
-    assert {*before["own"]} == {"_view_qpos", "_view_sites", "_gripper_qpos", "_grain"}
-    for name in ("_view_qpos", "_view_sites", "_gripper_qpos"):
+    assert {*before["own"]} == {"_observed_qpos", "_observed_sites", "_gripper_qpos", "_corruption"}
+    for name in ("_observed_qpos", "_observed_sites", "_gripper_qpos"):
         assert (other["own"][name] != before["own"][name]).any(), f"{name} tells the slots apart"
 
 
@@ -292,7 +292,7 @@ def test_sampled_states_match_the_stored_distribution():
         np.testing.assert_array_equal(*begun, err_msg="no furniture here: the reset id decides, not the seed")
         drawn = np.array([simulator.sample_state(50 + k) for k in range(16)])
         np.testing.assert_array_equal(simulator.sample_state(50), drawn[0])
-        stored = np.asarray(install.suite_init_states("libero_object", 0))
+        stored = np.asarray(install.load_init_states("libero_object", 0))
         assert len(np.unique(drawn[:, 17])) == 16
         assert not np.isin(drawn[:, 17], stored[:, 17]).any()
         moves = stored.std(0) > 1e-6
@@ -312,7 +312,7 @@ def test_sampled_states_place_objects_on_fixtures(task):
     try:
         sims.reset_slot(0, spec.reset_ids_of(task)[0], 7)
         drawn = np.array([sims.pool.use(0).sample_state(50 + k) for k in range(8)])
-        stored = np.asarray(install.suite_init_states("libero_spatial", task))
+        stored = np.asarray(install.load_init_states("libero_spatial", task))
         of_objects = [place + axis for place in range(10, 45, 7) for axis in range(3)]
         np.testing.assert_allclose(drawn.mean(0)[of_objects], stored.mean(0)[of_objects], atol=0.03)
     finally:

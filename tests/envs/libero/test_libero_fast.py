@@ -24,13 +24,13 @@ def simulator(suite, task, **options):
     from embodyrl.envs.libero.simulator import TaskSimulator
 
     install.prepare_process()
-    entry = install.suite_tasks(suite)[task]
-    path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+    entry = install.get_suite_tasks(suite)[task]
+    path = install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
     return TaskSimulator(path, **options)
 
 
 def states(sim, suite, task, actions, index=3):
-    sim.reset(install.suite_init_states(suite, task)[index], 7)
+    sim.reset(install.load_init_states(suite, task)[index], 7)
     rows, success = [], []
     for action in actions:
         success.append(sim.step(action).success)
@@ -93,7 +93,7 @@ def test_fast_and_original_loop_succeed_at_the_same_step():
 
     suite, task, index = "libero_goal", 8, 11
     fast = simulator(suite, task, lean=True, fast=True)
-    fast.reset(install.suite_init_states(suite, task)[index], 7)
+    fast.reset(install.load_init_states(suite, task)[index], 7)
     expert, actions, success = Expert(3), [], []
     while not (success and success[-1]):
         actions.append(expert.act(fast.scene))
@@ -120,9 +120,11 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     sphere = mujoco.mjtGeom.mjGEOM_SPHERE
 
     def compare():
-        with sim._viewed():
+        with sim._observed_poses():
             for camera in ("agentview", "robot0_eye_in_hand", "frontview"):
-                hidden.append(len(renderer._visible) - len(renderer._in_view(model.camera(camera).id, 160 / 128)))
+                hidden.append(
+                    len(renderer._visible) - len(renderer._get_geoms_in_view(model.camera(camera).id, 160 / 128))
+                )
                 groups = model.geom_group.copy(), model.site_group.copy()
                 found = renderer.render(camera, 128, 160)
                 for group, before in zip((model.geom_group, model.site_group), groups, strict=True):
@@ -133,7 +135,7 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
             return found
 
     for index in (3, 4):  # two slots that share the model, with different images of objects at rest
-        sim.reset(install.suite_init_states(suite, task)[index], index)
+        sim.reset(install.load_init_states(suite, task)[index], index)
         for number, action in enumerate(random_actions(24)):
             sim.step(action)
             if number % 8 == 0:
@@ -142,7 +144,7 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
             first = sim.save()
     sim.load(first)
     before = compare()
-    sim._view_sites[0] = 1.0, 0.0, 0.0, 0.5
+    sim._observed_sites[0] = 1.0, 0.0, 0.0, 0.5
     model.site_group[0], model.site_type[0], model.site_size[0] = 1, sphere, 0.3
     assert (compare() != before).mean() > 0.01, "a transparent site in front of geoms at rest"
     assert max(hidden) > 40
@@ -152,14 +154,14 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
 
 def test_objects_in_front_of_the_sky_are_rendered_like_the_whole_scene():
     sim = simulator("libero_spatial", 4, lean=True, fast=True)
-    sim.reset(install.suite_init_states("libero_spatial", 4)[3], 3)
+    sim.reset(install.load_init_states("libero_spatial", 4)[3], 3)
     camera = sim._model.camera("agentview").id
     # Above the walls, which have no ceiling, and below the hand: most pixels show the sky.
     sim._model.cam_pos[camera], sim._model.cam_quat[camera] = sim._data.site_xpos[sim._robot.eef_site_id], (0, 1, 0, 0)
     sim._model.cam_pos[camera] -= 0.0, 0.0, 0.3
     for action in random_actions(3):
         sim.step(action)
-        with sim._viewed():
+        with sim._observed_poses():
             found = sim._lean.render("agentview", 128, 128)
             expected = sim._lean.sim.render(camera_name="agentview", width=128, height=128)
             flags = sim._lean._context.scn.flags
@@ -182,7 +184,7 @@ def test_a_repeated_episode_is_rendered_with_few_images(monkeypatch):
 
     monkeypatch.setattr(mujoco, "mjr_render", counted)
     for _ in range(2):
-        sim.reset(install.suite_init_states("libero_object", 0)[20], 0)
+        sim.reset(install.load_init_states("libero_object", 0)[20], 0)
         for action in random_actions(6):
             sim.step(action)
             counts.append(0)
@@ -195,7 +197,7 @@ def test_fast_physics_defaults_to_the_profile_value():
     for profile, key, expected in (("full", None, False), ("lean", None, True), ("lean", False, False)):
         cfg = env_of("libero", task_suite_name="libero_goal", render_profile=profile, fast_physics=key)
         env = FACTORY.make(cfg, EnvContext())
-        assert env._sims._kinds.items() >= {"lean": profile == "lean", "fast": expected}.items()  # type: ignore[attr-defined]
+        assert env._sims._options.items() >= {"lean": profile == "lean", "fast": expected}.items()  # type: ignore[attr-defined]
         env.close()
 
 
@@ -221,7 +223,7 @@ def test_settle_steps_keep_the_gripper_open():
     hold = np.array([[0.0] * 6 + [-1.0]] * 5)
     plain, later = simulator("libero_goal", 7, fast=True), simulator("libero_goal", 7, fast=True, settle_steps=15)
     expected, _ = states(plain, "libero_goal", 7, hold)
-    later.reset(install.suite_init_states("libero_goal", 7)[3], 7)
+    later.reset(install.load_init_states("libero_goal", 7)[3], 7)
     np.testing.assert_array_equal(np.concatenate([later._data.qpos, later._data.qvel, later._data.act]), expected[-1])
     for sim in (plain, later):
         sim.close()
@@ -231,7 +233,7 @@ def test_gripper_that_holds_its_position_gets_no_command_while_objects_settle():
     fingers = []
     for settle_open in (True, False):
         sim = simulator("libero_goal", 7, fast=True, settle_open=settle_open)
-        sim.reset(install.suite_init_states("libero_goal", 7)[3], 7)
+        sim.reset(install.load_init_states("libero_goal", 7)[3], 7)
         fingers.append(np.ptp(sim._data.qpos[sim._fingers]))
         assert np.array_equal(sim._robot.gripper.current_action, np.zeros(2)) is not settle_open
         sim.close()

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from embodyrl.envs.libero.lean import MAX_FACES, MAX_TEXTURE, lean_xml
+from embodyrl.envs.libero.lean import MAX_FACES, MAX_TEXTURE, reduce_visuals
 from embodyrl.envs.meshes import cache_folder, decimate, read_mesh
 from embodyrl.errors import EnvError
 
@@ -90,7 +90,7 @@ def test_mesh_below_the_triangle_limit_is_unchanged(tmp_path):
 
 
 def test_only_visual_meshes_are_replaced(model):
-    full, lean = mujoco.MjModel.from_xml_string(model), mujoco.MjModel.from_xml_string(lean_xml(model))
+    full, lean = mujoco.MjModel.from_xml_string(model), mujoco.MjModel.from_xml_string(reduce_visuals(model))
     seen, hit = (full.mesh(name).id for name in ("seen", "hit"))
     assert full.mesh_facenum[seen] > 10000
     assert 0 < lean.mesh_facenum[seen] <= MAX_FACES
@@ -113,7 +113,7 @@ def test_copies_of_textures_keep_the_srgb_chunk(marked, model, tmp_path):
     if marked:
         info.add(b"sRGB", b"\0")
     Image.new("RGB", (1200, 600), (200, 100, 50)).save(tmp_path / "wood.png", pnginfo=info)
-    models = [mujoco.MjModel.from_xml_string(xml) for xml in (model, lean_xml(model))]
+    models = [mujoco.MjModel.from_xml_string(xml) for xml in (model, reduce_visuals(model))]
     assert [int(m.tex_colorspace[0]) for m in models] == [SRGB if marked else LINEAR] * 2
 
 
@@ -124,18 +124,21 @@ def test_constants_are_those_of_mujoco():
 
 
 def test_cached_copies_are_updated_when_the_source_changes(model, tmp_path):
-    first = lean_xml(model)
+    first = reduce_visuals(model)
     files = {path: path.stat().st_mtime_ns for path in cache_folder().iterdir()}
     assert len(files) == 2
-    assert lean_xml(model) == first
+    assert reduce_visuals(model) == first
     assert {path: path.stat().st_mtime_ns for path in cache_folder().iterdir()} == files
     (tmp_path / "ball.obj").write_text(ball(61))
-    assert lean_xml(model) != first
+    assert reduce_visuals(model) != first
 
 
 @pytest.mark.integration
 def test_cache_can_be_built_concurrently(model, tmp_path):
-    code = "import sys; from embodyrl.envs.libero.lean import lean_xml; sys.stdout.write(lean_xml(sys.stdin.read()))"
+    code = (
+        "import sys; from embodyrl.envs.libero.lean import reduce_visuals as reduce; "
+        "sys.stdout.write(reduce(sys.stdin.read()))"
+    )
     runs = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -158,7 +161,7 @@ def test_unusable_cache_error_contains_the_fix(model, tmp_path, monkeypatch):
     blocked.write_text("a file, not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     with pytest.raises(EnvError, match="XDG_CACHE_HOME"):
-        lean_xml(model)
+        reduce_visuals(model)
 
 
 def test_a_failed_write_leaves_no_file(model, monkeypatch):
@@ -167,5 +170,5 @@ def test_a_failed_write_leaves_no_file(model, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full_disk)
     with pytest.raises(EnvError, match="No space left"):
-        lean_xml(model)
+        reduce_visuals(model)
     assert list(cache_folder().iterdir()) == []

@@ -38,10 +38,10 @@ def test_textures_and_frames_are_those_of_mujoco_3_3_2(path):
 
     suite, _, task = path.stem.rpartition("_")
     install.prepare_process()
-    entry = install.suite_tasks(suite)[int(task)]
-    sim = TaskSimulator(install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file)
-    sim.reset(install.suite_init_states(suite, int(task))[0], 0)
-    differences = np.abs(sim.frame("agentview", 128, 128).astype(int) - read_image(path)).max(-1)
+    entry = install.get_suite_tasks(suite)[int(task)]
+    sim = TaskSimulator(install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file)
+    sim.reset(install.load_init_states(suite, int(task))[0], 0)
+    differences = np.abs(sim.render_frame("agentview", 128, 128).astype(int) - read_image(path)).max(-1)
     files = list(textures(sim._model))
     colorspaces = sim._model.tex_colorspace.tolist()
     sim.close()
@@ -53,7 +53,7 @@ def test_textures_and_frames_are_those_of_mujoco_3_3_2(path):
 
 
 def test_four_texture_files_have_an_srgb_chunk():
-    assets = install.libero_path("assets")
+    assets = install.get_libero_path("assets")
     marked = [path for path in assets.rglob("*.png") if b"sRGB" in path.read_bytes()[:200]]
     assert {path.relative_to(assets).as_posix() for path in marked} == {
         "stable_hope_objects/new_salad_dressing/texture_map.png",

@@ -11,7 +11,7 @@ from settings import env_of
 
 from embodyrl.channels.layout import record_layout
 from embodyrl.envs.libero.factory import FACTORY
-from embodyrl.envs.libero.plus import PLUS_AXES, moved_camera, start_joints, variant
+from embodyrl.envs.libero.plus import PLUS_AXES, get_start_joints, get_variant, move_camera
 from embodyrl.envs.protocol import EnvContext, instruction_for
 from embodyrl.types import PolicySpec
 
@@ -22,7 +22,7 @@ SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
 
 
 def all_states(suite: str, task: int, axis: str):
-    return [variant(f"{suite}_{axis}", task, state) for state in range(50)]
+    return [get_variant(f"{suite}_{axis}", task, state) for state in range(50)]
 
 
 def spec_of(suite: str, *axes: str):
@@ -37,7 +37,7 @@ def test_every_variant_occurs_once_with_initial_state_zero():
         for axis in PLUS_AXES:
             for task in range(10):
                 first = [change for change, stored in all_states(suite, task, axis) if stored == 0]
-                what = [(v.view, v.start, v.noise, v.words) for v in first]
+                what = [(v.camera_move, v.start_pose, v.noise, v.instruction) for v in first]
                 assert len(set(what)) == len(what) >= 6
                 assert (None, 0) not in all_states(suite, task, axis)
                 found[axis] += len(first)
@@ -50,7 +50,7 @@ def test_validation_variants_are_excluded_from_training(axis):
     checked = 0
     for suite in SUITES:
         for task in range(10):
-            states = [(v.view, v.start, v.noise, v.words) for v, _ in all_states(suite, task, axis)]
+            states = [(v.camera_move, v.start_pose, v.noise, v.instruction) for v, _ in all_states(suite, task, axis)]
             if len(set(states)) >= 30:
                 checked += 1
                 assert not set(states[:10]) & set(states[20:])
@@ -62,13 +62,15 @@ def test_camera_poses_match_the_package():
     kinds = set()
     for row in (row for row in PACKAGE if "camera" in row):
         pose = np.asarray(SCENES[row["scene"]])
-        change, _ = variant(f"{row['suite']}_{row['axis']}", row["task"], row["state"])
-        place, turn = moved_camera(change.view, pose[:3], pose[3:] / np.linalg.norm(pose[3:]))
+        change, _ = get_variant(f"{row['suite']}_{row['axis']}", row["task"], row["state"])
+        place, turn = move_camera(change.camera_move, pose[:3], pose[3:] / np.linalg.norm(pose[3:]))
         np.testing.assert_allclose(place, row["camera"][:3], atol=1e-9)
         wanted = np.asarray(row["camera"][3:])
         assert min(np.abs(turn - wanted).max(), np.abs(turn + wanted).max()) < 1e-9
         kinds |= {
-            k for k, (moved, usual) in enumerate(zip(change.view, (0, 0, 100, 0, 0), strict=True)) if moved != usual
+            k
+            for k, (moved, usual) in enumerate(zip(change.camera_move, (0, 0, 100, 0, 0), strict=True))
+            if moved != usual
         }
     assert kinds == {0, 1, 2, 3, 4}
     assert len({row["scene"] for row in PACKAGE if "scene" in row}) == len(SCENES) >= 4
@@ -77,8 +79,8 @@ def test_camera_poses_match_the_package():
 def test_arm_poses_match_the_package():
     starts = [row for row in PACKAGE if row["axis"] == "robot"]
     for row in starts:
-        change, _ = variant(f"{row['suite']}_robot", row["task"], row["state"])
-        np.testing.assert_allclose(start_joints(change.start), row["start"], atol=1e-8)
+        change, _ = get_variant(f"{row['suite']}_robot", row["task"], row["state"])
+        np.testing.assert_allclose(get_start_joints(change.start_pose), row["start"], atol=1e-8)
     assert len(starts) > 5
 
 

@@ -12,7 +12,7 @@ from settings import env_of
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
-from embodyrl.envs.libero.plus import variant
+from embodyrl.envs.libero.plus import get_variant
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams
 from embodyrl.types import EpisodeStart, ObservationOut
@@ -93,17 +93,17 @@ def test_slots_on_a_shared_model_have_separate_variants(env):
     np.testing.assert_array_equal(look(env, 1), other)
     start(env, 33, 0)
     start(env, 33, 1, slot=1)
-    changes = [variant("libero_object_language", 3, state)[0] for state in (0, 1)]
-    assert [env.instruction(0), env.instruction(1)] == [change.words for change in changes]
+    changes = [get_variant("libero_object_language", 3, state)[0] for state in (0, 1)]
+    assert [env.instruction(0), env.instruction(1)] == [change.instruction for change in changes]
 
 
 def test_variant_is_undone_after_its_episode(env):
     """Moved cameras, another arm pose and noise, in sequence in one model."""
     start(env, 3, 0)
-    simulator, state = env._sims.pool.use(0), install.suite_init_states("libero_object", 3)[0]
+    simulator, state = env._sims.pool.use(0), install.load_init_states("libero_object", 3)[0]
     place = simulator._model.cam_pos[simulator._model.camera("agentview").id]
     wanted = (("camera", 1), ("camera", 45), ("robot", 0), ("noise", 1))
-    moved, further, tilted, noisy = (variant(f"libero_object_{axis}", 3, number)[0] for axis, number in wanted)
+    moved, further, tilted, noisy = (get_variant(f"libero_object_{axis}", 3, number)[0] for axis, number in wanted)
 
     def begun(change):
         simulator.reset(state, 0, change)
@@ -121,7 +121,7 @@ def test_variant_is_undone_after_its_episode(env):
 
 
 def test_noise_affects_the_front_camera_reproducibly(env):
-    foggy = next(k for k in range(50) if 31 <= variant("libero_object_noise", 3, k)[0].noise <= 40)
+    foggy = next(k for k in range(50) if 31 <= get_variant("libero_object_noise", 3, k)[0].noise <= 40)
     start(env, 3, 0)
     clean = look(env).copy()
     start(env, 23, foggy)

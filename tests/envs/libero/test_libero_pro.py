@@ -54,7 +54,7 @@ def check_task(env, task):
     if suite.endswith(("_lan", "_task")):
         assert env.instruction(0) == simulator.instruction, (suite, task)
     else:
-        file_name = install.suite_tasks(suite)[task % 10].language
+        file_name = install.get_suite_tasks(suite)[task % 10].language
         assert env.instruction(0) == file_name, (suite, task)
     result = env.step_chunk([0], np.zeros((1, 4, 7), np.float32))
     assert not result.success.any(), (suite, task)

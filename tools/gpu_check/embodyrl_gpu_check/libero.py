@@ -37,15 +37,15 @@ def check_chunk() -> GpuResult:
 def _measure(parts: GpuParts, *, fast: bool, on_gpu: bool) -> str:
     from embodyrl.envs.libero.simulator import FRONT_CAMERA, TaskSimulator
 
-    task = install.suite_tasks(_SUITE)[0]
+    task = install.get_suite_tasks(_SUITE)[0]
     name = chunk_name(RenderProfile.full, fast=fast, on_gpu=on_gpu)
     free = _get_free_memory(on_gpu)
     started = time.perf_counter()
-    path = install.libero_path("bddl_files") / task.problem_folder / task.bddl_file
+    path = install.get_libero_path("bddl_files") / task.problem_folder / task.bddl_file
     simulator = TaskSimulator(path, fast=fast)
     try:
         parts.record(f"{name}: seconds to load", round(time.perf_counter() - started, 2))
-        simulator.reset(install.suite_init_states(_SUITE, 0)[0], 0)
+        simulator.reset(install.load_init_states(_SUITE, 0)[0], 0)
         images, state = np.zeros((1, 224, 224, 3), np.uint8), np.zeros(8, np.float32)
         action = np.array([0.2, 0.0, -0.2, 0.0, 0.0, 0.0, -1.0])
 
