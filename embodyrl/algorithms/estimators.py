@@ -25,14 +25,14 @@ from embodyrl.types import BoolArray, DoubleArray, Episode, FloatArray
 G = TypeVar("G", bound=GroupSettings)
 
 
-def by_group(
-    compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *others: npt.ArrayLike
+def apply_by_group(
+    compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more_values: npt.ArrayLike
 ) -> DoubleArray:
     """Apply `compute` to the rewards of each group; return one result per episode, [E].
 
-    Arrays [E] in `others` are passed to `compute` like the rewards. Groups of one, or with equal rewards, get 0.
+    Arrays [E] in `more_values` are passed to `compute` like the rewards. Groups of one, or with equal rewards, get 0.
     """
-    group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *others)]
+    group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *more_values)]
     assert all(column.shape == group.shape for column in columns)
     out = np.zeros(group.shape)
     for group_id in np.unique(group):
@@ -62,7 +62,7 @@ def grpo(
         scale = rewards.std(ddof=int(unbiased)) + eps if normalize else 1.0
         return (rewards - rewards.mean()) / scale
 
-    return by_group(standardize, group, reward)
+    return apply_by_group(standardize, group, reward)
 
 
 def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
@@ -125,12 +125,12 @@ def broadcast_advantage(episode: Episode, advantage: float | DoubleArray) -> Cre
     return Credit(advantage=masked, returns=np.zeros((len(masked), 0), np.float32))
 
 
-def grpo_advantages(outcomes: EpisodeScores, cfg: StdSettings) -> DoubleArray:
+def compute_grpo_advantages(outcomes: EpisodeScores, cfg: StdSettings) -> DoubleArray:
     """Return the GRPO advantage of each episode (see `grpo`)."""
     return grpo(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased)
 
 
-GRPO = build_outcome_estimator(grpo_advantages, StdSettings)
+GRPO = build_outcome_estimator(compute_grpo_advantages, StdSettings)
 
 
 def gae(
@@ -193,7 +193,7 @@ class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
     """Whiten advantages per task instead of over the whole batch, so that tasks with small rewards also contribute."""
 
 
-def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
+def compute_gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
     """Compute GAE advantages and value targets, with one value per chunk (V = 1) or per action (V = K)."""
     valid, reward, value = (
         np.concatenate(part)
@@ -253,4 +253,4 @@ def select_credited_steps(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
     return valid
 
 
-GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
+GAE = AdvantageEstimator(compute=compute_gae_credits, settings=GaeSettings, counts_chunk_steps=True)

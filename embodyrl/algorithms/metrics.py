@@ -17,7 +17,7 @@ AVERAGED_METRICS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction
 """Names of metrics that `merge_metrics` divides by the summed weights to obtain means for any `loss_agg_func`."""
 
 
-def batch_metrics(
+def compute_batch_metrics(
     episodes: Sequence[Episode], selected: Sequence[Episode], valid: BoolArray, advantages: FloatArray
 ) -> dict[str, float]:
     """Return advantage statistics of a batch, and the fractions of groups that are filtered or have no gradient.
@@ -43,7 +43,7 @@ def batch_metrics(
     return metrics
 
 
-def value_metrics(executed: np.ndarray, value: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+def compute_value_metrics(executed: np.ndarray, value: np.ndarray, returns: np.ndarray) -> dict[str, float]:
     """Return the mean value, the mean value target, and the explained variance of the values.
 
     Args:
@@ -61,7 +61,7 @@ def value_metrics(executed: np.ndarray, value: np.ndarray, returns: np.ndarray) 
     }
 
 
-def token_metrics(cost: IntArray, valid: BoolArray) -> dict[str, float]:
+def count_batch_tokens(cost: IntArray, valid: BoolArray) -> dict[str, float]:
     """Return the number of tokens of a text batch, and the mean and maximum length of its prompts.
 
     Args:

@@ -10,13 +10,13 @@ import numpy as np
 
 from embodyrl.algorithms.estimators import GaeSettings
 from embodyrl.algorithms.importance_weights import importance_weights, off_policy_mask, second_moment_mask
-from embodyrl.algorithms.metrics import batch_metrics, value_metrics
+from embodyrl.algorithms.metrics import compute_batch_metrics, compute_value_metrics
 from embodyrl.algorithms.policy_losses import (
     SUM_MODES,
     action_weights,
     bounded_ratio,
     equal_weights,
-    scored_columns,
+    select_scored_columns,
     to_units,
     unit_advantage,
     unit_mask,
@@ -157,9 +157,9 @@ class Algorithm:
         advantage = np.where(valid, advantage, np.float32(0))
         executed = valid.any(axis=1)
         ids = np.array([e.spec.episode_id for e in trained], np.int64)
-        metrics |= batch_metrics(episodes, trained, valid, advantage)
+        metrics |= compute_batch_metrics(episodes, trained, valid, advantage)
         if trained and targets:
-            metrics |= value_metrics(valid, np.concatenate([e.value for e in trained]), returns)
+            metrics |= compute_value_metrics(valid, np.concatenate([e.value for e in trained]), returns)
         return PreparedBatch(
             records=stack((e.records for e in trained), (), np.int64)[executed],
             episode=np.repeat(ids, [len(e.valid) for e in trained])[executed],
@@ -276,8 +276,8 @@ class Algorithm:
         if cfg.positive_nll_coef:  # a mean over the actions with a positive advantage
             loss = loss - cfg.positive_nll_coef * weighted_token_mean(new, inputs.positive_weight)
         rows = {
-            "logprob": scored_columns(scores.logprob.detach(), valid.shape[1], self.scored),
-            "old_logprob": scored_columns(inputs.old_logprob, valid.shape[1], self.scored),
+            "logprob": select_scored_columns(scores.logprob.detach(), valid.shape[1], self.scored),
+            "old_logprob": select_scored_columns(inputs.old_logprob, valid.shape[1], self.scored),
             "valid": valid,
             "weight": inputs.weight,
             "new": new.detach(),
@@ -330,7 +330,7 @@ class Algorithm:
 
     def _convert_to_units(self, tokens: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
         """Convert token values [B, L] to units, without tokens that have no log-probability."""
-        return to_units(scored_columns(tokens, valid.shape[1], self.scored), valid, level)
+        return to_units(select_scored_columns(tokens, valid.shape[1], self.scored), valid, level)
 
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of units [B, K, P], [B, K, 1] or [B, 1, 1]."""

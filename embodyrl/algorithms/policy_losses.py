@@ -29,7 +29,7 @@ SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 """Modes of `loss_agg_func` that sum over the tokens of an action instead of averaging."""
 
 
-def scored_columns(values: Any, actions: int, scored: int) -> Any:
+def select_scored_columns(values: Any, actions: int, scored: int) -> Any:
     """Select the token values that have a log-probability: [B, K * D] to [B, K * P] (torch or numpy).
 
     Records of flow and diffusion policies have more tokens than log-probabilities: the first P of each action.

@@ -88,8 +88,8 @@ class LossInputs:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors [B, ...] that are not None, by field name."""
-        found = ((item.name, getattr(self, item.name)) for item in fields(self))
-        return {name: value for name, value in found if value is not None}
+        values = ((item.name, getattr(self, item.name)) for item in fields(self))
+        return {name: value for name, value in values if value is not None}
 
     def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
         """Yield consecutive slices of the micro-batch with the given numbers of samples."""
@@ -204,12 +204,12 @@ ADVANTAGES: Registry[AdvantageEstimator[Any]] = Registry(
     group="embodyrl.advantages",
     parts=parts.ADVANTAGES,
     wants="an AdvantageEstimator",
-    fits=lambda found: isinstance(found, AdvantageEstimator),
+    fits=lambda value: isinstance(value, AdvantageEstimator),
 )
 LOSSES: Registry[PolicyLoss[Any]] = Registry(
     "loss_type",
     group="embodyrl.losses",
     parts=parts.LOSSES,
     wants="a PolicyLoss",
-    fits=lambda found: isinstance(found, PolicyLoss),
+    fits=lambda value: isinstance(value, PolicyLoss),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.algorithms.estimators import grpo
-from embodyrl.algorithms.policy_losses import MAX_LOG_RATIO, scored_columns
+from embodyrl.algorithms.policy_losses import MAX_LOG_RATIO, select_scored_columns
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.algorithms.terms import KL_ESTIMATORS
@@ -69,7 +69,7 @@ def subtract_kl(
     """
     pairs = []
     for episode, own, other in zip(episodes, scores.logprob, scores.ref_logprob, strict=True):
-        gap = scored_columns(own - other, episode.valid.shape[1], scored)
+        gap = select_scored_columns(own - other, episode.valid.shape[1], scored)
         gap = np.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO).reshape(*episode.valid.shape, -1)
         gap = np.where(episode.valid[:, :, None], gap, 0.0).astype(np.float32)
         pairs.append((episode, KL_ESTIMATORS[kind](gap)))

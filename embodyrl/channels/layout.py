@@ -149,7 +149,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
         "height": height,
         "width": width,
         "state_dim": env.state_dim,
-        "instruction_bytes": _instruction_width(env),
+        "instruction_bytes": _compute_instruction_width(env),
         "K": policy.num_action_chunks,
         "A": policy.action_dim,
         "L": policy.tokens_per_chunk,
@@ -168,7 +168,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
     )
 
 
-def _instruction_width(env: EnvSpec) -> int:
+def _compute_instruction_width(env: EnvSpec) -> int:
     """Return the length in bytes of the environment's longest instruction, rounded up to a multiple of 64."""
     longest = env.text.prompt_bytes or max((len(t.encode("utf-8")) for t in env.instructions or env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64

@@ -21,7 +21,7 @@ from embodyrl.process_cleanup import end_owned, owning
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 
 _TICK_S = 1.0
-_LAST_RESORT_S = 10
+_STACK_DUMP_DELAY_S = 10
 
 
 class RequestInterrupted(BaseException):
@@ -85,7 +85,7 @@ class Deadline:
         """Postpone the watchdog's stack dump at most once per second, because each call starts a thread."""
         if self._clock.now() - self._watchdog_time >= _TICK_S:
             self._watchdog_time = self._clock.now()
-            faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _LAST_RESORT_S, file=2)
+            faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _STACK_DUMP_DELAY_S, file=2)
 
 
 class InlineLauncher:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from embodyrl.channels.messages import Request
     from embodyrl.workers.lifecycle import WorkerSpec
 
-_DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
+_STACK_DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
 _JOIN_S = 60.0  # on a busy machine, a killed process needs many seconds to free gigabytes
 _GUARD = re.compile(rb"^\s*if\s+__name__\s*==", re.MULTILINE)
 
@@ -134,13 +134,13 @@ class LocalLauncher(OpenRequests[_Handle]):
             except (ChannelTimeout, ChannelClosed, OSError):
                 break
             if isinstance(message, WorkerFailed):
-                self._reap(name, f"raised {message.error}", message.traceback, message.exit_code)
+                self._remove_worker(name, f"raised {message.error}", message.traceback, message.exit_code)
                 return
             handle.ready = True
             self._on_reply(handle)
             self._events.append(Event(worker=name, message=message))
         if not handle.process.is_alive():
-            self._reap(name, _exit_reason(handle.process.exitcode))
+            self._remove_worker(name, _describe_exit(handle.process.exitcode))
 
     def _kill_hung_worker(self, name: str) -> None:
         """Kill a worker that missed its deadline, after a stack dump to the worker's log."""
@@ -152,10 +152,10 @@ class LocalLauncher(OpenRequests[_Handle]):
             os.kill(pid, signal.SIGUSR1)
         except ProcessLookupError:
             pass  # the process has just died and is reaped below
-        handle.process.join(_DUMP_S)
-        self._reap(name, f"did not respond for {limit:g} s (stack dump in its log)")
+        handle.process.join(_STACK_DUMP_S)
+        self._remove_worker(name, f"did not respond for {limit:g} s (stack dump in its log)")
 
-    def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
+    def _remove_worker(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
         handle = self._handles.pop(name)
         handle.process.kill()
         handle.process.join(_JOIN_S)
@@ -216,7 +216,7 @@ def _guard_main_module() -> Iterator[None]:
         main.__spec__, main.__file__ = spec, file
 
 
-def _exit_reason(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = " (the kernel may have killed it for memory)" if name == "SIGKILL" else ""

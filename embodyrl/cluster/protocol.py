@@ -179,7 +179,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
     group="embodyrl.launchers",
     parts=parts.LAUNCHERS,
     wants=f"a class with {', '.join(_REQUIRED_ATTRIBUTES)}",
-    fits=lambda found: isinstance(found, type) and all(hasattr(found, name) for name in _REQUIRED_ATTRIBUTES),
+    fits=lambda value: isinstance(value, type) and all(hasattr(value, name) for name in _REQUIRED_ATTRIBUTES),
 )
 
 

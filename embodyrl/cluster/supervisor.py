@@ -247,7 +247,7 @@ class Supervisor:
         # Only the ranks contain the training state. The error of a rollout process would occur again.
         final = spec.component == "actor" or (spec.component == "rollout" and died.raised)
         if final or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
-            raise _worker_error(f"worker {name} {reason}.{where}", died)
+            raise _build_worker_error(f"worker {name} {reason}.{where}", died)
         count = self._restarts.get(name, 0)
         if count >= self._faults.max_restarts_per_worker:
             raise WorkerError(
@@ -301,7 +301,7 @@ class Supervisor:
         self._launcher.stop()
 
 
-def _worker_error(text: str, died: WorkerDied) -> EmbodyError:
+def _build_worker_error(text: str, died: WorkerDied) -> EmbodyError:
     """Return the error that ends the run after a worker's death, with the exit code of the worker's error."""
     if died.exit_code == NonFiniteError.exit_code:
         return NonFiniteError(died.reason.removeprefix("raised "))

@@ -196,7 +196,7 @@ class ImitationLearner(Learner):
         """Return the target actions [B, K, A]; for text, the tokens of the replies [B, longest, 1]."""
         if not isinstance(self._policy, TextPolicy):
             return self._arena[Record.action][records]
-        return encoded_replies(self._policy, self._arena[Record.reply][records])
+        return encode_reply_batch(self._policy, self._arena[Record.reply][records])
 
     def _sample_augmentation(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
         """Return the random numbers for augmentation (see `draw_samples`), independent of the number of ranks."""
@@ -206,7 +206,7 @@ class ImitationLearner(Learner):
         return draw_samples(seeds, count, self._trainer.cfg.micro_batch_size, cameras, self._history)
 
 
-def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
+def encode_reply_batch(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
     """Encode replies, which records store as UTF-8 bytes, to tokens [B, longest, 1] in the array format of actions."""
     return policy.encode_replies([decode_instruction(row) for row in replies])[:, :, None].astype(np.float32)
 

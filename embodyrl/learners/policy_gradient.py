@@ -84,9 +84,9 @@ class PolicyGradientLearner(Learner):
         if self._algorithm.recomputes_logprob:
             # Score the batch first with gathered weights, as in the rollout, so that only the weights differ.
             self._ranks.gather_weights()
-        proximal = yield from self._proximal(batch)
+        proximal = yield from self._compute_proximal(batch)
         self._ranks.shard_weights()
-        result = yield from self._train(batch, proximal, request.step)
+        result = yield from self._run_update(batch, proximal, request.step)
         # Gradients are as large as the weights, and unused until the next update.
         self._trainer.optimization.zero_grad()
         # After the update: its ratios are relative to the statistics that the rollout used.
@@ -112,7 +112,7 @@ class PolicyGradientLearner(Learner):
         if self._reference is not None and self._settings.reference_interval and (folder / _REFERENCE).is_dir():
             self._reference.load_weights(folder / _REFERENCE)
 
-    def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> UpdateGenerator[dict[str, float]]:
+    def _run_update(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> UpdateGenerator[dict[str, float]]:
         warming_up = step < self._algorithm.critic_warmup
         limit, kl_limit = self._settings.early_stop_imp_ratio or math.inf, self._settings.early_stop_kl or math.inf
         can_stop_early = math.isfinite(min(limit, kl_limit))
@@ -161,21 +161,21 @@ class PolicyGradientLearner(Learner):
         """Return the metrics of each optimizer step, merged over micro-batches and ranks."""
         parts = iter(compute_metrics([inputs for _, metric_inputs in step_results for inputs in metric_inputs]))
         return [
-            merge_metrics(self._ranks.gather_metrics([next(parts) for _ in metric_inputs])) | numbers
-            for numbers, metric_inputs in step_results
+            merge_metrics(self._ranks.gather_metrics([next(parts) for _ in metric_inputs])) | step_metrics
+            for step_metrics, metric_inputs in step_results
         ]
 
-    def _proximal(self, batch: PreparedBatch) -> UpdateGenerator[_Proximal]:
+    def _compute_proximal(self, batch: PreparedBatch) -> UpdateGenerator[_Proximal]:
         """Return the old log-probabilities: recomputed if the algorithm requires it, otherwise those of the rollout."""
         behaviour = torch.from_numpy(self._arena[Record.logprob].take(batch.records, 0))
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
         logprob = torch.zeros_like(behaviour)
-        for part in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):
-            records = batch.records[part]
+        for rows in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):
+            records = batch.records[rows]
             with torch.no_grad():
                 scores = self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
-            logprob[part] = scores.logprob.float().cpu()
+            logprob[rows] = scores.logprob.float().cpu()
             yield
         logprob = self._ranks.sum_over_ranks(logprob)  # only one rank has each sample's value
         correction, metrics = self._algorithm.correct(logprob, behaviour, torch.from_numpy(batch.valid))

@@ -117,9 +117,15 @@ class Optimization:
 
     def _norm(self, gradients: list[Tensor]) -> float:
         """Return the norm of the full gradient; collective if sharded."""
-        if gradients and not self._ranks.shards and sum(one.numel() for one in gradients) < _MAX_CONCATENATED_ELEMENTS:
+        if (
+            gradients
+            and not self._ranks.shards
+            and sum(gradient.numel() for gradient in gradients) < _MAX_CONCATENATED_ELEMENTS
+        ):
             # One vector needs fewer calls. A float32 sum over half a million numbers has an error of 3e-5.
-            return float(torch.linalg.vector_norm(torch.cat([one.flatten() for one in gradients]), dtype=torch.float64))
+            return float(
+                torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]), dtype=torch.float64)
+            )
         return float(self._ranks.gather(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
     def save(self, folder: Path, policy: Policy, env: EnvSpec) -> None:
@@ -289,7 +295,7 @@ _MAX_CONCATENATED_ELEMENTS = 2**20
 
 def _copy_to_host(scalars: list[Tensor]) -> list[float]:
     """Copy scalar tensors to the host, with a single synchronisation of the device."""
-    return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(one) for one in scalars]
+    return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(scalar) for scalar in scalars]
 
 
 def _save_policy(policy: Policy, env: EnvSpec, folder: Path) -> None:
@@ -325,11 +331,11 @@ def order_by_prompt(prompts: ByteArray, cost: IntArray) -> IntArray:
         prompts: [n, W] prompt of each sample, as in `Record.instruction`.
         cost: [n] tokens of each sample.
     """
-    numbers: dict[bytes, int] = {}
-    number = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in prompts], np.int64)
-    longest = np.zeros(len(numbers), np.int64)
-    np.maximum.at(longest, number, cost)
-    return np.lexsort((number, -longest[number]))
+    group_by_prompt: dict[bytes, int] = {}
+    groups = np.array([group_by_prompt.setdefault(row.tobytes(), len(group_by_prompt)) for row in prompts], np.int64)
+    longest = np.zeros(len(group_by_prompt), np.int64)
+    np.maximum.at(longest, groups, cost)
+    return np.lexsort((groups, -longest[groups]))
 
 
 def split_micro_batches(

@@ -71,7 +71,7 @@ class Dashboard:
         self._last: dict[str, float] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._events: deque[str] = deque(maxlen=_MAX_EVENTS)
-        self._phase, self._share = "", 0.0
+        self._phase, self._fraction = "", 0.0
         self._clock = clock
         self._start_time = clock() if clock else 0.0
 
@@ -96,11 +96,11 @@ class Dashboard:
     def progress(self, done: int, total: int, what: str) -> None:
         """Show the progress of the current phase."""
         self._phase = f"{what}: {done} of {total} done" if total else what
-        self._share = done / total if total else 0.0
+        self._fraction = done / total if total else 0.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.info.total_steps:
-            yield Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
+            yield Text.assemble((_format_bar(self._fraction, 30), "green"), " ", self._phase)
             return
         gap, bar, spark = (
             (2, 8, 10)
@@ -197,7 +197,7 @@ class Dashboard:
             table.add_row(
                 task[:48],
                 f"{value:.2f}",
-                Text(_bar(value, 10), style="green"),
+                Text(_format_bar(value, 10), style="green"),
                 Text(sparkline(self._values[metric], 16), style="dim"),
             )
         if len(task_rows) > _MAX_TASKS:
@@ -205,7 +205,7 @@ class Dashboard:
         return table
 
 
-def _bar(share: float, width: int) -> str:
+def _format_bar(share: float, width: int) -> str:
     return "█" * round(width * share) + "░" * (width - round(width * share))
 
 

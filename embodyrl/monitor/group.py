@@ -66,52 +66,52 @@ class MonitorGroup(Monitor):
                 self._monitors = opened
                 self.close()
                 raise ConfigError(
-                    f"runner.logger.backends: '{name}' cannot start in {run_dir}: {_one_line(error)} "
+                    f"runner.logger.backends: '{name}' cannot start in {run_dir}: {_format_error(error)} "
                     f"Fix the problem, or remove '{name}' from the list."
                 ) from error
             opened[name] = monitor
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a step to all loggers."""
-        self._each(lambda monitor: monitor.log(step, metrics))
+        self._call_all(lambda monitor: monitor.log(step, metrics))
 
     def video(self, step: int, path: Path) -> None:
         """Pass a video to all loggers."""
-        self._each(lambda monitor: monitor.video(step, path))
+        self._call_all(lambda monitor: monitor.video(step, path))
 
     def text(self, line: str) -> None:
         """Pass a line to all loggers."""
-        self._each(lambda monitor: monitor.text(masked(line)))
+        self._call_all(lambda monitor: monitor.text(masked(line)))
 
     def banner(self, lines: Sequence[str]) -> None:
         """Pass the banner to all loggers."""
-        self._each(lambda monitor: monitor.banner([masked(line) for line in lines]))
+        self._call_all(lambda monitor: monitor.banner([masked(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Pass the progress of a phase to all loggers."""
-        self._each(lambda monitor: monitor.progress(done, total, what))
+        self._call_all(lambda monitor: monitor.progress(done, total, what))
 
     def results(self, title: str, rows: Sequence[ResultRow]) -> None:
         """Pass a table of results to all loggers."""
-        self._each(lambda monitor: monitor.results(title, rows))
+        self._call_all(lambda monitor: monitor.results(title, rows))
 
     def close(self) -> None:
         """Close all loggers."""
-        self._each(lambda monitor: monitor.close())
+        self._call_all(lambda monitor: monitor.close())
 
-    def _each(self, call: Callable[[Monitor], None]) -> None:
+    def _call_all(self, call: Callable[[Monitor], None]) -> None:
         failed: list[str] = []
         for name, monitor in list(self._monitors.items()):
             try:
                 call(monitor)
             except Exception as error:
                 del self._monitors[name]
-                failed.append(f"logger '{name}' failed and was dropped; training continues: {_one_line(error)}")
+                failed.append(f"logger '{name}' failed and was dropped; training continues: {_format_error(error)}")
         for message in failed:
             _log.warning(message)
             # The warning goes to the other loggers, too; those that fail now are also dropped.
             self.text(f"warning: {message}")
 
 
-def _one_line(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ") + "."

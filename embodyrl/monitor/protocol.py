@@ -72,5 +72,5 @@ MONITORS: Registry[type[Monitor]] = Registry(
     group="embodyrl.monitors",
     parts=parts.MONITORS,
     wants="a subclass of embodyrl.monitor.Monitor",
-    fits=lambda found: isinstance(found, type) and issubclass(found, Monitor),
+    fits=lambda value: isinstance(value, type) and issubclass(value, Monitor),
 )

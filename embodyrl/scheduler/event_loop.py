@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.algorithms.metrics import token_metrics
+from embodyrl.algorithms.metrics import count_batch_tokens
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, get_record_indices, hash_observations
@@ -374,7 +374,9 @@ class Actors:
             in_parts=self._in_parts,
         )
         tokens = (
-            token_metrics(*(self._arena[name][batch.records] for name in _TOKEN_COUNT_FIELDS)) if self._is_text else {}
+            count_batch_tokens(*(self._arena[name][batch.records] for name in _TOKEN_COUNT_FIELDS))
+            if self._is_text
+            else {}
         )
         done = self._loop.call(request)
         if tokens:

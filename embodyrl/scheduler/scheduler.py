@@ -28,7 +28,7 @@ from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, RolloutStats
-from embodyrl.scheduler.slot import CutEpisode, Phase, Slots, StageKey, Stages, following_action
+from embodyrl.scheduler.slot import CutEpisode, Phase, Slots, StageKey, Stages, get_next_action_index
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
@@ -414,5 +414,5 @@ class RolloutScheduler(EventLoop):
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.send_to_rollout_processes(request).complete)
         for episode, values in zip(truncated, self._arena[Record.value][get_record_indices(tickets)], strict=True):
-            index = following_action(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
+            index = get_next_action_index(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
             episode.bootstrap_value[:] = values[index]

@@ -44,7 +44,7 @@ COPIED_FIELDS: tuple[str, ...] = (
 """Record fields that are copied into the `Episode` attributes of the same names."""
 
 
-def following_action(valid: BoolArray, chunk_steps: int) -> int:
+def get_next_action_index(valid: BoolArray, chunk_steps: int) -> int:
     """Return the index of the first action in the next chunk that follows this chunk's last executed action.
 
     The next observation follows after `chunk_steps` actions; with a delay, more actions of this chunk are executed.

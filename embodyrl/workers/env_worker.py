@@ -47,7 +47,7 @@ class EnvWorker:
         self._problems: list[Recording] = []
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
-        self._converses = self._arena[Record.reply].shape[1] > 0
+        self._is_conversation = self._arena[Record.reply].shape[1] > 0
         """True if the instruction is a conversation that grows with each reply, False if it is fixed per episode."""
         self._instructions = np.zeros((init.context.num_slots, self._arena[Record.instruction].shape[1]), np.uint8)
         """[N, bytes] encoded instruction of each slot's episode."""
@@ -89,7 +89,7 @@ class EnvWorker:
             )
             arena[Record.action][records, :length] = actions
         else:
-            if self._converses:
+            if self._is_conversation:
                 replies = [decode_instruction(row) for row in arena[Record.reply][records]]
                 cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
             # The policy wrote the actions into the record of the observation.
@@ -118,7 +118,7 @@ class EnvWorker:
                 self._recordings.discard(request.slot)  # the episode was cut
         slots = [request.slot for request in requests]
         self._env.reset(slots, [request.start for request in requests])
-        if not self._converses:
+        if not self._is_conversation:
             self._read_instructions(slots)
         for request in requests:
             if request.video_stem is not None:
@@ -137,7 +137,7 @@ class EnvWorker:
             if not np.isfinite(states).all():
                 row = int(np.flatnonzero(~np.isfinite(states).all(axis=1))[0])
                 raise EnvError(_format_non_finite_error(self._env, slots[row], states[row]))
-            if self._converses:
+            if self._is_conversation:
                 self._read_instructions(slots)
             arena[Record.instruction][records] = self._instructions.take(slots, 0)
         self._render_s += time.perf_counter() - started

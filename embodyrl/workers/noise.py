@@ -18,8 +18,8 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
     this function computes all rows together.
     """
     seeds, chunks = np.asarray(seeds, np.uint64), np.asarray(chunks, np.uint64)
-    if len(seeds) < _MANY:
-        return _few_rows(seeds, chunks, tokens_per_chunk)
+    if len(seeds) < _MIN_VECTORIZED_ROWS:
+        return _generate_rows(seeds, chunks, tokens_per_chunk)
     blocks = -(-tokens_per_chunk // 8)
     # Words 0 and 2 of the counter, and 3 and 1. The first word counts the blocks of a chunk, from 1.
     even, odd, key = np.zeros((3, 2, len(seeds) * blocks), np.uint64)
@@ -49,7 +49,7 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
     return (bits[:, :tokens_per_chunk] >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-_MANY = 32
+_MIN_VECTORIZED_ROWS = 32
 """Number of rows above which array operations are faster than a generator per row."""
 _HALF, _LOW = np.uint64(32), np.uint64(2**32 - 1)
 _FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None]
@@ -57,8 +57,8 @@ _KEY_STEPS = np.array([0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15], np.uint64)[:, No
 _CONSTANTS = np.stack([_FACTORS, _FACTORS >> _HALF, _FACTORS & _LOW, _KEY_STEPS])
 
 
-def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tokens_per_chunk: int) -> FloatArray:
-    philox, generator, state = _stream(threading.get_ident())
+def _generate_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tokens_per_chunk: int) -> FloatArray:
+    philox, generator, state = _get_generator(threading.get_ident())
     key, counter = state["state"]["key"], state["state"]["counter"]
     noise = np.empty((len(seeds), tokens_per_chunk), dtype=np.float32)
     for row, (seed, chunk) in enumerate(zip(seeds.tolist(), chunks.tolist(), strict=True)):
@@ -69,7 +69,7 @@ def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tok
 
 
 @lru_cache(maxsize=8)
-def _stream(thread: int) -> tuple[np.random.Philox, np.random.Generator, Any]:
+def _get_generator(thread: int) -> tuple[np.random.Philox, np.random.Generator, Any]:
     """Return a thread's cached generator and its state; creating a generator would read system entropy."""
     philox = np.random.Philox(key=0)
     state = cast(Any, philox.state)

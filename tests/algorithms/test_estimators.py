@@ -182,10 +182,10 @@ def test_normalize_per_task_balances_reward_scales():
 
 def test_filtered_bc_weights_all_actions_of_successful_episodes():
     """Only the return of executed actions is compared with the threshold."""
-    from embodyrl.algorithms.off_policy.filtered_bc import FilteredSettings, filtered_credits
+    from embodyrl.algorithms.off_policy.filtered_bc import FilteredSettings, compute_filtered_credits
 
     good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
-    told = filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
+    told = compute_filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
     assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]
 
 

@@ -9,7 +9,7 @@ import pytest
 from embodyrl.cluster import supervisor
 from embodyrl.cluster.inline import InlineLauncher
 from embodyrl.cluster.protocol import FaultSettings, WorkerDied
-from embodyrl.cluster.supervisor import _worker_error
+from embodyrl.cluster.supervisor import _build_worker_error
 from embodyrl.errors import WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
 
@@ -17,7 +17,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 @pytest.mark.parametrize(("code", "shown"), [(1, True), (6, False)], ids=["bug", "error with a cause"])
 def test_traceback_is_shown_only_for_unknown_causes(code: int, shown: bool):
     died = WorkerDied(reason="raised x", log="policy.log", traceback="Traceback ...", exit_code=code)
-    error = _worker_error("worker policy raised x. Log: policy.log", died)
+    error = _build_worker_error("worker policy raised x. Log: policy.log", died)
     assert ("Traceback" in str(error)) == shown
     assert "Log: policy.log" in str(error)
     assert error.exit_code == (4 if shown else code)

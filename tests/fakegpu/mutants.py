@@ -130,11 +130,11 @@ BUGS = {
     "every rank recomputes the whole batch": Bug(
         "speed",
         "embodyrl.learners.policy_gradient",
-        "for part in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):\n"
-        "            records = batch.records[part]",
+        "for rows in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):\n"
+        "            records = batch.records[rows]",
         "for start in range(0, len(batch.records), self._cfg.micro_batch_size):\n"
-        "            part = slice(start, start + self._cfg.micro_batch_size)\n"
-        "            records = batch.records[part]",
+        "            rows = slice(start, start + self._cfg.micro_batch_size)\n"
+        "            records = batch.records[rows]",
         check="recomputed",
     ),
     "products of adapted layers are not counted": Bug(

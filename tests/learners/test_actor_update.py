@@ -313,7 +313,7 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
     learner = actor.host._learner
     assert isinstance(learner, PolicyGradientLearner)
     batch = learner._build_batch(get_record_indices(actor.tickets), np.arange(RECORDS))
-    proximal = returned(learner._proximal(batch))
+    proximal = returned(learner._compute_proximal(batch))
     (parts,) = learner._plan_micro_batches(batch, proximal, [np.arange(RECORDS)])
     found = []
     for more in ([], [(parts[0][0], False)]):
@@ -332,7 +332,7 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     assert isinstance(learner, PolicyGradientLearner)
     batch = learner._build_batch(records, np.arange(RECORDS))
     planned = [np.array([1, 3, 5]), np.array([2, 4, 0])]
-    steps = [*learner._plan_micro_batches(batch, returned(learner._proximal(batch)), planned)]
+    steps = [*learner._plan_micro_batches(batch, returned(learner._compute_proximal(batch)), planned)]
     found = [[np.flatnonzero(np.isin(records, part.observation)).tolist() for part, _ in parts] for parts in steps]
     assert found == [[[3], [1, 5]], [[0], [2]]]
 

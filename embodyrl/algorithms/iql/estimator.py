@@ -40,14 +40,14 @@ class IqlSettings(BufferSettings, DiscountSettings):
         return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample, expectile {self.expectile:g}"
 
 
-def no_credits(episodes: Sequence[Episode], _: Scores, cfg: IqlSettings) -> list[Credit]:
+def compute_zero_credits(episodes: Sequence[Episode], _: Scores, cfg: IqlSettings) -> list[Credit]:
     """Return zero advantages: training does not use the policy's own episodes."""
     del cfg
     return [Credit(advantage=np.zeros_like(e.reward), returns=np.zeros_like(e.value)) for e in episodes]
 
 
 IQL = AdvantageEstimator(
-    compute=no_credits,
+    compute=compute_zero_credits,
     settings=IqlSettings,
     counts_chunk_steps=True,
     learner="embodyrl.learners.iql.learner:IqlLearner",

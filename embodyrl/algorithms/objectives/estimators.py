@@ -90,13 +90,13 @@ class ReturnSettings(CreditSettings, DiscountSettings):
     """Settings of estimators that use discounted returns-to-go."""
 
 
-def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
+def compute_reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
     """Return discounted returns-to-go, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
     parts = [_compute_returns_to_go(episode, cfg, cfg.gamma) for episode in episodes]
     return _whiten_credits(episodes, parts, [select_credited_steps(episode.valid, cfg) for episode in episodes])
 
 
-def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettings) -> list[Credit]:
+def compute_remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettings) -> list[Credit]:
     """Return the return-to-go minus the return of the greedy episode from the same state (ReMax, arXiv 2310.10505).
 
     The advantage is 0 where the greedy episode was lost to a worker crash.
@@ -112,17 +112,17 @@ def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettin
     ]
 
 
-def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
+def compute_reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
     """Return R minus the group mean, whitened over all executed actions of the batch (arXiv 2501.03262).
 
     Longer episodes have more weight in the mean and variance.
     """
     del cfg
     groups = [episode.spec.group_id for episode in episodes]
-    centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
+    centered = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
     masks = [episode.valid for episode in episodes]
     return _whiten_credits(
-        episodes, [np.where(mask, advantage, 0.0) for mask, advantage in zip(masks, centred, strict=True)], masks
+        episodes, [np.where(mask, advantage, 0.0) for mask, advantage in zip(masks, centered, strict=True)], masks
     )
 
 
@@ -138,10 +138,10 @@ def _compute_returns_to_go(episode: Episode, cfg: CreditSettings, gamma: float) 
     ).reshape(reward.shape)
 
 
-REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)
+REINFORCE_PP = AdvantageEstimator(compute=compute_reinforce_pp_credits, settings=ReturnSettings)
 
 
-REMAX = AdvantageEstimator(compute=remax_credits, settings=CreditSettings, needs_greedy=True)
+REMAX = AdvantageEstimator(compute=compute_remax_credits, settings=CreditSettings, needs_greedy=True)
 
 
-REINFORCE_PP_BASELINE = AdvantageEstimator(compute=reinforce_pp_baseline_credits, settings=GroupSettings)
+REINFORCE_PP_BASELINE = AdvantageEstimator(compute=compute_reinforce_pp_baseline_credits, settings=GroupSettings)

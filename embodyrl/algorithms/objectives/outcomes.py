@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.estimators import EpisodeScores, build_outcome_estimator, by_group, grpo, whiten
+from embodyrl.algorithms.estimators import EpisodeScores, apply_by_group, build_outcome_estimator, grpo, whiten
 from embodyrl.algorithms.settings import GroupSettings, NormalizeSettings, TruncatedEpisodes
 from embodyrl.types import DoubleArray
 
@@ -19,7 +19,7 @@ def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
         n = len(rewards)
         return (rewards - rewards.mean()) * n / (n - 1)
 
-    return by_group(subtract_leave_one_out_mean, group, reward)
+    return apply_by_group(subtract_leave_one_out_mean, group, reward)
 
 
 def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
@@ -28,7 +28,7 @@ def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> D
     def subtract_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
         return rewards - np.average(rewards, weights=lengths)
 
-    return by_group(subtract_baseline, group, reward, length)
+    return apply_by_group(subtract_baseline, group, reward, length)
 
 
 def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
@@ -54,7 +54,7 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
         out[rewards.argmax()] = (best - second) / (rewards.std(ddof=1) + eps if normalize else 1.0)
         return out
 
-    return by_group(compute_lead, group, reward)
+    return apply_by_group(compute_lead, group, reward)
 
 
 def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:

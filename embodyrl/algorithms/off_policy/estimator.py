@@ -48,14 +48,14 @@ class ReplaySettings(BufferSettings, DiscountSettings):
         return self.hindsight_goals > 0
 
 
-def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
+def compute_sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
     """Return the rewards in place of advantages, because the replay buffer stores rewards."""
     del cfg
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
 
 
 SAC = AdvantageEstimator(
-    compute=sac_credits,
+    compute=compute_sac_credits,
     settings=ReplaySettings,
     counts_chunk_steps=True,
     learner="embodyrl.learners.off_policy.sac_learner:SacLearner",

@@ -28,7 +28,7 @@ class FilteredSettings(BufferSettings):
     0: no averaging."""
 
 
-def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:
+def compute_filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:
     """Return advantage 1 for all actions of episodes with a return above `imitate_above`, else 0."""
     return [
         Credit(
@@ -40,7 +40,7 @@ def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettin
 
 
 FILTERED_BC = AdvantageEstimator(
-    compute=filtered_credits,
+    compute=compute_filtered_credits,
     settings=FilteredSettings,
     learner="embodyrl.learners.off_policy.filtered_bc_learner:FilteredLearner",
     check="embodyrl.plan.off_policy:replay_problems",

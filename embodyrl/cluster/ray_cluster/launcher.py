@@ -166,8 +166,9 @@ class RayLauncher(OpenRequests[_Handle]):
         nodes = ray_nodes.sort_nodes(self._live_nodes.values(), self._driver_node)
         if len(nodes) < num_nodes:
             raise WorkerError(
-                f"cluster.num_nodes={num_nodes}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} live "
-                f"nodes: {', '.join(map(str, nodes))}. Start more nodes with `ray start --address=HEAD:PORT`, or lower "
+                f"cluster.num_nodes={num_nodes}, but the Ray cluster at {ray_nodes.get_head_address()} has "
+                f"{len(nodes)} live nodes: {', '.join(map(str, nodes))}. Start more nodes with "
+                "`ray start --address=HEAD:PORT`, or lower "
                 "cluster.num_nodes."
             )
         return nodes[:num_nodes]
@@ -261,7 +262,9 @@ class RayLauncher(OpenRequests[_Handle]):
         self._check_nodes()
         for name in self._find_late_workers():
             late = self._handles[name]
-            self._reap(name, f"did not respond for {late.limits[0]:g} s on {late.node}{self._last_output(late)}")
+            self._remove_worker(
+                name, f"did not respond for {late.limits[0]:g} s on {late.node}{self._collect_last_output(late)}"
+            )
         return self._pop_events()
 
     def _check_nodes(self) -> None:
@@ -277,7 +280,7 @@ class RayLauncher(OpenRequests[_Handle]):
             return
         self._set_live_nodes(live)
         for name in [name for name, handle in self._handles.items() if handle.node.id not in live]:
-            self._reap_with_host(name)
+            self._remove_worker_of_lost_host(name)
 
     def _update_live_nodes(self) -> None:
         """Update the list of live nodes before a worker is placed."""
@@ -292,27 +295,27 @@ class RayLauncher(OpenRequests[_Handle]):
         if len(usable := self._get_usable_nodes()) < self._min_nodes:
             self.lost = f"only {len(usable)} of {len(self._nodes)} hosts are left (cluster.min_nodes={self._min_nodes})"
 
-    def _reap_with_host(self, name: str, log: str = "") -> None:
+    def _remove_worker_of_lost_host(self, name: str, log: str = "") -> None:
         node = self._handles[name].node
         self._lost.add(node.id)
-        self._reap(name, f"was lost with its host {node}", log=log)
+        self._remove_worker(name, f"was lost with its host {node}", log=log)
 
     def _receive_reply(self, name: str, reference: Any) -> None:
         handle = self._handles[name]
         try:
             result: _RemoteReply = ray.get(reference, timeout=_GET_S)
         except ray.exceptions.RayTaskError as error:
-            self._reap(name, f"raised {error.cause!r}", traceback=str(error))
+            self._remove_worker(name, f"raised {error.cause!r}", traceback=str(error))
             return
         except ray.exceptions.RayError as error:  # the worker died, or its reply is lost or late
             if isinstance(error, ray.exceptions.ActorUnavailableError) and not handle.on_driver_node:
                 # Ray detects a lost host many seconds later, and would place the new worker on that host.
-                self._reap_with_host(name, log=str(error))
+                self._remove_worker_of_lost_host(name, log=str(error))
                 return
             cause = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
-            self._reap(name, f"{cause} on {handle.node}{self._last_output(handle)}", log=str(error))
+            self._remove_worker(name, f"{cause} on {handle.node}{self._collect_last_output(handle)}", log=str(error))
             return
-        # Not earlier: the request of a dead worker must stay open until `_reap` drops it.
+        # Not earlier: the request of a dead worker must stay open until `_remove_worker` drops it.
         handle.open.popleft()
         self._on_reply(handle)
         if result.log:
@@ -321,11 +324,11 @@ class RayLauncher(OpenRequests[_Handle]):
         write_rows(handle.pools, result.rows)
         for reply in result.replies:
             if isinstance(reply, WorkerFailed):
-                self._reap(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
+                self._remove_worker(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
                 return
             self._events.append(Event(worker=name, message=reply))
 
-    def _last_output(self, handle: _Handle) -> str:
+    def _collect_last_output(self, handle: _Handle) -> str:
         """Append the remaining output of a dead worker to its log; return an error suffix with the output's path."""
         try:
             path, size = ray.get(handle.output, timeout=1.0)
@@ -337,7 +340,7 @@ class RayLauncher(OpenRequests[_Handle]):
                 _append(handle.log, file.read())
         return f"; its output there: {path}"
 
-    def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
+    def _remove_worker(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
         """End a worker, report its death, and append `log` (such as Ray's error message) to the worker's log."""
         handle = self._handles.pop(name)
         _close(handle.pools)

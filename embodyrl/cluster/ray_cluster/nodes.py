@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
 
 _FAILURES = (OSError, RuntimeError, ValueError, ray.exceptions.RayError)
 """Exceptions of `ray.init`."""
-_HEAD_S = 15.0
+_HEAD_TIMEOUT_S = 15.0
 """Maximum time for the head node to list the nodes, in seconds."""
 _QUERY_INTERVAL_S = 5.0
 
@@ -122,7 +122,7 @@ def _start_own_cluster() -> None:
         raise WorkerError(f"launcher=ray: no cluster could be started on this host: {one_line(error)}") from error
 
 
-def head() -> str:
+def get_head_address() -> str:
     """Return the address of the head node."""
     return str(ray.get_runtime_context().gcs_address)
 
@@ -134,9 +134,9 @@ def list_live_nodes() -> dict[str, Node]:
         WorkerError: the head does not respond.
     """
     try:
-        return _parse_live_nodes(run_in_thread(ray.nodes).result(_HEAD_S))
+        return _parse_live_nodes(run_in_thread(ray.nodes).result(_HEAD_TIMEOUT_S))
     except TimeoutError:
-        raise WorkerError(_no_response_error()) from None
+        raise WorkerError(_format_no_response_error()) from None
 
 
 def sort_nodes(nodes: Iterable[Node], driver: str) -> list[Node]:
@@ -154,7 +154,9 @@ def select_usable_nodes(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[i
 
 def describe(nodes: Iterable[Node]) -> str:
     """Return a line of text with the cluster address and the number of each node."""
-    return f"Ray cluster at {head()}: " + ", ".join(f"node {number} {node}" for number, node in enumerate(nodes))
+    return f"Ray cluster at {get_head_address()}: " + ", ".join(
+        f"node {number} {node}" for number, node in enumerate(nodes)
+    )
 
 
 class Messages:
@@ -204,9 +206,9 @@ class NodeMonitor:
                 self._query, self._query_time = run_in_thread(ray.nodes), now
             return None
         if not self._query.done():
-            if now < self._query_time + _HEAD_S:
+            if now < self._query_time + _HEAD_TIMEOUT_S:
                 return None
-            raise WorkerError(_no_response_error())
+            raise WorkerError(_format_no_response_error())
         query, self._query = self._query, None
         return _parse_live_nodes(query.result())
 
@@ -246,8 +248,9 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _no_response_error() -> str:
-    return f"the Ray head at {head()} did not respond for {_HEAD_S:g} s. Check that host, and start the cluster again."
+def _format_no_response_error() -> str:
+    text = f"the Ray head at {get_head_address()} did not respond for {_HEAD_TIMEOUT_S:g} s."
+    return f"{text} Check that host, and start the cluster again."
 
 
 def _parse_live_nodes(nodes: list[dict[str, Any]]) -> dict[str, Node]:

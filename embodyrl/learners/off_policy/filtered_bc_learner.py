@@ -13,7 +13,7 @@ from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.shown import load_shown, observed
-from embodyrl.learners.imitation import encoded_replies
+from embodyrl.learners.imitation import encode_reply_batch
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, mean_metrics, split_micro_batches
 from embodyrl.policies.protocol import TextPolicy, weights_changed
@@ -112,7 +112,7 @@ class FilteredLearner(Learner):
         fields = {str(name): self._replay[name][indices] for name in OBSERVATION}
         actions = self._replay["action"][indices]
         if isinstance(self._policy, TextPolicy):
-            actions = encoded_replies(self._policy, actions)
+            actions = encode_reply_batch(self._policy, actions)
         if (demonstrations := self._demonstrations) is not None and num_demonstrations:
             steps = rng.integers(demonstrations.stop[-1], size=num_demonstrations)
             demonstrated = observed(demonstrations, steps, fields[Record.instruction].shape[1])

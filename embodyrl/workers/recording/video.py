@@ -16,8 +16,8 @@ MIN_WIDTH = 160
 """Minimum width of a video in pixels; the pixels of smaller frames are repeated, so that the text is readable."""
 
 FONT_SIZE = 22
-"""Font size for frames of at least `_WIDTH_OF_FONT` pixels; smaller in proportion for smaller frames."""
-_WIDTH_OF_FONT, _SMALLEST_FONT = 512, 10
+"""Font size for frames of at least `_REFERENCE_WIDTH` pixels; smaller in proportion for smaller frames."""
+_REFERENCE_WIDTH, _SMALLEST_FONT = 512, 10
 _MARGIN = 10
 _BAND_COLOR, _TEXT_COLOR, _SUCCESS_COLOR, _FAILURE_COLOR = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
 _HUMAN_COLOR = (242, 163, 60)
@@ -106,7 +106,7 @@ class VideoRecorder:
             # The name contains the outcome, which is known only at the end.
             os.replace(self._partial, target)
         except _FAILURES as error:
-            self._fail(_first_line(error), error)
+            self._fail(_get_first_line(error), error)
         return target
 
     def discard(self) -> None:
@@ -124,7 +124,7 @@ class VideoRecorder:
             for _ in range(count):
                 self._writer.append_data(image)
         except _FAILURES as error:
-            self._fail(_first_line(error), error)
+            self._fail(_get_first_line(error), error)
         self._written += count
 
     def _open(self) -> Any:
@@ -172,7 +172,7 @@ class VideoRecorder:
         """Return an image with the instruction above an empty area of this size."""
         from PIL import Image, ImageDraw, ImageFont
 
-        size = min(FONT_SIZE, max(_SMALLEST_FONT, FONT_SIZE * width // _WIDTH_OF_FONT))
+        size = min(FONT_SIZE, max(_SMALLEST_FONT, FONT_SIZE * width // _REFERENCE_WIDTH))
         self._font, line, self._margin = ImageFont.load_default(size), size + 8, min(_MARGIN, size // 2)
         lines = self._wrap(width) if self._info else []
         self._frame_offset, bottom = (len(lines) * line + self._margin, line + self._margin) if self._info else (0, 0)
@@ -218,6 +218,6 @@ class VideoRecorder:
         return lines
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     """Return the first line of an imageio error; the other lines contain the ffmpeg command."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
