@@ -168,8 +168,7 @@ class RayLauncher(OpenRequests[_Handle]):
             raise WorkerError(
                 f"cluster.num_nodes={num_nodes}, but the Ray cluster at {ray_nodes.get_head_address()} has "
                 f"{len(nodes)} live nodes: {', '.join(map(str, nodes))}. Start more nodes with "
-                "`ray start --address=HEAD:PORT`, or lower "
-                "cluster.num_nodes."
+                "`ray start --address=HEAD:PORT`, or lower cluster.num_nodes."
             )
         return nodes[:num_nodes]
 
