@@ -65,9 +65,9 @@ def takes(arguments: int) -> Callable[[Any], bool]:
     return check
 
 
-def installed(**chosen: Any) -> Iterable[EntryPoint]:
+def installed(**criteria: Any) -> Iterable[EntryPoint]:
     """Return the entry points of installed packages with the given `group`, `name` or `value`."""
-    return _entry_points(tuple(sys.path)).select(**chosen)
+    return _entry_points(tuple(sys.path)).select(**criteria)
 
 
 @functools.cache

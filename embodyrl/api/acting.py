@@ -18,7 +18,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.plan.saved import run_config
+from embodyrl.plan.saved import find_run_config
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -138,7 +138,7 @@ def load_policy(
         ConfigError: the policy does not fit its environment.
         CheckpointError: the path contains no usable weights.
     """
-    path, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
+    path, base = str(run_or_folder), find_run_config(resolve_run(str(run_or_folder)))
     ckpt_override = format_override("ckpt", path)
     cfg = load_config("eval", [ckpt_override, *overrides], base=base)
     # Compose without model.path first: the model determines whether this key exists.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from embodyrl.commands import COMMANDS
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.saved import find_ckpt_config
 from embodyrl.plan.schema import Config
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
     Raises:
         ConfigError: one line per problem.
     """
-    return load_config(command, overrides, config_dirs=config_dirs, base=config_of_ckpt(list(overrides)))
+    return load_config(command, overrides, config_dirs=config_dirs, base=find_ckpt_config(list(overrides)))
 
 
 def train(

@@ -18,7 +18,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context, env_spec
 from embodyrl.plan.episodes import eval_start
-from embodyrl.plan.initial_states import selected_reset_ids
+from embodyrl.plan.initial_states import select_reset_ids
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
@@ -57,7 +57,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         self._split = split or cfg.env.eval
         self.max_episode_steps = self._split.max_episode_steps
         """Number of steps after which an episode is truncated."""
-        self._ids = list(selected_reset_ids(self.layout, self._split))
+        self._ids = list(select_reset_ids(self.layout, self._split))
         self._kind = self.layout.action.kind
         self.action_space = _action_space(self.layout)
         self.observation_space = _observation_space(self.layout)

@@ -20,7 +20,7 @@ from embodyrl.data.conversion.settings import ConversionSettings, ConvertSetting
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.group import build_monitor
 from embodyrl.monitor.protocol import RunInfo
-from embodyrl.plan.checks import validated
+from embodyrl.plan.checks import validate_settings
 from embodyrl.registry import closest
 from embodyrl.version import __version__
 
@@ -48,14 +48,14 @@ def read_settings(arguments: Sequence[str]) -> ConversionSettings:
     """
     problems: list[str] = []
     settings: dict[str, Setting] = {}
-    known = get_keys(ConvertSettings)
+    keys = get_keys(ConvertSettings)
     for argument in arguments:
         name, value = parse_override(argument)
-        if name not in known:
-            problems.append(f"unknown key '{name}'.{closest(name, known)} Keys: {', '.join(known)}.")
+        if name not in keys:
+            problems.append(f"unknown key '{name}'.{closest(name, keys)} Keys: {', '.join(keys)}.")
         settings[name] = Setting(name, value, "command line", argument)
-    values: Mapping[str, Any] = {name: setting.value for name, setting in settings.items() if name in known}
-    validated_settings = validated(ConvertSettings, values, problems, settings)
+    values: Mapping[str, Any] = {name: setting.value for name, setting in settings.items() if name in keys}
+    validated_settings = validate_settings(ConvertSettings, values, problems, settings)
     if validated_settings is None or problems:
         raise ConfigError(problems)
     return validated_settings.data

@@ -23,7 +23,7 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.commands.run_folder import lock_folder
     from embodyrl.config.compose import format_override
     from embodyrl.plan.config import load_config
-    from embodyrl.plan.saved import run_config
+    from embodyrl.plan.saved import find_run_config
     from embodyrl.play.desk import RequestHandlers
     from embodyrl.play.recording import Recording
     from embodyrl.play.scene import Scene
@@ -36,7 +36,7 @@ def play(args: argparse.Namespace) -> int:
         if args.record is not None:
             stack.enter_context(lock_folder(Path(args.record)))
             # Later evaluations of the data have the time limit of the run.
-            environment = load_config("eval", [format_override("ckpt", str(run)), *trust], base=run_config(run))
+            environment = load_config("eval", [format_override("ckpt", str(run)), *trust], base=find_run_config(run))
             recording = Recording(Path(args.record), policy.run_plan, environment)
             stack.callback(recording.close)
         scene = Scene(policy, env, recording)

@@ -27,7 +27,7 @@ from embodyrl.data.recap.report import REPORT_TEXT, Round, read_score, write_rep
 from embodyrl.errors import Interrupted
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.saved import find_ckpt_config
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
@@ -174,7 +174,7 @@ class Rounds:
 
     def _load(self, command: str, arguments: list[str]) -> Config:
         """Compose and check the config of a stage."""
-        base = config_of_ckpt(arguments) if command != "sft" else None
+        base = find_ckpt_config(arguments) if command != "sft" else None
         cfg = load_config(command, arguments, config_dirs=self._dirs, base=base)
         check_components(cfg)
         return cfg

@@ -19,7 +19,7 @@ from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import json_text
 from embodyrl.plan.config import load_config, load_saved_config, load_with_ckpt, require_ckpt
-from embodyrl.plan.saved import config_of_ckpt, dump_config
+from embodyrl.plan.saved import dump_config, find_ckpt_config
 from embodyrl.plan.schema import Config
 
 
@@ -119,7 +119,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
             run_path, arguments, command=args.command
         ), run_path if run_path.is_dir() else run_path.parent
     require_ckpt(arguments)
-    base = config_of_ckpt(arguments) if args.command == "train" else None
+    base = find_ckpt_config(arguments) if args.command == "train" else None
     cfg = load_config(args.command, arguments, config_dirs=args.config_dir, base=base)
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None

@@ -52,6 +52,6 @@ def find_run(run: str) -> Path:
     for path in (Path(run), Path("runs") / run):
         if (path / "config.yaml").is_file():
             return path
-    known = [path.name for path in run_folders(Path("runs"))]
-    hint = closest(Path(run).name, known) or " `embodyrl list runs` shows the runs in ./runs."
+    run_names = [path.name for path in run_folders(Path("runs"))]
+    hint = closest(Path(run).name, run_names) or " `embodyrl list runs` shows the runs in ./runs."
     raise ConfigError(f"'{run}' is not a run: config.yaml is missing.{hint}")

@@ -21,7 +21,7 @@ from embodyrl.config.trust import format_shell_command
 from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.files import has_room
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.saved import find_ckpt_config
 from embodyrl.plan.schema import Config
 
 _NAME = "runner.experiment_name="
@@ -68,7 +68,7 @@ def sweep(command: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -
         ConfigError: a combination is invalid; no run was started.
     """
     jobs = expand(arguments)
-    configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
+    configs = [load_config(command, job, config_dirs=config_dirs, base=find_ckpt_config(job)) for job in jobs]
     _check_parts(configs)
     output_folders = [Path(cfg.runner.output_dir) for cfg in configs]
     flags = dir_flags(config_dirs)

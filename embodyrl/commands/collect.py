@@ -29,7 +29,7 @@ from embodyrl.files import write_atomically
 from embodyrl.monitor.group import MonitorGroup
 from embodyrl.plan.build import build_run_plan, count_env_workers, split_envs
 from embodyrl.plan.experts import find_expert
-from embodyrl.plan.initial_states import selected_tasks
+from embodyrl.plan.initial_states import select_tasks
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
@@ -89,7 +89,7 @@ def build_collection_plan(cfg: Config) -> RunPlan:
         EmbodyError: the data of earlier DAgger rounds are damaged.
     """
     base = build_run_plan(cfg, training=False)
-    tasks = selected_tasks(base.env, cfg.env.train)
+    tasks = select_tasks(base.env, cfg.env.train)
     is_labelled = cfg.collect.labels is Labels.expert
     if cfg.command == "dagger":
         is_labelled |= find_expert(cfg.dagger.expert).scripted
@@ -149,7 +149,7 @@ def write_environment(cfg: Config, folder: Path) -> None:
     write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, group="env"))
 
 
-def card_of(run_plan: RunPlan) -> Card:
+def build_card(run_plan: RunPlan) -> Card:
     """Return the metadata card of a collection; collections with equal cards contain the same episodes."""
     cfg = run_plan.cfg
     return Card(
@@ -183,7 +183,7 @@ class _Collection:
         self.monitor = monitor
         self.weights = weights
         self.version = -1 if run_plan.policy.scripted else step_of(weights)
-        tasks = selected_tasks(run_plan.env, self.cfg.env.train)
+        tasks = select_tasks(run_plan.env, self.cfg.env.train)
         num_episodes = self.cfg.collect.episodes
         self.quota = {
             task: num_episodes // len(tasks) + (index < num_episodes % len(tasks)) for index, task in enumerate(tasks)
@@ -195,7 +195,7 @@ class _Collection:
 
     def run(self, folder: RunFolder) -> CollectResult:
         out = Path(str(self.cfg.collect.out))
-        writer = DatasetWriter(out, card_of(self.run_plan))
+        writer = DatasetWriter(out, build_card(self.run_plan))
         try:
             write_environment(self.cfg, out)
             for row in writer.episodes:
@@ -285,7 +285,7 @@ class _Collection:
             trial = trials[episode.spec.episode_id][1]
             spec = self.run_plan
             actor = Actor.expert if spec.labelled or spec.policy.scripted else Actor.policy
-            source = source_of(episode, trial=trial, version=self.version)
+            source = build_source(episode, trial=trial, version=self.version)
             finished[episode.spec.episode_id] = (
                 copy_episode(workers.arena, episode, source, actor) if is_selected else None
             )
@@ -317,7 +317,7 @@ class _Collection:
         self.monitor.text(f"  next     embodyrl sft {shlex.quote(format_override('data.path', str(result.folder)))}")
 
 
-def source_of(episode: Episode, *, trial: int, version: int) -> Source:
+def build_source(episode: Episode, *, trial: int, version: int) -> Source:
     """Return the origin of an episode; `trial` and `version` are fields of `Source`."""
     spec = episode.spec
     return Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version)

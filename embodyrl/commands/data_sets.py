@@ -59,12 +59,12 @@ class DataSet:
     names: dict[int, str]
     """Instruction of each task index."""
 
-    def instructions_of(self, row: dict[str, Any]) -> list[str]:
+    def get_instructions(self, row: dict[str, Any]) -> list[str]:
         """Return the distinct instructions of an episode."""
         steps = self.task[row["dataset_from_index"] : row["dataset_to_index"]]
         return [self.names[task] for task in dict.fromkeys(steps.tolist())]
 
-    def actors_of(self, row: dict[str, Any]) -> set[int]:
+    def get_actors(self, row: dict[str, Any]) -> set[int]:
         """Return the `Actor` values of the actions of an episode."""
         return set(self.actor[row["dataset_from_index"] : row["dataset_to_index"]].tolist())
 
@@ -119,7 +119,7 @@ def describe(data_set: DataSet) -> dict[str, Any]:
         "mean_return": sum(returns) / len(returns) if returns else None,
         "actions": dict(counts),
         "versions": dict(sorted(Counter(row.get(f"{OWN}version", -1) for row in rows).items())),
-        "tasks": dict(Counter(task for row in rows for task in data_set.instructions_of(row))),
+        "tasks": dict(Counter(task for row in rows for task in data_set.get_instructions(row))),
         "warnings": find_warnings(data_set),
     }
 
@@ -150,7 +150,7 @@ class Selection:
     """Author of at least one action of each selected episode; None: any author."""
     version: int | None = None
 
-    def chooses(self, data_set: DataSet, row: dict[str, Any]) -> bool:
+    def matches(self, data_set: DataSet, row: dict[str, Any]) -> bool:
         """Return whether an episode satisfies all conditions.
 
         An episode whose success, return or version is unknown fails every condition on that value.
@@ -160,7 +160,7 @@ class Selection:
             (self.success is None or row.get(f"{OWN}success") is self.success)
             and (self.low is None or (episode_return is not None and episode_return >= self.low))
             and (self.high is None or (episode_return is not None and episode_return <= self.high))
-            and (self.actor is None or self.actor in data_set.actors_of(row))
+            and (self.actor is None or self.actor in data_set.get_actors(row))
             and (self.version is None or row.get(f"{OWN}version") == self.version)
         )
 
@@ -187,7 +187,7 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
         (data_set, row_index)
         for data_set in sources
         for row_index, row in enumerate(data_set.rows)
-        if selection.chooses(data_set, row)
+        if selection.matches(data_set, row)
     ]
     if not selected:
         raise ConfigError(
@@ -195,7 +195,7 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
             "them."
         )
     for source, index in selected:
-        if len(tasks := source.instructions_of(row := source.rows[index])) > 1:
+        if len(tasks := source.get_instructions(row := source.rows[index])) > 1:
             raise ConfigError(
                 f"{source.root}: episode {row['episode_index']} has {len(tasks)} instructions ({', '.join(tasks)}), "
                 "but a copied episode can have only one. Train on the original data set instead (data.path)."
@@ -290,12 +290,12 @@ def _copy_episodes(source: DataSet, env: EnvSpec, indices: Sequence[int], writer
         row = source.rows[index]
         origin = {field.name: row.get(f"{OWN}{field.name}", _DEFAULT_SOURCE[field.name]) for field in fields(Source)}
         old, task = source.card.env, int(origin["task_id"])
-        known = f"{OWN}task_id" in row and task < len(old.tasks)
-        instruction = old.tasks[task] if known else str(demos.instruction[demos.start[position]])
-        writer.append(episode_of(demos, position, _convert_source(Source(**origin), instruction, old, env)))
+        has_task = f"{OWN}task_id" in row and task < len(old.tasks)
+        instruction = old.tasks[task] if has_task else str(demos.instruction[demos.start[position]])
+        writer.append(get_episode(demos, position, _convert_source(Source(**origin), instruction, old, env)))
 
 
-def episode_of(demos: Demonstrations, index: int, source: Source) -> Demonstration:
+def get_episode(demos: Demonstrations, index: int, source: Source) -> Demonstration:
     """Return the loaded episode with index `index`, with `source` as its origin."""
     steps = slice(int(demos.start[index]), int(demos.stop[index]))
     return Demonstration(

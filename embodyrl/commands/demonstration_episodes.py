@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embodyrl.plan.episodes import EpisodeList, one_wave
+from embodyrl.plan.episodes import EpisodeList, make_single_wave
 from embodyrl.plan.initial_states import reset_ids_of
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
@@ -20,12 +20,12 @@ def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int
     episodes = []
     for index, (task, trial) in enumerate(trials):
         ids = list(reset_ids_of(env, split, task))
-        epoch, place = divmod(trial, len(ids))
+        epoch, position = divmod(trial, len(ids))
         order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, epoch)).permutation(len(ids))
         episodes.append(
             EpisodeSpec(
                 episode_id=index,
-                reset_id=ids[int(order[place])],
+                reset_id=ids[int(order[position])],
                 task_id=task,
                 group_id=index,
                 member=0,
@@ -33,4 +33,4 @@ def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int
                 noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
             )
         )
-    return one_wave(cfg, split, episodes)
+    return make_single_wave(cfg, split, episodes)

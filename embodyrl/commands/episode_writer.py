@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.commands.collect import copy_episode, source_of, write_environment
+from embodyrl.commands.collect import build_source, copy_episode, write_environment
 from embodyrl.data.layout import OWN, Actor, Card
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
@@ -55,7 +55,7 @@ class EpisodeDatasetWriter:
                 continue
             self._stored_trials.add(trial)
             version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step
-            source = source_of(episode, trial=trial, version=-1 if self._actor is Actor.expert else version)
+            source = build_source(episode, trial=trial, version=-1 if self._actor is Actor.expert else version)
             self._writer.append(copy_episode(self._arena, episode, source, self._actor))
             self._bytes += episode.length * self._frame_bytes()
 

@@ -148,61 +148,64 @@ class EvalResult:
         return {name: value for name, value in rows.items() if value is not None}
 
 
-def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
+def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
     """Print the result of an evaluation: tasks, suites, comparison with an earlier evaluation, protocol and files."""
     if result.dropped:
-        say(f"  {result.losses}")
-    known = result.overall.success_once is not None
-    what = f"{'success' if known else 'return'}, 95 % interval"
+        write_line(f"  {result.losses}")
+    has_success = result.overall.success_once is not None
+    score_title = f"{'success' if has_success else 'return'}, 95 % interval"
     if result.suites:
-        _say_matrix(result, what, say)
+        _print_matrix(result, score_title, write_line)
     else:
-        table = [("task", what, "steps", "return" if known else "")]
+        table = [("task", score_title, "steps", "return" if has_success else "")]
         table += [
-            (row.task, str(row.score), f"{row.mean_steps:.0f}", f"{row.mean_return:.4g}" if known else "")
+            (row.task, str(row.score), f"{row.mean_steps:.0f}", f"{row.mean_return:.4g}" if has_success else "")
             for row in (*result.tasks, result.overall)
         ]
-        _say_table(table, say)
+        _print_table(table, write_line)
     if result.solved_at_reset:
         count, total = len(result.solved_at_reset), sum(row.episodes for row in result.tasks)
         numbers = ", ".join(map(str, result.solved_at_reset[:20])) + (", ..." if count > 20 else "")
-        say(f"  warning  {count} of {total} episodes start with the goal already reached: {numbers}")
-    for one in result.paired:
-        say(f"  {one.line((str(result.baseline), 'this one'))}")
+        write_line(f"  warning  {count} of {total} episodes start with the goal already reached: {numbers}")
+    for comparison in result.paired:
+        write_line(f"  {comparison.line((str(result.baseline), 'this one'))}")
     if result.protocol is not None:
-        gaps = result.protocol["departures"]
-        said = f"differs: {'; '.join(gaps)}" if gaps else "followed"
-        say(f"  protocol {result.protocol['name']}, {said}")
+        deviations = result.protocol["departures"]
+        protocol_text = f"differs: {'; '.join(deviations)}" if deviations else "followed"
+        write_line(f"  protocol {result.protocol['name']}, {protocol_text}")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
-    say(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
-    say(f"  results  {result.folder}/eval.json, episodes.jsonl")
+    write_line(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
+    write_line(f"  results  {result.folder}/eval.json, episodes.jsonl")
     for path in result.videos[:10]:
-        say(f"  video    {path}")
+        write_line(f"  video    {path}")
     if len(result.videos) > 10:
-        say(f"  video    {len(result.videos) - 10} more in {Path(result.videos[0]).parent}")
+        write_line(f"  video    {len(result.videos) - 10} more in {Path(result.videos[0]).parent}")
 
 
-def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> None:
+def _print_matrix(result: EvalResult, score_title: str, write_line: Callable[[str], None]) -> None:
     """Print scores by task and suite, then each suite's score, interval and difference from the first suite."""
     suites = result.suites
     cells = {(row.number, row.suite): row for row in result.tasks}
     names = {number: row.task for (number, _), row in reversed(cells.items())}  # in the words of the first suite
     head = ["task", *(suite.task for suite in suites)]
     rows = [
-        [names[k], *(cells[k, s.task].score.short if (k, s.task) in cells else "-" for s in suites)]
-        for k in sorted(names)
+        [
+            names[number],
+            *(cells[number, suite.task].score.short if (number, suite.task) in cells else "-" for suite in suites),
+        ]
+        for number in sorted(names)
     ]
-    _say_table([head, *rows], say)
-    own = suites[0].score
-    changes = ["", *(own.change(suite.score) for suite in suites[1:])]
-    table = [(s.task, str(s.score), change) for s, change in zip(suites, changes, strict=True)]
-    _say_table([("suite", what, "against the first"), *table], say)
+    _print_table([head, *rows], write_line)
+    main_score = suites[0].score
+    changes = ["", *(main_score.change(suite.score) for suite in suites[1:])]
+    table = [(suite.task, str(suite.score), change) for suite, change in zip(suites, changes, strict=True)]
+    _print_table([("suite", score_title, "against the first"), *table], write_line)
 
 
-def _say_table(table: Sequence[Sequence[str]], say: Callable[[str], None]) -> None:
+def _print_table(table: Sequence[Sequence[str]], write_line: Callable[[str], None]) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for cells in table:
-        say("  " + "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+        write_line("  " + "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def _summarise_task(
@@ -296,12 +299,17 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
 
 def compare_results(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
     """Return (name, score before training, score after) per task, overall and per suite, for the same episodes."""
-    own = first.suites[0].task if first.suites else ""
-    before = {row.task_id: row for row in first.tasks if row.suite == own}
+    main_suite = first.suites[0].task if first.suites else ""
+    first_results = {row.task_id: row for row in first.tasks if row.suite == main_suite}
     task_scores = [
-        _comparable_scores(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before
+        _comparable_scores(row.task, first_results[row.task_id], row)
+        for row in last.tasks
+        if row.task_id in first_results
     ]
-    suite_scores = [_comparable_scores(a.task, a, b) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
+    suite_scores = [
+        _comparable_scores(first_row.task, first_row, last_row)
+        for first_row, last_row in zip(first.suites[1:], last.suites[1:], strict=False)
+    ]
     return [
         *task_scores,
         *[_comparable_scores("all tasks", first.overall, last.overall)] * (len(task_scores) > 1),

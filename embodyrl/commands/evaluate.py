@@ -62,11 +62,11 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     weights = first_weights(cfg, run_plan.env)
     step = step_of(weights)
     # A process that was killed early has no evaluation folder yet.
-    begun = [] if resume is None else sorted(entry.name for entry in (resume / "eval").glob("step_*"))
-    if begun and f"step_{step:06d}" not in begun:
+    started_steps = [] if resume is None else sorted(entry.name for entry in (resume / "eval").glob("step_*"))
+    if started_steps and f"step_{step:06d}" not in started_steps:
         raise ConfigError(
-            f"{resume} evaluates {begun[-1]}, but ckpt={cfg.ckpt} is a checkpoint of step {step}. Remove --resume to "
-            "start a new evaluation."
+            f"{resume} evaluates {started_steps[-1]}, but ckpt={cfg.ckpt} is a checkpoint of step {step}. Remove "
+            "--resume to start a new evaluation."
         )
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(build_console_monitor(cfg)) as monitor:
         lines = [
@@ -85,10 +85,10 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         except (Interrupted, WorkerError) as error:
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
                 raise  # a resumed evaluation would fail again
-            said, *details = str(error).splitlines()
-            again = ["eval", "--resume", str(folder.root), *trust_overrides(cfg)]
-            said += f"; resume with: {format_shell_command(again, cfg)}"
-            error.args = ("\n".join([said, *details]),)
+            message, *details = str(error).splitlines()
+            arguments = ["eval", "--resume", str(folder.root), *trust_overrides(cfg)]
+            message += f"; resume with: {format_shell_command(arguments, cfg)}"
+            error.args = ("\n".join([message, *details]),)
             raise
         print_table(result, monitor.text)
         return result

@@ -15,7 +15,7 @@ from embodyrl.data.cards import read_card
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.episodes import eval_episodes
-from embodyrl.plan.initial_states import rows_of, selected_reset_ids, selected_tasks
+from embodyrl.plan.initial_states import get_state_range, select_reset_ids, select_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import EXPORTED_CONFIG, read_saved, record_of
@@ -34,7 +34,7 @@ def held_out_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     if run_plan.algorithm is not None:
         training = run_plan.cfg
         demonstration_ids = _demonstration_ids(dict(training.leaves()), env) or {}
-        ids_by_use = {"training": {*selected_reset_ids(env, training.env.train)}, **demonstration_ids}
+        ids_by_use = {"training": {*select_reset_ids(env, training.env.train)}, **demonstration_ids}
         counts = {use: len(states & ids) for use, ids in ids_by_use.items()}
         return [("held out", _overlap_text(len(states), counts))] if any(counts.values()) else []
     return (
@@ -150,7 +150,7 @@ def _is_dagger_round(saved: Mapping[str, Any]) -> bool:
 
 def _possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
     """Return the reset ids that the training split may have sampled, or that the first validation used."""
-    ids = saved.get(f"env.{split}.state_ids") or rows_of(env, split)
+    ids = saved.get(f"env.{split}.state_ids") or get_state_range(env, split)
     try:
         values = EnvSplit(task_ids=saved.get(f"env.{split}.task_ids"), state_ids=ids)
     except ValidationError:
@@ -159,9 +159,7 @@ def _possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across: bo
     total, per_task = saved.get("eval.episodes"), saved.get("eval.episodes_per_task")
     if split == "train" or not (isinstance(total, int) or isinstance(per_task, int)):
         return selected
-    tasks = [
-        sorted(selected.intersection(env.reset_ids_of(task))) for task in selected_tasks(env, values, across=across)
-    ]
+    tasks = [sorted(selected.intersection(env.reset_ids_of(task))) for task in select_tasks(env, values, across=across)]
     return {*_first_states(tasks, total or (per_task or 0) * len(tasks))}
 
 
@@ -175,7 +173,7 @@ def _select_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[i
         if first >= (states := min(env.states_per_task)):
             return set()
         split = EnvSplit(task_ids=split.task_ids, state_ids=[first, min(last, states - 1)])
-    return {*selected_reset_ids(env, split, across=across)}
+    return {*select_reset_ids(env, split, across=across)}
 
 
 def _overlap_text(states: int, counts: dict[str, int]) -> str:

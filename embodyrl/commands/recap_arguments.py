@@ -10,7 +10,7 @@ from typing import Any
 from embodyrl.config.compose import parse_override
 from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.errors import ConfigError
-from embodyrl.plan.checks import validated
+from embodyrl.plan.checks import validate_settings
 
 RECAP_PREFIX = "recap."
 STAGES = {"collect", "sft", "eval"}
@@ -99,7 +99,7 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     recap_values = {
         name.removeprefix(RECAP_PREFIX): value for name, value in values.items() if name.startswith(RECAP_PREFIX)
     }
-    cfg = validated(RecapSettings, {"out": "missing"} | recap_values, problems)
+    cfg = validate_settings(RecapSettings, {"out": "missing"} | recap_values, problems)
     if problems or cfg is None:
         raise ConfigError(problems)
     return Arguments(

@@ -27,7 +27,7 @@ from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores, remove_scratch
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
-from embodyrl.plan.saved import read_saved, run_config, save_config
+from embodyrl.plan.saved import find_run_config, read_saved, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
@@ -281,7 +281,7 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
     if model.path is not None and resolve_asset(model.path).resolve() == folder.resolve():
         return None  # built with the adapter
     trains_adapter = cfg.trains and model.is_lora and not _is_adapter(folder)
-    run = run_config(resolve_run(cfg.ckpt))
+    run = find_run_config(resolve_run(cfg.ckpt))
     saved = {setting.key: setting.value for setting in read_saved(run)} if run else {}
     # The weights of a run that began with an adapter contain this adapter.
     if saved.get("model.lora.path") == model.lora.path or trains_adapter:

@@ -35,7 +35,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, read_json
 from embodyrl.plan.build import count_ranks, mismatches
 from embodyrl.plan.schema import Config
-from embodyrl.plan.text import checked_rows
+from embodyrl.plan.text import open_checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import gripper_text, input_problems
 from embodyrl.policies.settings import ModelSettings
@@ -318,7 +318,7 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
             f"data.path={cfg.rows.path} contains text, but model '{cfg.model.model_type}' outputs actions. "
             "Use model=causal_lm, or a folder that `embodyrl collect` wrote."
         )
-    rows = checked_rows(cfg, cfg.rows)
+    rows = open_checked_rows(cfg, cfg.rows)
     env = replace(ANY_TEXT, text=TextSpec(roles=rows.roles))
     if rows.pictures:
         env = replace(env, cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=True))

@@ -196,18 +196,19 @@ def _format_value(value: object) -> str:
 
 
 def _option_error(command: str, group: str, option: object, text: str, config_dirs: Sequence[Path]) -> str | None:
-    known = options(group, config_dirs)
+    known_options = options(group, config_dirs)
     nullable = default_options(command)[group] is None
-    if (option is None and nullable) or (isinstance(option, str) and option in known):
+    if (option is None and nullable) or (isinstance(option, str) and option in known_options):
         own_files = [file for folder in config_dirs if (file := folder.resolve() / group / f"{option}.yaml").is_file()]
-        if own_files and known[str(option)] != own_files[0]:
+        if own_files and known_options[str(option)] != own_files[0]:
             return (
                 f"{short(text)}: {group} '{option}' is built in, so {own_files[0]} would be ignored; rename the file."
             )
         return None
     if not isinstance(option, str):
-        return f"{short(text)}: {group} takes the name of one option: {', '.join(known)}."
-    return f"{short(text)}: unknown {group} '{option}'.{closest(option, known)} Available: {', '.join(known)}."
+        return f"{short(text)}: {group} takes the name of one option: {', '.join(known_options)}."
+    hint = closest(option, known_options)
+    return f"{short(text)}: unknown {group} '{option}'.{hint} Available: {', '.join(known_options)}."
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from embodyrl.files import available_cores
 from embodyrl.plan.checks import key_problems
 from embodyrl.plan.environment import delay_problems, env_context
 from embodyrl.plan.episodes import eval_episodes, groups_per_step
-from embodyrl.plan.initial_states import selected_reset_ids
+from embodyrl.plan.initial_states import select_reset_ids
 from embodyrl.plan.planner import plan_resources
 from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.run_plan import RunPlan, WorkerSlots, place_policy
@@ -54,13 +54,13 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         settings = settings.with_cameras(env.cameras.names[:cameras])
         env = factory.spec(settings, context)
     learner = cfg if algorithm and cfg.trains else None
-    learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
-    if problems := [*mismatches(env, policy), *_rollout_problems(cfg, env, policy), *learning]:
+    learning_problems = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
+    if problems := [*mismatches(env, policy), *_rollout_problems(cfg, env, policy), *learning_problems]:
         raise ConfigError(problems)
     for name, split in cfg.env.splits.items():
         if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
             # For its errors only: tasks and states that do not exist are refused now, not at the first validation.
-            selected_reset_ids(env, split)
+            select_reset_ids(env, split)
     slots = _count_slots(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)
     samples = _max_samples(learner, algorithm) if learner and algorithm else 0
@@ -222,16 +222,18 @@ def count_ranks(cfg: Config) -> int:
     """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU if the run supports several ranks."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    acting = cfg.rollout_processes if cfg.acts else 0
+    num_rollout_processes = cfg.rollout_processes if cfg.acts else 0
     asynchronous = cfg.trains and cfg.algorithm.max_staleness > 0
     has_engine = cfg.acts and cfg.rollout.backend != "hf"
     replay = cfg.trains and cfg.algorithm.transitions
     critic = cfg.trains and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only: further GPUs are left alone rather than the run refused.
-    alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))
+    is_single_process = (
+        cfg.model.compiled or replay or critic or (not num_rollout_processes and (asynchronous or has_engine))
+    )
     nodes, gpus = component_nodes(cfg), len(visible_gpus())
-    free = gpus * len({*nodes["actor"], *nodes["rollout"]}) - acting
-    return 1 if alone or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
+    free = gpus * len({*nodes["actor"], *nodes["rollout"]}) - num_rollout_processes
+    return 1 if is_single_process or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
 
 
 def component_nodes(cfg: Config) -> Mapping[str, tuple[int, ...]]:
@@ -245,11 +247,11 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
     (`cluster/ray_cluster`).
     """
-    acting = cfg.rollout_processes if training and cfg.acts else 0
+    num_rollout_processes = cfg.rollout_processes if training and cfg.acts else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
-    hosts = [place_policy(nodes, number, ranks) for number in range(ranks + acting)]
+    hosts = [place_policy(nodes, number, ranks) for number in range(ranks + num_rollout_processes)]
     if len({0, *hosts, *nodes["env"]}) == 1:
-        return assign_devices(gpus, ranks + acting)
+        return assign_devices(gpus, ranks + num_rollout_processes)
     gpu_numbers = [hosts[:number].count(host) for number, host in enumerate(hosts)]
     return Devices(
         policies=tuple(gpus[gpu_number % len(gpus)] for gpu_number in gpu_numbers) if gpus else (), simulators=gpus
@@ -295,6 +297,6 @@ def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num
 def _total_steps(cfg: Config, env: EnvSpec) -> int:
     steps = cfg.runner.max_steps
     if cfg.runner.max_epochs >= 0:
-        ids = len(selected_reset_ids(env, cfg.env.train))
+        ids = len(select_reset_ids(env, cfg.env.train))
         steps = min(steps, -(-cfg.runner.max_epochs * ids // groups_per_step(cfg)))
     return steps

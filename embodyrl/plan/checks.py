@@ -47,7 +47,7 @@ _TEXT_GENERATION_KEYS = (
 """Keys for text generation, which have no effect on policies with real-valued or categorical actions."""
 
 
-def checked(
+def build_checked_config(
     schema: Schema,
     values: Mapping[str, Any],
     last: Mapping[str, Setting],
@@ -59,7 +59,7 @@ def checked(
     Raises:
         ConfigError: `problems` and invalid values, or, if there are none, contradictions.
     """
-    cfg = validated_config(schema, values, problems, last)
+    cfg = validate_config(schema, values, problems, last)
     if cfg is None or problems:
         raise ConfigError(problems)
     cfg.add_sources({name: last[name].source for name in values})
@@ -71,7 +71,7 @@ def checked(
     return cfg
 
 
-def validated_config(
+def validate_config(
     schema: Schema, values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
 ) -> Config | None:
     """Build a config from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
@@ -97,7 +97,7 @@ def validated_config(
     return Config.build(schema, {name: getattr(top, name) for name in TopSettings.model_fields} | sections)
 
 
-def validated(
+def validate_settings(
     kind: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
 ) -> S | None:
     """Build settings from values by dotted key. If a value is invalid, append errors to `problems` and return None."""

@@ -15,18 +15,18 @@ from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.settings import find_key, get_parents, nested, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
-from embodyrl.plan.checks import checked, contradictions, validated_config
-from embodyrl.plan.data import derived_from_data
+from embodyrl.plan.checks import build_checked_config, contradictions, validate_config
+from embodyrl.plan.data import derive_from_data
 from embodyrl.plan.keys import unused_keys
 from embodyrl.plan.saved import (
     check_trust,
-    command_of,
-    config_of_ckpt,
+    find_ckpt_config,
+    get_weight_settings,
+    infer_command,
     merge_with_base,
     read_saved,
-    settings_of_weights,
 )
-from embodyrl.plan.schema import SELECTORS, THIS_HOST, Config, choose, selectors
+from embodyrl.plan.schema import SELECTORS, THIS_HOST, Config, choose_classes, get_selectors
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.registry import closest
 
@@ -62,7 +62,7 @@ def load_config(
             value out of range, an unused key, and, after these are fixed, contradictions.
     """
     problems: list[str] = []
-    unused_groups = SELECTORS.keys() - selectors(command)
+    unused_groups = SELECTORS.keys() - get_selectors(command)
     groups, overrides, file_settings = compose(
         command, arguments, config_dirs, problems, unused_groups=unused_groups, on_run=base is not None
     )
@@ -70,7 +70,7 @@ def load_config(
         file_settings = merge_with_base(base, command, groups, file_settings, overrides, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in overrides):
         file_settings = [setting for setting in file_settings if setting.key != "eval.episodes"]  # which would win
-    weight_settings, warnings = settings_of_weights(command, [*file_settings, *overrides], problems, fetch=fetch)
+    weight_settings, warnings = get_weight_settings(command, [*file_settings, *overrides], problems, fetch=fetch)
     protocol_settings = _get_protocol_settings([*file_settings, *overrides], problems)
     settings = [*file_settings, *weight_settings, *protocol_settings, *overrides]
     return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
@@ -79,7 +79,7 @@ def load_config(
 def load_with_ckpt(command: str, arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
     """Compose the config of a command on top of the config of the run in `ckpt=` (see `load_config`)."""
     require_ckpt(arguments)
-    return load_config(command, arguments, config_dirs=config_dirs, base=config_of_ckpt(list(arguments)))
+    return load_config(command, arguments, config_dirs=config_dirs, base=find_ckpt_config(list(arguments)))
 
 
 def require_ckpt(arguments: Sequence[str]) -> None:
@@ -115,11 +115,11 @@ def load_saved_config(
         raise ConfigError(f"{path} is not a run: it has no config.yaml. `embodyrl list runs` shows all runs.")
     problems: list[str] = []
     saved = read_saved(file)
-    command = command or command_of(saved)
+    command = command or infer_command(saved)
     groups, overrides = split_overrides(command, arguments, (), problems)
     problems += [_no_group(command, group, option) for group, option in groups.items()]
-    used = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unused_keys)]
-    check_trust(used, overrides, file, problems)
+    used_settings = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unused_keys)]
+    check_trust(used_settings, overrides, file, problems)
     return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *overrides], problems)
 
 
@@ -169,7 +169,7 @@ def _finish(
     last = _get_last_settings(settings)
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
     values = _resolve(last, command, problems)
-    schema, unclear = choose(command, values, problems)
+    schema, invalid_groups = choose_classes(command, values, problems)
     # A typed empty mapping removes the values that files set under the key (names chosen by the user).
     emptied = {setting.key for setting in settings if setting.is_set_by_user and setting.value == {}}
     used_values: dict[str, Any] = {}
@@ -183,8 +183,8 @@ def _finish(
             number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
             text = last[name].text if value is last[name].value else None
             used_values[name] = (text or str(value)) if number and (text or isinstance(value, int)) else value
-    unused_key_warnings = unused_keys(schema, unknown, unclear, values, last, problems) if unknown else []
-    cfg = checked(schema, used_values, last, [*unused_key_warnings, *warnings], problems)
+    unused_key_warnings = unused_keys(schema, unknown, invalid_groups, values, last, problems) if unknown else []
+    cfg = build_checked_config(schema, used_values, last, [*unused_key_warnings, *warnings], problems)
     for warning in cfg.warnings if fetch else ():
         log.warning("warning: %s", warning)
     cfg = cfg.updated(_derive_values(cfg))
@@ -220,7 +220,7 @@ def _resolve(last: Mapping[str, Setting], command: str, problems: list[str]) -> 
 
     # Replaced by a resolver that records its values, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
-    schema, _ = choose(command, {name: value for name, value in values.items() if name not in unresolved}, [])
+    schema, _ = choose_classes(command, {name: value for name, value in values.items() if name not in unresolved}, [])
     set_names = {part for name in values for part in (name, *get_parents(name))}
     unset = {
         name: to_builtin(key.default)
@@ -249,7 +249,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 def _derive_values(cfg: Config) -> dict[str, Any]:
     """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
-    derived = dict(derived_from_data(cfg))
+    derived = dict(derive_from_data(cfg))
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
         derived |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
@@ -315,6 +315,6 @@ def check_values(cfg: Config) -> None:
         ConfigError: one line per problem.
     """
     problems: list[str] = []
-    validated_config(cfg.schema, dict(cfg.leaves()), problems)
+    validate_config(cfg.schema, dict(cfg.leaves()), problems)
     if errors := problems or [*contradictions(cfg)]:
         raise ConfigError(errors)

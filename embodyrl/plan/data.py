@@ -22,7 +22,7 @@ def data_problems(cfg: Config) -> Iterator[str]:
         yield f"objective.name={objective.name} needs {expected}; data.path={cfg.data.path} contains other data."
 
 
-def derived_from_data(cfg: Config) -> Mapping[str, Any]:
+def derive_from_data(cfg: Config) -> Mapping[str, Any]:
     """Return the derived config keys.
 
     SFT on text uses one action per chunk, because a reply is one action. SFT on demonstrations saves the statistics

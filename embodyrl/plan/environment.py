@@ -56,13 +56,13 @@ def _additional_suites(cfg: Config) -> tuple[str, ...]:
     available: tuple[str, ...] = getattr(factory, "suites", lambda _: ())(cfg.env)
     if requested == [ALL_SUITES] and available:
         return available
-    main_suite, known = (
+    main_suite, suite_names = (
         getattr(factory, "own_suite", lambda _: None)(cfg.env),
         ", ".join(available) or "no further suites",
     )
     if unknown := [name for name in requested if name not in (*available, main_suite)]:
         raise ConfigError(
             f"runner.val_suites: '{unknown[0]}' is not a suite of env '{cfg.env.env_type}'."
-            f"{closest(unknown[0], available)} Known: {known}. Leave it out, or choose another env."
+            f"{closest(unknown[0], available)} Known: {suite_names}. Leave it out, or choose another env."
         )
     return tuple(name for name in available if name in requested)

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from embodyrl.algorithms.shaping import Outcomes
 from embodyrl.envs.settings import EnvSplit
-from embodyrl.plan.initial_states import reset_id_array, reset_ids_of, selected_tasks
+from embodyrl.plan.initial_states import reset_id_array, reset_ids_of, select_tasks
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
-from embodyrl.plan.task_weights import has_weights, weighted_ids
+from embodyrl.plan.task_weights import has_weights, sample_weighted_ids
 from embodyrl.types import EnvSpec, EpisodeSpec, IntArray, PolicySpec
 
 _EVAL_SEED = 1000
@@ -109,17 +109,17 @@ def refill_episodes(
     index = np.arange(first * size, (first + groups) * size)
     if has_weights(cfg):
         seed = derive(cfg.seed, "curriculum-refill", step, attempt)
-        chosen = np.repeat(weighted_ids(cfg, env, groups, outcomes, seed), size)
+        reset_ids = np.repeat(sample_weighted_ids(cfg, env, groups, outcomes, seed), size)
     else:
         ids = reset_id_array(env, cfg.env.train)
-        chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
-    return one_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, chosen))
+        reset_ids = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
+    return make_single_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, reset_ids))
 
 
 def greedy_episodes(cfg: Config, plan: EpisodeList) -> EpisodeList:
     """Return one greedy episode for each group of a training step, from the group's initial state."""
-    first = {e.group_id: e for e in plan.episodes}
-    return one_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
+    first = {episode.group_id: episode for episode in plan.episodes}
+    return make_single_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
 
 def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
@@ -130,7 +130,7 @@ def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) ->
 
 def count_requested_episodes(cfg: Config, env: EnvSpec) -> int:
     """Return the number of episodes requested for an evaluation."""
-    num_episodes = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
+    num_episodes = cfg.eval.episodes or cfg.eval.episodes_per_task * len(select_tasks(env, cfg.env.eval, across=True))
     return num_episodes * cfg.eval.samples
 
 
@@ -139,7 +139,7 @@ def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, i
 
     Consecutive episodes cycle through the tasks, then through the initial states of each task.
     """
-    tasks = selected_tasks(env, split, across=True)
+    tasks = select_tasks(env, split, across=True)
     trial, place = divmod(episode, len(tasks))
     ids = reset_ids_of(env, split, tasks[place])
     return tasks[place], ids[trial % len(ids)], _EVAL_SEED + trial
@@ -151,7 +151,7 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     Episodes that would exactly repeat another episode are skipped.
     """
     split = cfg.env.eval
-    tasks = selected_tasks(env, split, across=True)
+    tasks = select_tasks(env, split, across=True)
     episodes = []
     num_requested = count_requested_episodes(cfg, env)
     for episode in range(num_requested):
@@ -174,10 +174,10 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
         )
     # Episodes of one task run together, so that a worker loads few simulators.
     episodes.sort(key=lambda e: (tasks.index(e.task_id), e.episode_id))
-    return one_wave(cfg, split, episodes)
+    return make_single_wave(cfg, split, episodes)
 
 
-def one_wave(cfg: Config, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
+def make_single_wave(cfg: Config, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
     """Return an episode list with a single wave: the episodes start in order, in any free slot."""
     return _episode_list(
         cfg, split, [EpisodeBatch(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes))
@@ -198,7 +198,7 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, outcomes: Outcomes | 
     """Return the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
     if has_weights(cfg):
-        return weighted_ids(cfg, env, count, outcomes, derive(cfg.seed, "curriculum", step))
+        return sample_weighted_ids(cfg, env, count, outcomes, derive(cfg.seed, "curriculum", step))
     ids = reset_id_array(env, cfg.env.train)
     stream: list[int] = []
     # Computed, not remembered: a resumed run finds its place in the stream again.
@@ -261,8 +261,8 @@ def _train_episodes(
     seeds, noise = derive_small(cfg.seed, "env", step, group), derive(cfg.seed, "noise", step, index)
     columns = [np.asarray(column).tolist() for column in (index, reset_id, group, seeds, noise)]
 
-    def create(place: int) -> EpisodeSpec:
-        episode_id, reset_id_value, group_id, seed, noise_seed = (column[place] for column in columns)
+    def create(position: int) -> EpisodeSpec:
+        episode_id, reset_id_value, group_id, seed, noise_seed = (column[position] for column in columns)
         return EpisodeSpec(
             episode_id=episode_id,
             reset_id=reset_id_value,

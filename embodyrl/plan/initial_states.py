@@ -14,7 +14,7 @@ def own_tasks(env: EnvSpec) -> range:
     return range(env.benchmark.suites.count(env.benchmark.suites[0]) if env.benchmark.suites else len(env.tasks))
 
 
-def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
+def select_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
     """Return the reset ids of the selected tasks and initial states in the main suite; with `across`, in all suites.
 
     Raises:
@@ -24,24 +24,24 @@ def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -
 
 
 def reset_id_array(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArray:
-    """Return the reset ids of the selected tasks as an array (see `selected_reset_ids`)."""
-    ids = (reset_ids_of(env, split, task) for task in selected_tasks(env, split, across=across))
+    """Return the reset ids of the selected tasks as an array (see `select_reset_ids`)."""
+    ids = (reset_ids_of(env, split, task) for task in select_tasks(env, split, across=across))
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(task_ids.start, task_ids.stop) for task_ids in ids)])
 
 
-def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
+def select_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
     """Return the split's task ids in the main suite; with `across`, the ids of the same tasks in all suites.
 
     Raises:
         ConfigError: a task id does not exist.
     """
-    own = own_tasks(env)
-    tasks = list(split.task_ids) if split.task_ids is not None else list(own)
-    unknown = [t for t in tasks if t not in own]
+    main_tasks = own_tasks(env)
+    tasks = list(split.task_ids) if split.task_ids is not None else list(main_tasks)
+    unknown = [task_id for task_id in tasks if task_id not in main_tasks]
     if unknown:
-        raise ConfigError(f"task_ids {unknown} do not exist: env '{env.name}' has tasks 0 to {len(own) - 1}.")
-    suites = len(env.tasks) // len(own) if across else 1
-    return [suite * len(own) + task for suite in range(suites) for task in tasks]
+        raise ConfigError(f"task_ids {unknown} do not exist: env '{env.name}' has tasks 0 to {len(main_tasks) - 1}.")
+    suites = len(env.tasks) // len(main_tasks) if across else 1
+    return [suite * len(main_tasks) + task for suite in range(suites) for task in tasks]
 
 
 def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
@@ -52,7 +52,7 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
     """
     ids, states = env.reset_ids_of(task), split.state_ids
     if states is None:
-        states = rows_of(env, "train" if isinstance(split, TrainSplit) else "eval")
+        states = get_state_range(env, "train" if isinstance(split, TrainSplit) else "eval")
     if states is None:
         return ids
     first, last = states
@@ -63,7 +63,7 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
     return ids[first : last + 1]
 
 
-def rows_of(env: EnvSpec, split: str) -> list[int] | None:
+def get_state_range(env: EnvSpec, split: str) -> list[int] | None:
     """Return the first and last initial state of a split; None (all states) if the environment holds out no states."""
     last = env.states_per_task[0] - 1
     last_train = last - env.benchmark.held_out

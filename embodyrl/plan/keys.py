@@ -28,7 +28,7 @@ from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, short
 from embodyrl.plan.checks import wrong_value
 from embodyrl.plan.command_sections import uses_section
-from embodyrl.plan.schema import Config, Schema, TopSettings, choose, classes, selectors
+from embodyrl.plan.schema import Config, Schema, TopSettings, choose_classes, get_section_classes, get_selectors
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
 
@@ -36,7 +36,7 @@ from embodyrl.registry import closest
 def unused_keys(
     schema: Schema,
     names: Iterable[str],
-    unclear: frozenset[str],
+    invalid_groups: frozenset[str],
     values: Mapping[str, Any],
     last: Mapping[str, Setting],
     problems: list[str],
@@ -46,7 +46,7 @@ def unused_keys(
     Args:
         schema: keys of the command with the chosen components.
         names: names with a value that are not keys of `schema`.
-        unclear: groups with an invalid component (see `choose`).
+        invalid_groups: groups with an invalid component (see `choose_classes`).
         values: resolved values by dotted name.
         last: the setting of each value, with its source.
         problems: an error is appended for each unknown key.
@@ -60,7 +60,9 @@ def unused_keys(
                     f"{last[name].where}{name}={format_value(values[name])} is ignored: the key has been deleted."
                 )
             continue
-        if (not last[name].is_set_by_user or is_known(name)) and _is_unclear(name.partition(".")[0], schema, unclear):
+        if (not last[name].is_set_by_user or is_known(name)) and _is_undetermined(
+            name.partition(".")[0], schema, invalid_groups
+        ):
             continue
         if _is_for_other_commands(command, last[name]):
             unused.setdefault(f"`embodyrl {command}`", []).append(name)
@@ -69,7 +71,7 @@ def unused_keys(
         elif not is_known(name) or name in schema.branches:
             problems += _unknown_key_errors(schema, last[name])
         elif last[name].is_set_by_user:
-            _report_unused(last[name], values[name], reader(command, name, values), problems, unused)
+            _report_unused(last[name], values[name], describe_component(command, name, values), problems, unused)
     return [*deleted, *_unused_key_warnings(unused)]
 
 
@@ -83,7 +85,7 @@ def all_keys() -> Mapping[str, Key]:
 def keys_below(group: str) -> Mapping[str, Key]:
     """Return the keys of a group, or the single key of that name, for all commands and components."""
     keys = {name: key for name, key in get_keys(TopSettings).items() if name == group}
-    for settings in (*classes().get(group, ()), *(settings for _, settings in _component_settings(group))):
+    for settings in (*get_section_classes().get(group, ()), *(settings for _, settings in _component_settings(group))):
         keys |= get_keys(settings, f"{group}.")
     return keys
 
@@ -185,17 +187,17 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
     return [*keys, *{parent for key in keys for parent in get_parents(key)}]
 
 
-def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
+def describe_component(command: str, name: str, values: Mapping[str, Any]) -> str:
     """Describe the command or component that does not use this key, as text for warnings."""
     group = name.partition(".")[0]
     if group == "data" and uses_section(command, group):
         return f"`embodyrl {command}` with data of this kind"
-    if group in ("data", "reward") and "env" in selectors(command):
+    if group in ("data", "reward") and "env" in get_selectors(command):
         group = "env"
-    if group not in selectors(command):
+    if group not in get_selectors(command):
         return f"`embodyrl {command}`"
-    keys = ("adv_type", "loss_type") if group == "algorithm" else (selectors(command)[group],)
-    chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
+    keys = ("adv_type", "loss_type") if group == "algorithm" else (get_selectors(command)[group],)
+    component_text = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
     names = {name, *get_parents(name)}
     components = [
         component
@@ -204,7 +206,7 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     ]
     if group in _REGISTRIES and not components and name.startswith(f"{group}."):
         return f"`embodyrl {command}`"  # no part has it, so it is another command's
-    return chosen + (f" (unlike {', '.join(components)})" if 0 < len(components) < 5 else "")
+    return component_text + (f" (unlike {', '.join(components)})" if 0 < len(components) < 5 else "")
 
 
 def _is_training_key(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
@@ -215,14 +217,14 @@ def _is_training_key(name: str, values: Mapping[str, Any], problems: list[str]) 
     if any(TRUST in problem for problem in problems):
         return True
     errors: list[str] = []
-    schema, _ = choose("train", values, errors)
+    schema, _ = choose_classes("train", values, errors)
     problems += [problem for problem in errors if problem not in problems]
     return bool(errors) or find_key(schema.keys, name) is not None
 
 
-def _is_unclear(group: str, schema: Schema, unclear: frozenset[str]) -> bool:
+def _is_undetermined(group: str, schema: Schema, invalid_groups: frozenset[str]) -> bool:
     """Return True if the keys of a group are unknown because the selected component is invalid."""
-    return group in unclear or (bool(unclear) and group not in schema.sections)
+    return group in invalid_groups or (bool(invalid_groups) and group not in schema.sections)
 
 
 def _unknown_key_errors(schema: Schema, setting: Setting) -> list[str]:

@@ -27,7 +27,7 @@ def rates_file() -> Path:
     return cache_dir() / "gpu_rates.json"
 
 
-def read_measured() -> dict[str, Measured]:
+def read_measured_rates() -> dict[str, Measured]:
     """Return the cached measurements by name of the GPU or environment; empty if the cache file cannot be read."""
     try:
         return _FILE.validate_json(rates_file().read_bytes())

@@ -81,14 +81,14 @@ class MemoryPlan:
     @property
     def policy(self) -> int:
         """Peak memory of one policy process."""
-        fixed = self.weights + self.reference + self.replay + self.optimizer + self.process
+        constant_bytes = self.weights + self.reference + self.replay + self.optimizer + self.process
         training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
         acting = self.gathered + self.acting_batch + self.engine
         # Gathered weights are freed for training, but the C library does not return the memory.
         running = max(acting, training) if self.on_gpu else max(acting, self.gathered + training)
         # CUDA graphs keep the memory in which they were recorded.
         running = acting + training if self.keeps_acting else running
-        return max(fixed + running, self.building + self.process)
+        return max(constant_bytes + running, self.building + self.process)
 
     def host(self, ranks: int) -> int:
         """Return the additional peak host memory of policy processes on GPUs."""

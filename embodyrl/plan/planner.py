@@ -42,13 +42,13 @@ def plan_resources(run_plan: RunPlan) -> Resources:
     """
     learns = run_plan.cfg.trains and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
-    share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
+    engine_fraction = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
     if memory is None:
-        return PlannedResources(engine_share=share, memory=plan_evaluation(run_plan))
+        return PlannedResources(engine_share=engine_fraction, memory=plan_evaluation(run_plan))
     return PlannedResources(
         gradient_sync=memory.gradient_sync,
         sleeps=memory.sleeps,
-        engine_share=share,
+        engine_share=engine_fraction,
         checkpoint=memory.checkpoint,
         memory=memory,
     )

@@ -14,8 +14,8 @@ def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
     """Return an error if the protocol does not list the environment."""
     if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return []
-    known = ", ".join(protocol.horizons)
-    return [f"eval.protocol.name={protocol.name} does not cover env '{env.name}'. Choose one of its envs: {known}."]
+    env_names = ", ".join(protocol.horizons)
+    return [f"eval.protocol.name={protocol.name} does not cover env '{env.name}'. Choose one of its envs: {env_names}."]
 
 
 def protocol_deviations(cfg: Config, env: EnvSpec) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.devices import Gpus, visible_gpus
 from embodyrl.files import available_cores
-from embodyrl.plan.measured_rates import Measured, read_measured
+from embodyrl.plan.measured_rates import Measured, read_measured_rates
 from embodyrl.plan.run_plan import RunPlan
 
 
@@ -114,15 +114,15 @@ def predict(run_plan: RunPlan) -> Rates | None:
     cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
     if not visible_gpus() or not costs.forward_flops:
         return None
-    measured = read_measured()
-    known_rates = _speed(run_plan.gpus, measured)
+    measurements = read_measured_rates()
+    known_rates = _speed(run_plan.gpus, measurements)
     speed = known_rates or DEFAULT_SPEED
     flops, bytes_per_value = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
-    acting = cfg.rollout_processes or run_plan.ranks
-    batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
+    num_processes = cfg.rollout_processes or run_plan.ranks
+    batch = max(1, run_plan.num_slots // (num_processes * cfg.rollout.pipeline_stage_num))
     # With a small batch, inference is bound by reading all weights once per pass.
     read_s = costs.act_passes * bytes_per_value * costs.num_parameters / speed.bandwidth
-    acting_rate = acting * batch / (ACTING_FACTOR * max(batch * costs.forward_flops / flops, read_s))
+    acting_rate = num_processes * batch / (ACTING_FACTOR * max(batch * costs.forward_flops / flops, read_s))
     # Cost in forward passes: three with backward, two for frozen weights, and one more with recomputed layers.
     passes = (2 if costs.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
     pass_s = costs.forward_flops / flops / run_plan.ranks
@@ -130,7 +130,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     num_rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
     training_rate = 1.0 / (TRAINING_FACTOR * pass_s * passes)
     workers = min(len(run_plan.env_workers), available_cores() * len(run_plan.nodes["env"]))
-    chunk = measured.get(env.chunk_name)
+    chunk = measurements.get(env.chunk_name)
     chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
     simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / ACTIONS_PER_CHUNK) if chunk_s else 0.0
     if env.gpu_s:
@@ -165,8 +165,8 @@ def known_speed(kind: str) -> Speed | None:
     return next((entry for entry in SPEEDS if re.search(rf"\b{entry.name}\b", kind)), None)
 
 
-def _measured_speed(kind: str, measured: Mapping[str, Measured]) -> Speed | None:
-    measurement = measured.get(kind)
+def _measured_speed(kind: str, measurements: Mapping[str, Measured]) -> Speed | None:
+    measurement = measurements.get(kind)
     if measurement is None or not {"flops", "slow_flops", "bandwidth"} <= measurement.rates.keys():
         return None
     rates = {name: measurement.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
@@ -177,8 +177,10 @@ def _source(measurement: Measured) -> str:
     return f"{measurement.report} ({measurement.day})"
 
 
-def _speed(gpus: Gpus, measured: Mapping[str, Measured]) -> Speed | None:
+def _speed(gpus: Gpus, measurements: Mapping[str, Measured]) -> Speed | None:
     """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
-    speeds = [_measured_speed(kind, measured) or known_speed(kind) for kind in gpus.kinds]
-    known = [speed for speed in speeds if speed is not None]
-    return min(known, key=lambda speed: speed.flops) if known and len(known) == len(speeds) else None
+    speeds = [_measured_speed(kind, measurements) or known_speed(kind) for kind in gpus.kinds]
+    known_speeds = [speed for speed in speeds if speed is not None]
+    return (
+        min(known_speeds, key=lambda speed: speed.flops) if known_speeds and len(known_speeds) == len(speeds) else None
+    )

@@ -40,7 +40,7 @@ _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 """Keys that are not inherited from a run if the command line selects another environment."""
 
 
-def run_config(path: Path) -> Path | None:
+def find_run_config(path: Path) -> Path | None:
     """Return the config of the run that contains a path or exported a folder; None: the path is of no run."""
     exported = path / EXPORTED_CONFIG
     if exported.is_file() and "launcher" in read_plain_yaml(exported):
@@ -52,16 +52,16 @@ def run_config(path: Path) -> Path | None:
 
 
 def record_of(path: Path) -> Path | None:
-    """Return `run_config`, or the record of an included checkpoint, which contains a part of the config."""
-    return path / EXPORTED_CONFIG if (path / EXPORTED_CONFIG).is_file() else run_config(path)
+    """Return `find_run_config`, or the record of an included checkpoint, which contains a part of the config."""
+    return path / EXPORTED_CONFIG if (path / EXPORTED_CONFIG).is_file() else find_run_config(path)
 
 
-def config_of_ckpt(arguments: Sequence[str]) -> Path | None:
+def find_ckpt_config(arguments: Sequence[str]) -> Path | None:
     """Return the path of the config.yaml of the run that `ckpt=` selects; None: `ckpt=` selects no run."""
     ckpt_arguments = [argument for argument in arguments if argument.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
         return (
-            run_config(_resolve_weights_folder("ckpt", str(parse_override(ckpt_arguments[-1])[1])))
+            find_run_config(_resolve_weights_folder("ckpt", str(parse_override(ckpt_arguments[-1])[1])))
             if ckpt_arguments
             else None
         )
@@ -113,7 +113,7 @@ def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     ]
 
 
-def command_of(saved: Sequence[Setting]) -> str:
+def infer_command(saved: Sequence[Setting]) -> str:
     """Return the command that wrote a saved config, inferred from the config's sections."""
     sections = {setting.key.partition(".")[0] for setting in saved}
     if "env" not in sections:
@@ -159,7 +159,7 @@ def _base_settings(
     a run of another command.
     """
     saved = _with_own_statistics(read_saved(base), base.parent / START_FOLDER)
-    made_by = command_of(saved)
+    made_by = infer_command(saved)
     if base.name == EXPORTED_CONFIG:  # the folder contains all weights, with merged adapters
         exported_values = {"model.path": str(base.parent), "model.is_lora": False, "model.lora.path": None}
         saved = [replace(setting, value=exported_values.get(setting.key, setting.value)) for setting in saved]
@@ -225,7 +225,7 @@ _TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
 """Keys that two environments with the same time limit share."""
 
 
-def settings_of_weights(
+def get_weight_settings(
     command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool
 ) -> tuple[list[Setting], list[str]]:
     """Return the images' size and colours, chunk length, time limit and tasks of the weights, and a warning.
@@ -266,8 +266,8 @@ def settings_of_weights(
         s for s in weight_settings if s.key in last and last[s.key].is_set_by_user and last[s.key].value != s.value
     ]
     given, trained = (
-        " ".join(format_override(s.key, one[s.key]) for s in changed_settings)
-        for one in (_values(settings), description)
+        " ".join(format_override(s.key, values[s.key]) for s in changed_settings)
+        for values in (_values(settings), description)
     )
     warnings = (
         [f"{given}: the weights {weights_setting.value} were trained with {trained}."] if changed_settings else []
@@ -299,7 +299,7 @@ def _read_description(folder: Path, task_values: Mapping[str, Any]) -> tuple[Pat
     """
     if (file := record_of(folder)) is not None:
         saved = read_saved(file)
-        if command_of(saved) not in ("train", "eval"):
+        if infer_command(saved) not in ("train", "eval"):
             saved += _data_environment(file.parent, saved, [])
         return file, _values(saved)
     inputs = read_saved_inputs(folder)

@@ -126,8 +126,8 @@ class Config(TopSettings):
         Raises:
             ConfigError: the command does not use a key.
         """
-        used = {*self.used_fields()}
-        if unused := next((name for name in values if name.partition(".")[0] not in used), None):
+        used_keys = {*self.used_fields()}
+        if unused := next((name for name in values if name.partition(".")[0] not in used_keys), None):
             raise ConfigError(f"The config of `embodyrl {self.command}` has no key '{unused}'.")
         return super().updated(values)
 
@@ -192,8 +192,8 @@ class Config(TopSettings):
     def prefers_float32(self) -> bool:
         """True if the model's precision is the default bfloat16, was not set explicitly, and is slow on this host."""
         default = type(self.model).model_fields.get("precision")
-        chosen = "model.precision" in self.sources or self.has("cluster")
-        return default is not None and default.default is Precision.bf16 and not chosen and not multiplies_bfloat16()
+        is_chosen = "model.precision" in self.sources or self.has("cluster")
+        return default is not None and default.default is Precision.bf16 and not is_chosen and not multiplies_bfloat16()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -243,7 +243,7 @@ class Config(TopSettings):
         return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
 
 
-def selectors(command: str) -> dict[str, str]:
+def get_selectors(command: str) -> dict[str, str]:
     """Return the name of the key that selects the settings class, by group; other groups have a fixed class."""
     sections = get_command_sections(command).sections.split()  # acting alone takes keys that all algorithms have
     return {
@@ -253,31 +253,31 @@ def selectors(command: str) -> dict[str, str]:
     }
 
 
-def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[Schema, frozenset[str]]:
+def choose_classes(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[Schema, frozenset[str]]:
     """Return the settings classes for the chosen components, and the groups with an invalid component."""
-    sections = {name: kinds[0] for name, kinds in classes().items() if uses_section(command, name)}
-    chosen, unclear = {}, set()
-    for group in selectors(command):
+    sections = {name: kinds[0] for name, kinds in get_section_classes().items() if uses_section(command, name)}
+    chosen_classes, invalid_groups = {}, set()
+    for group in get_selectors(command):
         try:
-            chosen[group] = SELECTORS[group][1](values)
+            chosen_classes[group] = SELECTORS[group][1](values)
         except ConfigError as error:
             problems += error.problems
-            unclear.add(group)
-    sections |= {group: kinds[0] for group, kinds in chosen.items()}
-    if "algorithm" in sections and "algorithm" not in selectors(command):
+            invalid_groups.add(group)
+    sections |= {group: kinds[0] for group, kinds in chosen_classes.items()}
+    if "algorithm" in sections and "algorithm" not in get_selectors(command):
         sections["algorithm"] = ActingAlgorithm
-    factory = ENVS.get(values["env.env_type"]) if "env" in chosen else None
+    factory = ENVS.get(values["env.env_type"]) if "env" in chosen_classes else None
     if getattr(factory, "reads_rows", False):
         sections |= {"data": RowSettings, "reward": TextRewardSettings}
     elif getattr(factory, "rewards_steps", False) and uses_section(command, "rollout"):
         sections["reward"] = StepRewardSettings
     if command == "sft":
         sections["data"] = _training_data(values)
-    if "launcher" in chosen and LAUNCHERS.get(name_of(values, "launcher.name", "local")).spans_hosts:
+    if "launcher" in chosen_classes and LAUNCHERS.get(get_component_name(values, "launcher.name", "local")).spans_hosts:
         sections["cluster"] = ClusterSettings
     order = {name: sections[name] for name in Config.model_fields if name in sections}
-    loss = chosen["algorithm"][1] if "algorithm" in chosen else Settings
-    return Schema(command=command, sections=order, loss=loss), frozenset(unclear)
+    loss = chosen_classes["algorithm"][1] if "algorithm" in chosen_classes else Settings
+    return Schema(command=command, sections=order, loss=loss), frozenset(invalid_groups)
 
 
 def _training_data(values: Mapping[str, Any]) -> type[Settings]:
@@ -288,14 +288,14 @@ def _training_data(values: Mapping[str, Any]) -> type[Settings]:
 
 
 @functools.cache
-def classes() -> dict[str, tuple[type[Settings], ...]]:
+def get_section_classes() -> dict[str, tuple[type[Settings], ...]]:
     """Return the settings classes of each section, the most general class first, except classes of components."""
     hints: dict[str, Any] = {name: info.annotation for name, info in Config.model_fields.items()}
     sections = [name for name in hints if name not in TopSettings.model_fields]
     return {name: typing.get_args(hints[name]) or (hints[name],) for name in sections}
 
 
-def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+def get_component_name(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
     """Return the value of a key that names a component.
 
     Raises:
@@ -318,14 +318,17 @@ def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSet
 
 
 def _select_algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
-    adv_type = name_of(values, "algorithm.adv_type", "grpo")
-    return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
+    adv_type = get_component_name(values, "algorithm.adv_type", "grpo")
+    return algorithm_settings(adv_type, get_component_name(values, "algorithm.loss_type", "ppo_clip"))
 
 
 SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {
-    "env": ("env_type", lambda values: (ENVS.get(name_of(values, "env.env_type")).settings,)),
-    "model": ("model_type", lambda values: (POLICIES.get(name_of(values, "model.model_type")).settings,)),
-    "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
+    "env": ("env_type", lambda values: (ENVS.get(get_component_name(values, "env.env_type")).settings,)),
+    "model": ("model_type", lambda values: (POLICIES.get(get_component_name(values, "model.model_type")).settings,)),
+    "launcher": (
+        "name",
+        lambda values: (LAUNCHERS.get(get_component_name(values, "launcher.name", "local")).settings,),
+    ),
     "algorithm": ("adv_type", _select_algorithm),
 }
 """Groups of keys whose settings class depends on a component: the key that names the component, and a function that

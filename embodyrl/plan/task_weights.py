@@ -8,7 +8,7 @@ import numpy as np
 
 from embodyrl.algorithms.shaping import Outcomes
 from embodyrl.envs.settings import EnvSplit
-from embodyrl.plan.initial_states import reset_ids_of, selected_tasks
+from embodyrl.plan.initial_states import reset_ids_of, select_tasks
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec, Episode
 
@@ -19,7 +19,7 @@ _DECAY = 0.5
 def record_outcomes(outcomes: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
     """Add the successes and episodes of a training step to the counts `outcomes`, after decaying earlier counts."""
     step_outcomes: Outcomes = {}
-    for episode in (e for e in episodes if not e.cut):  # the outcome of a cut episode is unknown
+    for episode in (entry for entry in episodes if not entry.cut):  # the outcome of a cut episode is unknown
         counts = step_outcomes.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
         counts[0] += episode.success_once
         counts[1] += 1
@@ -38,22 +38,22 @@ def success_variance(outcomes: Outcomes, name: int) -> float:
 
 def has_task_weights(env: EnvSpec, split: EnvSplit) -> bool:
     """Return True if tasks are weighted, or False if the reset ids of a single selected task are weighted."""
-    return len(selected_tasks(env, split)) > 1
+    return len(select_tasks(env, split)) > 1
 
 
 def count_weights(env: EnvSpec, split: EnvSplit) -> int:
     """Return the number of sampling weights: one per selected task, or one per reset id of a single task."""
-    tasks = selected_tasks(env, split)
+    tasks = select_tasks(env, split)
     return len(tasks) if has_task_weights(env, split) else len(reset_ids_of(env, split, tasks[0]))
 
 
-def weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: Outcomes | None, seed: int) -> list[int]:
+def sample_weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: Outcomes | None, seed: int) -> list[int]:
     """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
 
     Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
     to its weight, rounded up or down.
     """
-    rng, split, tasks = np.random.default_rng(seed), cfg.env.train, selected_tasks(env, cfg.env.train)
+    rng, split, tasks = np.random.default_rng(seed), cfg.env.train, select_tasks(env, cfg.env.train)
     ids_by_task = [reset_ids_of(env, split, task) for task in tasks]
     groups, names = (
         (ids_by_task, tasks)

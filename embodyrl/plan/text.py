@@ -29,7 +29,7 @@ def with_text_task(cfg: Config, context: EnvContext) -> EnvContext:
     """
     assert isinstance(cfg.reward, TextRewardSettings)
     runner = build_reward_runner(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
-    rows = checked_rows(cfg, cfg.rows, json_answers=not {*runner.names} & {*COMPARING})
+    rows = open_checked_rows(cfg, cfg.rows, json_answers=not {*runner.names} & {*COMPARING})
     if "code" in runner.names:
         _check_tests(rows)
     return replace(context, parts={"rows": rows, "judge": runner})
@@ -53,7 +53,7 @@ def _check_tests(rows: TextRows) -> None:
         )
 
 
-def checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = False) -> TextRows:
+def open_checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = False) -> TextRows:
     """Open and check the rows of a run, with its tokenizer and chat template.
 
     Raises:
@@ -83,7 +83,7 @@ def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
         return []
     template = ChatTemplate.of(cfg.model, folder)
     controls = {} if template is None else control_tokens(folder, template)
-    text = render_prompt(checked_rows(cfg, cfg.data, json_answers=True)[0], template, controls)
+    text = render_prompt(open_checked_rows(cfg, cfg.data, json_answers=True)[0], template, controls)
     ((length, num_unknown),), _ = count_unknown([text], folder, template=template)
     excerpt = (
         text

@@ -9,7 +9,7 @@ import pytest
 from embodyrl.config import compose
 from embodyrl.config.settings import format_value
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.plan.checks import check_components, validated_config
+from embodyrl.plan.checks import check_components, validate_config
 from embodyrl.plan.command_sections import COMMANDS
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
@@ -144,7 +144,7 @@ def test_random_overrides_give_a_config_or_a_config_error(part: int) -> None:
             continue
         accepted += 1
         wrong: list[str] = []
-        assert validated_config(cfg.schema, dict(cfg.leaves()), wrong) == cfg, (command, words, wrong)
+        assert validate_config(cfg.schema, dict(cfg.leaves()), wrong) == cfg, (command, words, wrong)
         try:
             check_components(cfg)
         except EmbodyError:

@@ -6,7 +6,7 @@ import pytest
 
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.saved import config_of_ckpt, save_config
+from embodyrl.plan.saved import find_ckpt_config, save_config
 
 REPLY = "algorithm.sampling_params.max_new_tokens"
 
@@ -104,7 +104,7 @@ def test_sweep_is_checked_with_the_config_of_its_ckpt(run: Path) -> None:
     from embodyrl.cli.sweep import sweep
 
     save_config(load_config("train", ["env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo"]), run)
-    assert config_of_ckpt([f"ckpt='{run.parent}'"]) == config_of_ckpt([f"ckpt={run.parent}"]) == run
+    assert find_ckpt_config([f"ckpt='{run.parent}'"]) == find_ckpt_config([f"ckpt={run.parent}"]) == run
     words = ["seed=0,1", f"ckpt={run.parent}", "algorithm=ppo", "model.hidden_sizes=[8]", "model.unnorm_key=x"]
     with pytest.raises(ConfigError) as caught:
         sweep("train", words, [])

@@ -17,7 +17,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
 from embodyrl.plan.episodes import EpisodeList, eval_episodes, greedy_episodes, refill_episodes, train_episodes
-from embodyrl.plan.initial_states import selected_reset_ids
+from embodyrl.plan.initial_states import select_reset_ids
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.types import BenchmarkSpec, EnvSpec, EpisodeSpec, PolicySpec
@@ -88,10 +88,10 @@ def test_reset_ids_repeat_if_groups_outnumber_them(config):
 
 def test_task_ids_select_reset_ids(config):
     cfg = config("env.train.task_ids=[2,0]", "env.train.total_num_envs=16")
-    assert selected_reset_ids(ENV, cfg.env.train) == [8, 9, 10, 11, 0, 1, 2, 3]
+    assert select_reset_ids(ENV, cfg.env.train) == [8, 9, 10, 11, 0, 1, 2, 3]
     assert {e.task_id for e in episodes_of(plan_of(cfg))} == {0, 2}
     with pytest.raises(ConfigError, match=r"\[3\].*tasks 0 to 2"):
-        selected_reset_ids(ENV, config("env.train.task_ids=[3]").env.train)
+        select_reset_ids(ENV, config("env.train.task_ids=[3]").env.train)
 
 
 def test_auto_reset_joins_all_rollout_epochs(config):
@@ -236,14 +236,14 @@ def suites_env() -> EnvSpec:
 def test_training_uses_the_main_suite_and_evaluation_all_suites(config):
     env = suites_env()
     assert {e.task_id for e in train_episodes(config(), env, 0, counts_chunk_steps=False).episodes} <= {0, 1}
-    assert {*selected_reset_ids(env, config().env.train)} == set(range(8))
+    assert {*select_reset_ids(env, config().env.train)} == set(range(8))
     plan = episodes_of(eval_episodes(config("eval.episodes_per_task=2"), env, POLICY))
     assert Counter(e.task_id for e in plan) == dict.fromkeys(range(6), 2)
     chosen = episodes_of(eval_episodes(config("env.eval.task_ids=[1]", "eval.episodes_per_task=3"), env, POLICY))
     assert Counter(e.task_id for e in chosen) == dict.fromkeys((1, 3, 5), 3)
     assert {e.seed for e in chosen if e.task_id == 1} == {e.seed for e in chosen if e.task_id == 5}
     with pytest.raises(ConfigError, match=r"\[2\] do not exist: env 'toy' has tasks 0 to 1"):
-        selected_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)
+        select_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)
 
 
 def test_tasks_are_sampled_by_weight_and_success_variance(config):

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from embodyrl.config.paths import assets_dir
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import EXPORTED_CONFIG, config_of_ckpt, save_config
+from embodyrl.plan.saved import EXPORTED_CONFIG, find_ckpt_config, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.policies.inputs import INPUTS_FILE
 
@@ -25,7 +25,7 @@ LIMITS = ("env.train.max_episode_steps=36", "env.eval.max_episode_steps=40")
 
 
 def load(*words: str, command: str = "eval", config_dirs: tuple[Path, ...] = ()) -> Config:
-    return load_config(command, words, base=config_of_ckpt(words), config_dirs=config_dirs)
+    return load_config(command, words, base=find_ckpt_config(words), config_dirs=config_dirs)
 
 
 def found(cfg: Config) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.initial_states import selected_reset_ids
+from embodyrl.plan.initial_states import select_reset_ids
 from embodyrl.plan.saved import save_config
 
 
@@ -26,7 +26,7 @@ def test_text_run_plan_has_one_chunk_per_episode(tmp_path: Path):
     assert run_plan.env.reward.components == ("exact", "overlap", "errors")
     assert (run_plan.policy.num_action_chunks, run_plan.policy.tokens_per_chunk) == (4, 4)
     splits = run_plan.cfg.env.train, run_plan.cfg.env.eval
-    assert [selected_reset_ids(run_plan.env, split) for split in splits] == [[*range(270)], [*range(270, 300)]]
+    assert [select_reset_ids(run_plan.env, split) for split in splits] == [[*range(270)], [*range(270, 300)]]
     assert [split.max_episode_steps for split in splits] == [4, 4]
     assert run_plan.capacity == 8 + 2 * 8
 

@@ -26,7 +26,7 @@ from embodyrl.data.recap.report import REPORT_JSON
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.monitor.history import read_episodes
 from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.saved import find_ckpt_config
 
 ENV = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6", "env.train.max_episode_steps=8", "env.eval.max_episode_steps=8")
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
@@ -124,7 +124,7 @@ def _check_export(learned: Path, tmp_path: Path) -> None:
     rows = [
         read_episodes(evaluate(cfg, overrides=[]).folder / "episodes.jsonl")
         for cfg in (
-            load_config("eval", [f"ckpt={learned}", *PLACE, *shared], base=config_of_ckpt([f"ckpt={learned}"])),
+            load_config("eval", [f"ckpt={learned}", *PLACE, *shared], base=find_ckpt_config([f"ckpt={learned}"])),
             load_config("eval", [*model, *PLACE, *shared, "runner.experiment_name=exported"]),
         )
     ]

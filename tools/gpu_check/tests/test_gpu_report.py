@@ -15,7 +15,7 @@ from embodyrl_gpu_check.command import main
 from embodyrl_gpu_check.result import GpuParts
 from gpu_host import H100, stub_nvidia_smi
 
-from embodyrl.plan.measured_rates import read_measured
+from embodyrl.plan.measured_rates import read_measured_rates
 
 CHECKS = """
 import os, signal, time
@@ -82,7 +82,7 @@ def test_failing_check_is_reported_and_later_checks_run(folder: Path, monkeypatc
     assert found["absent"]["text"] == "no_such is not installed"
     page = (folder / "gpu_report.md").read_text()
     assert all(text in page for text in ("killed by SIGSEGV", "before the wait", "rate: 3", "ValueError: odd"))
-    assert read_measured()["Some GPU"].rates == {"flops": 2.0}
+    assert read_measured_rates()["Some GPU"].rates == {"flops": 2.0}
 
 
 def test_checks_without_a_gpu_are_skipped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
