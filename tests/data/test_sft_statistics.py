@@ -19,8 +19,8 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.small.config import read_bounds
 from embodyrl.policies.flow.vla.folder import read_normalizer
 from embodyrl.policies.lerobot.config import Feature
-from embodyrl.policies.lerobot.files import _own_statistics
-from embodyrl.policies.lerobot.units import Units
+from embodyrl.policies.lerobot.files import _read_sft_statistics
+from embodyrl.policies.lerobot.units import Normalizer
 from embodyrl.policies.openvla_oft.config import Statistics, normalise, unnormalise
 from embodyrl.types import ActionSpec, EnvSpec
 
@@ -76,7 +76,7 @@ def small(mode: str, folder: Path):
     )
 
 
-def lerobot_units(mode: str, folder: Path) -> Units:
+def lerobot_units(mode: str, folder: Path) -> Normalizer:
     from embodyrl.policies.lerobot.act.config import ActConfig
 
     config = ActConfig(
@@ -84,8 +84,8 @@ def lerobot_units(mode: str, folder: Path) -> Units:
         output_features={"action": Feature(type="ACTION", shape=(5,))},
         normalization_mapping=dict.fromkeys(("STATE", "ACTION"), mode),
     )
-    units = Units(config, 1e-8)
-    units.fill(_own_statistics(folder / "dataset_statistics.json", config), folder)
+    units = Normalizer(config, 1e-8)
+    units.set_statistics(_read_sft_statistics(folder / "dataset_statistics.json", config), folder)
     return units
 
 

@@ -75,7 +75,7 @@ def test_denoising_chain_learns_the_bandit(steps: str) -> None:
     for _ in range(300):
         shown, noise = (0.3 * torch.randn(count, 1, 7)).clamp(-1, 1), torch.randn(count, 1, 7)
         level = torch.randint(TRAIN_STEPS, (count,))
-        share = plain.shares[level][:, None, None]
+        share = plain.alphas_cumprod[level][:, None, None]
         update((predict(share.sqrt() * shown + (1 - share).sqrt() * noise, level)[0] - noise).square().mean())
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-4)
     losses = []

@@ -27,12 +27,12 @@ from embodyrl.policies.vla.sampling import (
     START,
     TIMES,
     SampledChunks,
+    get_observation_seeds,
+    get_seeds,
+    get_varying_dimensions,
     normals,
-    seeds_of,
-    seeds_of_observations,
-    spread,
+    pad_per_action,
     uniforms,
-    varying,
 )
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -180,12 +180,12 @@ class FlowPolicy:
         """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE; their tokens are 0."""
         prefix, velocity = self._encode_for_acting(obs)
         if noise is None:
-            sampled = SampledChunks.greedily(self._compute_greedy_chunk(obs, velocity))
+            sampled = SampledChunks.from_greedy(self._compute_greedy_chunk(obs, velocity))
         else:
             scale = temperature or self._temperature
-            sampled = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)
+            sampled = self._likelihood.sample(velocity, get_seeds(noise), self._device, scale)
             sampled = replace(sampled, logprob=self._select_varying_dimensions(sampled.logprob))
-        tokens, logprob = sampled.kept(self.spec)
+        tokens, logprob = sampled.pad_to_spec(self.spec)
         executed = sampled.state[:, : self._shape.executed].cpu().numpy()
         return PolicyOutput(
             actions=self._scale.to_actions(executed, obs),
@@ -213,7 +213,7 @@ class FlowPolicy:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         prefix, velocity = self._encode_for_acting(obs)
         scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
-        logprob, entropy = (spread(self._select_varying_dimensions(part), self.spec) for part in scored)
+        logprob, entropy = (pad_per_action(self._select_varying_dimensions(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
@@ -269,7 +269,7 @@ class FlowPolicy:
         """Return the initial noise of greedy actions, [B, H, D]."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
-        return normals(seeds_of_observations(obs), START, self._size, self._device)
+        return normals(get_observation_seeds(obs), START, self._size, self._device)
 
     def _encode_for_acting(self, obs: Observation) -> tuple[Any, Velocity]:
         """Return the prefix and the velocity function for inference; `Conditioning` adds a suffix and guidance."""
@@ -316,9 +316,9 @@ class FlowPolicy:
 
     def _select_varying_dimensions(self, per_action: Tensor) -> Tensor:
         """Select the log-probabilities [B, K, P] of action dimensions that are not constant in the data."""
-        return per_action[..., varying(self._scale.varies)] if self._by_dimension else per_action
+        return per_action[..., get_varying_dimensions(self._scale.varies)] if self._by_dimension else per_action
 
     def _update_scored_dimensions(self) -> None:
         """Set the number of log-probabilities per action, without dimensions that are constant in the data."""
         if self._by_dimension:
-            self.spec = replace(self.spec, scored=len(varying(self._scale.varies)))
+            self.spec = replace(self.spec, scored=len(get_varying_dimensions(self._scale.varies)))

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from embodyrl.config.settings import Constraint, Count, Share, valid_if
 from embodyrl.policies.settings import WARMUP_STEPS
-from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered, steering_costs
+from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, add_steering, steering_costs
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
 from embodyrl.types import EnvSpec, GripperConvention, PolicyCosts, PolicySpec
 
@@ -124,9 +124,9 @@ def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
     """Return the input and output sizes of the actor on a frozen flow; `hidden`: number of expert features."""
     if cfg.corrects:
-        return SteeringShape.correcting(cfg, hidden, shape.action_dim)
+        return SteeringShape.for_residual(cfg, hidden, shape.action_dim)
     num_values = shape.width * (1 if cfg.noise_repeated else shape.horizon)
-    return SteeringShape.selecting(hidden, num_values, actions=shape.executed, bound=cfg.noise_bound)
+    return SteeringShape.for_noise(hidden, num_values, actions=shape.executed, bound=cfg.noise_bound)
 
 
 def add_actor_spec(
@@ -140,7 +140,7 @@ def add_actor_spec(
     if folder is not None:
         check_steering(cfg, shape, hidden, folder)
     if cfg.steers:
-        return steered(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
+        return add_steering(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
     return replace(spec, scored=record_of(cfg, shape).per_action)
 
 

@@ -12,46 +12,51 @@ from torch import Tensor
 from embodyrl.policies.flow.likelihood import flow_sde, get_step_times, integrate_ode
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
-from embodyrl.policies.steering.actor import Seen, Steered, executed
+from embodyrl.policies.steering.actor import FrozenOutputs, SteeredPolicy, apply_corrections
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Velocity
 from embodyrl.policies.vla.sampling import STEP, normals
 from embodyrl.types import FloatArray, IntArray, Observation
 
 
-class SteeredFlowPolicy(Steered, FlowPolicy):
+class SteeredFlowPolicy(SteeredPolicy, FlowPolicy):
     """Policy with a frozen flow and a trained actor; implements `SoftActor`."""
 
     @abstractmethod
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
         """Return the inputs of the actor [B, F], computed from the observation without gradients."""
 
-    def _see(self, obs: Observation) -> Seen:
+    def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
         prefix, velocity = self._encode_for_acting(obs)
         with torch.no_grad():
             features = self._features(obs, velocity)
-        return Seen(features, self._value(prefix, len(obs)), velocity)
+        return FrozenOutputs(features, self._value(prefix, len(obs)), velocity)
 
-    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
+    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         rows = self._scale.from_actions(actions, obs)[:, :, : self._shape.action_dim]
         return on_device(rows, self._device)
 
 
-class SteeredStart(SteeredFlowPolicy):
+class NoiseSteeredFlowPolicy(SteeredFlowPolicy):
     """DSRL: the actor's output, scaled to `noise_bound`, is the initial noise of the flow."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
         """Return the expert's mean hidden state [B, width] for zero noise."""
-        middle = torch.zeros(len(obs), *self._size, device=self._device)
-        return velocity(middle, torch.ones(len(obs), device=self._device))[1].mean(1)
+        zero_noise = torch.zeros(len(obs), *self._size, device=self._device)
+        return velocity(zero_noise, torch.ones(len(obs), device=self._device))[1].mean(1)
 
     def _execute(
-        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+        self,
+        obs: Observation,
+        frozen_outputs: FrozenOutputs,
+        choice: Tensor,
+        seeds: IntArray | None,
+        temperature: float,
     ) -> FloatArray:
         """Integrate the ODE of the frozen flow or, with `steered_noise` and seeds, its SDE."""
         # Noise of all rows, or of one row that is repeated.
         rows = (self._cfg.noise_bound * choice.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
-        x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, seen.model
+        x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, frozen_outputs.model
         if seeds is None or not self._cfg.steered_noise:
             x = integrate_ode(velocity, x, steps)
         else:
@@ -63,30 +68,35 @@ class SteeredStart(SteeredFlowPolicy):
         return self._scale.to_actions(x[:, : self._shape.executed].cpu().numpy(), obs)
 
 
-class CorrectedFlow(SteeredFlowPolicy):
+class ResidualFlowPolicy(SteeredFlowPolicy):
     """Residual policy: adds the actor's output times `residual_scale` to the executed actions of the greedy chunk."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
         """Return features [B, F]: the mean hidden state of the first denoising step, and the proposed actions."""
         hidden: list[Tensor] = []
 
-        def watched(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        def record_hidden(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
             v, rows = velocity(x, t)
             hidden.append(rows)
             return v, rows
 
-        proposed = self._compute_greedy_chunk(obs, watched)[:, : self._shape.executed, : self._shape.action_dim]
+        proposed = self._compute_greedy_chunk(obs, record_hidden)[:, : self._shape.executed, : self._shape.action_dim]
         return torch.cat([hidden[0].mean(1), proposed.flatten(1)], 1)
 
     def _execute(
-        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+        self,
+        obs: Observation,
+        frozen_outputs: FrozenOutputs,
+        choice: Tensor,
+        seeds: IntArray | None,
+        temperature: float,
     ) -> FloatArray:
-        rows = executed(seen.features, choice.tanh().flatten(1), self._actor.shape)
+        rows = apply_corrections(frozen_outputs.features, choice.tanh().flatten(1), self._actor.shape)
         return self._scale.to_actions(rows.cpu().numpy(), obs)
 
 
 def policy_class(cfg: FlowSettings) -> type[FlowPolicy]:
     """Return the policy class for the settings."""
     if cfg.corrects:
-        return CorrectedFlow
-    return SteeredStart if cfg.steers else FlowPolicy
+        return ResidualFlowPolicy
+    return NoiseSteeredFlowPolicy if cfg.steers else FlowPolicy

@@ -41,7 +41,7 @@ class Feature(BaseModel):
     shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 
 
-class Interface(BaseModel):
+class FeatureConfig(BaseModel):
     """Keys of config.json that all LeRobot policies share: inputs, outputs and observed steps."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
@@ -61,7 +61,7 @@ class Interface(BaseModel):
         return self.output_features[ACTION].shape[0]
 
 
-class LeRobotConfig(Interface):
+class LeRobotConfig(FeatureConfig):
     """Config keys shared by ACT and Diffusion Policy; unknown keys must be off (see `check_keys`)."""
 
     n_action_steps: PositiveInt
@@ -102,7 +102,7 @@ class LeRobotConfig(Interface):
         """Number of actions at the start of a chunk that belong to past steps."""
         return self.n_obs_steps - 1
 
-    def wrong(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Return a description of the first config error, or None."""
         if ACTION not in self.output_features:
             return f"output_features has no '{ACTION}'"
@@ -114,11 +114,11 @@ class LeRobotConfig(Interface):
                 f"the images have different shapes {sorted(sizes)}, but cameras of an environment have the same shape"
             )
         if self.n_action_steps > self.horizon_length - self.first_executed:
-            most = self.horizon_length - self.first_executed
-            return f"n_action_steps={self.n_action_steps} exceeds the {most} actions of a chunk"
+            max_actions = self.horizon_length - self.first_executed
+            return f"n_action_steps={self.n_action_steps} exceeds the {max_actions} actions of a chunk"
         return None
 
-    def fitted(self, env: EnvSpec, executed: int) -> Self:
+    def fit_to(self, env: EnvSpec, executed: int) -> Self:
         """Return the config of a new model for an environment, with its cameras, state and actions.
 
         LeRobot's policies need two state inputs without images, so the state is split into two.
@@ -148,12 +148,12 @@ class LeRobotConfig(Interface):
         if env.state_dim != state:
             problems.append(
                 f"env '{env.name}' has a state of {env.state_dim} numbers, but the checkpoint needs "
-                f"{self.state_dim + self.environment_dim}{history}{_cure(steps, env)}"
+                f"{self.state_dim + self.environment_dim}{history}{_format_fix(steps, env)}"
             )
         if cameras > len(env.cameras.names):
             problems.append(
                 f"env '{env.name}' has {len(env.cameras.names)} cameras, but the checkpoint needs {len(self.cameras)}"
-                f"{history}{_cure(steps, env)}"
+                f"{history}{_format_fix(steps, env)}"
             )
         if self.cameras and env.cameras.size != self.image_size:
             height, width = self.image_size
@@ -170,15 +170,15 @@ class LeRobotConfig(Interface):
 
     def to_json(self, kind: str, raw: Mapping[str, Any]) -> bytes:
         """Return the contents of config.json for LeRobot: the values of this config, and all other keys of `raw`."""
-        mine = json.loads(self.model_dump_json())
-        kept = {key: value for key, value in raw.items() if key not in (RANDOM_INIT_KEY, "type")}
+        own_values = json.loads(self.model_dump_json())
+        other_values = {key: value for key, value in raw.items() if key not in (RANDOM_INIT_KEY, "type")}
         common = {"device": "cpu"} | dict.fromkeys(_UNSET, False)
         common |= dict.fromkeys(("repo_id", "private", "tags", "license", *_NO_DOWNLOAD))
-        head = {key: mine[key] for key in ("n_obs_steps", "input_features", "output_features")}
-        return json.dumps({"type": kind} | head | common | kept | mine, indent=4).encode()
+        head = {key: own_values[key] for key in ("n_obs_steps", "input_features", "output_features")}
+        return json.dumps({"type": kind} | head | common | other_values | own_values, indent=4).encode()
 
 
-def _cure(steps: int, env: EnvSpec) -> str:
+def _format_fix(steps: int, env: EnvSpec) -> str:
     if steps == env.history:
         return ". Choose another environment or checkpoint."
     return f". Set env.history={steps}, or for `embodyrl sft` data.history={steps}."
@@ -196,10 +196,10 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
     path = folder / CONFIG_FILE
     try:
         raw: dict[str, Any] = dict(read_json(path))
-        if (found := raw.get("type", kind)) != kind:
-            raise CheckpointError(f"{path} has policy type '{found}', not '{kind}'. Set model={found}.")
+        if (policy_type := raw.get("type", kind)) != kind:
+            raise CheckpointError(f"{path} has policy type '{policy_type}', not '{kind}'. Set model={policy_type}.")
         check_keys(raw, path, ignored=(*config.model_fields, *LEROBOT_FIELDS))
-        read = config.model_validate({key: value for key, value in raw.items() if value is not None})
+        parsed = config.model_validate({key: value for key, value in raw.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -211,12 +211,12 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
             f"{path} cannot be read ({error}). Set model.path to the folder of a LeRobot {kind} policy."
         ) from error
     # LeRobot executes the actions that the chunk contains.
-    contained = max(1, read.horizon_length - read.first_executed)
-    if contained < read.n_action_steps <= read.horizon_length:
-        read = read.model_copy(update={"n_action_steps": contained})
-    if RANDOM_INIT_KEY not in raw and (problem := read.wrong()):
+    available = max(1, parsed.horizon_length - parsed.first_executed)
+    if available < parsed.n_action_steps <= parsed.horizon_length:
+        parsed = parsed.model_copy(update={"n_action_steps": available})
+    if RANDOM_INIT_KEY not in raw and (problem := parsed.find_problem()):
         raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
-    return read, raw
+    return parsed, raw
 
 
 def require_fit(config: LeRobotConfig, env: EnvSpec) -> None:

@@ -14,7 +14,7 @@ from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
 from embodyrl.policies.vla.processors import order_problem
 from embodyrl.policies.vla.records import ChunkRecord
@@ -47,7 +47,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         """Return the number of input features of value heads and actors."""
 
     @abstractmethod
-    def chosen(self, cfg: S, config: C) -> int:
+    def num_actor_values(self, cfg: S, config: C) -> int:
         """Return the number of noise or latent values that the DSRL actor outputs per chunk."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         """Return the token layout of a sampled chunk."""
 
     @abstractmethod
-    def passes(self, cfg: S, config: C) -> int:
+    def num_passes(self, cfg: S, config: C) -> int:
         """Return the number of forward passes per chunk."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         try:
             folder = self.folder(cfg)
             config, _ = read_config(folder, self.kind, self.config)
-            if config.input_features and (problem := self._executing(cfg, config).wrong()):
+            if config.input_features and (problem := self._with_num_actions(cfg, config).find_problem()):
                 problems.append(f"model.num_action_chunks={cfg.num_action_chunks}: {problem}; lower it.")
             if not starts_random(folder) and not (folder / WEIGHTS_FILE).is_file():
                 problems.append(f"model.path: {folder} contains no {WEIGHTS_FILE}; download the weights too.")
@@ -131,7 +131,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         if (shape := self.steering(cfg, config)) is None:
             return spec
         shape.check(self.folder(cfg))
-        spec = steered(spec, shape, cfg.chosen_likelihood)
+        spec = add_steering(spec, shape, cfg.likelihood_name)
         layout = ChunkRecord(shape=chunk_shape(config), layout=shape.layout, per_action=1)
         return replace(spec, tokens_per_chunk=layout.tokens)
 
@@ -139,7 +139,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         """Return the number of parameters and of forward passes per chunk."""
         config, _ = self.plan(cfg, env)
         costs = PolicyCosts(
-            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.passes(cfg, config)
+            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.num_passes(cfg, config)
         )
         shape = self.steering(cfg, config)
         return costs if shape is None else steering_costs(costs, shape)
@@ -148,22 +148,22 @@ class LeRobotFactory(ABC, Generic[S, C]):
         """Return the input and output sizes of the actor on a frozen network; None: the network itself is trained."""
         if not cfg.steers:
             return None
-        return steering_shape(cfg, config, self.features(config), self.chosen(cfg, config))
+        return steering_shape(cfg, config, self.features(config), self.num_actor_values(cfg, config))
 
     def compare(self, cfg: S, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""
         config, _ = self.plan(cfg, env)
-        kept, _ = read_config(folder, self.kind, self.config)
+        saved_config, _ = read_config(folder, self.kind, self.config)
         # With temporal ensembling, one action of the environment is a whole chunk.
-        single = replace(env, action=replace(env.action, dim=config.action_dim))
-        if kept.input_features and (problems := kept.mismatches(single)):
+        single_env = replace(env, action=replace(env.action, dim=config.action_dim))
+        if saved_config.input_features and (problems := saved_config.mismatches(single_env)):
             raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
-        mine, saved = config.model_dump(), kept.model_dump()
-        differing = [key for key in mine if key not in _MAY_DIFFER and mine[key] != saved[key]]
-        wrong = [f"{key} is {saved[key]} (this run needs {mine[key]})" for key in differing]
-        if wrong:
+        expected, saved = config.model_dump(), saved_config.model_dump()
+        differing_keys = [key for key in expected if key not in _MAY_DIFFER and expected[key] != saved[key]]
+        mismatches = [f"{key} is {saved[key]} (this run needs {expected[key]})" for key in differing_keys]
+        if mismatches:
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {', '.join(wrong)}. Use the environment and "
+                f"{folder / CONFIG_FILE} does not match this run: {', '.join(mismatches)}. Use the environment and "
                 f"model.path of its "
                 "training."
             )
@@ -198,9 +198,9 @@ class LeRobotFactory(ABC, Generic[S, C]):
         folder = self.folder(cfg)
         config, raw = read_config(folder, self.kind, self.config)
         if not config.input_features:
-            config = config.fitted(env, cfg.num_action_chunks)
-        config = self._executing(cfg, config)
-        if problem := config.wrong():
+            config = config.fit_to(env, cfg.num_action_chunks)
+        config = self._with_num_actions(cfg, config)
+        if problem := config.find_problem():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}.")
         require_fit(config, env)
         last = slice((config.n_obs_steps - 1) * len(config.cameras), config.n_obs_steps * len(config.cameras))
@@ -209,5 +209,5 @@ class LeRobotFactory(ABC, Generic[S, C]):
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}")
         return config, raw
 
-    def _executing(self, cfg: S, config: C) -> LeRobotConfig:
+    def _with_num_actions(self, cfg: S, config: C) -> LeRobotConfig:
         return config.model_copy(update={"n_action_steps": cfg.num_action_chunks})

@@ -58,13 +58,13 @@ class LeRobotFiles:
 
     prefix: str
     """Prefix of the names of all weights: `model.` or `diffusion.`."""
-    small: dict[str, bytes]
+    config_files: dict[str, bytes]
     """Contents of files that are copied unchanged, by file name."""
     statistics: Statistics
     """Normalization statistics by feature and name (mean, std, min, max)."""
     eps: float = 1e-8
     """Minimum denominator in the normalizer."""
-    aside: dict[str, Tensor] = field(default_factory=dict)
+    old_statistics: dict[str, Tensor] = field(default_factory=dict)
     """Statistics that an older folder stores among the weights."""
     metadata: dict[str, str] | None = None
     compiled: Mapping[str, str] = field(default_factory=dict)
@@ -72,13 +72,13 @@ class LeRobotFiles:
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write weights, heads, config and processors into a folder."""
-        for name, content in self.small.items():
+        for name, content in self.config_files.items():
             (folder / name).write_bytes(content)
         state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
         heads = {key: tensor for key, tensor in state.items() if key.startswith(HEADS)}
         weights = {self.prefix + key.removeprefix(NETWORK): t for key, t in state.items() if key.startswith(NETWORK)}
         weights = {self.compiled.get(key, key): tensor for key, tensor in weights.items()}
-        save_file(self.aside | weights, folder / WEIGHTS_FILE, self.metadata)
+        save_file(self.old_statistics | weights, folder / WEIGHTS_FILE, self.metadata)
         if heads:
             save_file(heads, folder / HEADS_FILE)
 
@@ -88,25 +88,25 @@ class LeRobotFiles:
         Raises:
             CheckpointError: a file is missing or damaged, or weights are missing, surplus or of another shape.
         """
-        mine = module.state_dict()
+        current = module.state_dict()
         path = folder / WEIGHTS_FILE
-        stored = {_plain(key): t for key, t in read_tensors(path)[0].items() if not _OLD.fullmatch(key)}
-        found = {
+        stored = {_remove_compile_prefix(key): t for key, t in read_tensors(path)[0].items() if not _OLD.fullmatch(key)}
+        loaded = {
             NETWORK + key.removeprefix(self.prefix) if key.startswith(self.prefix) else key: tensor
             for key, tensor in stored.items()
         }
-        network = {key: tensor for key, tensor in mine.items() if key.startswith(NETWORK)}
-        check_weights(network, found, path, fix=_FIX)
-        if (beside := folder / HEADS_FILE).is_file():
-            heads, own = read_tensors(beside)[0], {k: t for k, t in mine.items() if k.startswith(HEADS)}
-            check_weights(own, heads, beside, may_lack=HEADS, may_hold=HEADS, fix=_FIX)
-            found |= heads
+        network = {key: tensor for key, tensor in current.items() if key.startswith(NETWORK)}
+        check_weights(network, loaded, path, fix=_FIX)
+        if (heads_file := folder / HEADS_FILE).is_file():
+            heads, head_weights = read_tensors(heads_file)[0], {k: t for k, t in current.items() if k.startswith(HEADS)}
+            check_weights(head_weights, heads, heads_file, may_lack=HEADS, may_hold=HEADS, fix=_FIX)
+            loaded |= heads
         with torch.no_grad():
-            for key in mine.keys() & found.keys():
-                mine[key].copy_(found[key])
+            for key in current.keys() & loaded.keys():
+                current[key].copy_(loaded[key])
 
 
-def _plain(key: str) -> str:
+def _remove_compile_prefix(key: str) -> str:
     """Return the name of a weight without the prefix that torch.compile adds."""
     return key.replace("._orig_mod.", ".")
 
@@ -142,48 +142,50 @@ def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, cfg:
         CheckpointError: a file is damaged or lacks statistics, or a processor is not supported.
     """
     raw = read_config(folder, kind, type(config))[1]
-    small = {path.name: read_side_file(path) for path in _small_files(folder)}
-    fresh = RANDOM_INIT_KEY in raw
-    statistics, eps = _processor_statistics(folder, small, config, mapped=cfg.cameras is not None)
-    own, weights = folder / STATISTICS_FILE, folder / WEIGHTS_FILE
-    aside: dict[str, Tensor] = {}
+    config_files = {path.name: read_side_file(path) for path in _list_config_files(folder)}
+    random_init = RANDOM_INIT_KEY in raw
+    statistics, eps = _read_processor_statistics(folder, config_files, config, mapped=cfg.cameras is not None)
+    sft_file, weights = folder / STATISTICS_FILE, folder / WEIGHTS_FILE
+    old_statistics: dict[str, Tensor] = {}
     compiled: dict[str, str] = {}
     metadata = None
-    if not fresh and weights.is_file():
-        aside, metadata = read_tensors(weights, _OLD)
-        compiled = {_plain(key): key for key in read_tensors(weights, _COMPILED)[0]}
-        if not statistics and aside and not own.is_file():
-            statistics = _old_statistics(aside, config, weights, cfg.unnorm_key)
-    if not fresh and json.loads(small[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:
-        small[CONFIG_FILE] = json.dumps(dict(raw) | {"n_action_steps": config.n_action_steps}, indent=4).encode()
-    if own.is_file():
-        statistics, aside = dict(statistics) | _own_statistics(own, config), {}
-        small |= _processors(config, statistics, eps)
-    if fresh:
-        statistics = _image_statistics(config) | dict(statistics)
-        small = {CONFIG_FILE: config.to_json(kind, raw), **_processors(config, statistics, eps)}
-    return LeRobotFiles(prefix, small, statistics, eps, aside, metadata, compiled)
+    if not random_init and weights.is_file():
+        old_statistics, metadata = read_tensors(weights, _OLD)
+        compiled = {_remove_compile_prefix(key): key for key in read_tensors(weights, _COMPILED)[0]}
+        if not statistics and old_statistics and not sft_file.is_file():
+            statistics = _select_old_statistics(old_statistics, config, weights, cfg.unnorm_key)
+    if not random_init and json.loads(config_files[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:
+        config_files[CONFIG_FILE] = json.dumps(dict(raw) | {"n_action_steps": config.n_action_steps}, indent=4).encode()
+    if sft_file.is_file():
+        statistics, old_statistics = dict(statistics) | _read_sft_statistics(sft_file, config), {}
+        config_files |= _build_processor_files(config, statistics, eps)
+    if random_init:
+        statistics = _get_image_statistics(config) | dict(statistics)
+        config_files = {CONFIG_FILE: config.to_json(kind, raw), **_build_processor_files(config, statistics, eps)}
+    return LeRobotFiles(prefix, config_files, statistics, eps, old_statistics, metadata, compiled)
 
 
-def _small_files(folder: Path) -> Iterator[Path]:
+def _list_config_files(folder: Path) -> Iterator[Path]:
     for name in (CONFIG_FILE, f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json", "train_config.json"):
         if (folder / name).is_file():
             yield folder / name
     yield from sorted(folder.glob("policy_*processor*.safetensors"))
 
 
-def _processor_statistics(
-    folder: Path, small: Mapping[str, bytes], config: LeRobotConfig, *, mapped: bool
+def _read_processor_statistics(
+    folder: Path, config_files: Mapping[str, bytes], config: LeRobotConfig, *, mapped: bool
 ) -> tuple[Statistics, float]:
     """Return the statistics of the preprocessor's normalizer, and its eps."""
     features = config.input_features | config.output_features
     modes = {name: config.normalization_mapping.get(row.type, Normalization.IDENTITY) for name, row in features.items()}
-    found = read_processors(folder, small, modes, mapped=mapped)
-    rows = found.statistics.items()
-    return {name: {key: torch.from_numpy(row) for key, row in part.items()} for name, part in rows}, found.eps
+    processors = read_processors(folder, config_files, modes, mapped=mapped)
+    rows = processors.statistics.items()
+    return {name: {key: torch.from_numpy(row) for key, row in part.items()} for name, part in rows}, processors.eps
 
 
-def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None) -> Statistics:
+def _select_old_statistics(
+    old_statistics: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None
+) -> Statistics:
     """Return the statistics of one robot from the weights of an older folder.
 
     Raises:
@@ -191,7 +193,7 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
     """
     names = {name.replace(".", "_"): name for name in config.input_features | config.output_features}
     robots: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in aside.items():
+    for key, tensor in old_statistics.items():
         match = _OLD.fullmatch(key)
         assert match is not None
         owner, part, name = (match[group] or match[f"{group}2"] for group in ("robot", "part", "name"))
@@ -207,33 +209,33 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
     return robots[find_data_set(robot, robots, where)]
 
 
-def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
+def _read_sft_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
     """Return the statistics written by `embodyrl sft`, by feature.
 
     With an observation history, the statistics of the last step are returned.
     """
     rows = {part: n | dict(zip(CLIP, data_range(n), strict=True)) for part, n in own_statistics(path).items()}
-    found: dict[str, Mapping[str, Tensor]] = {ACTION: _tensors(rows["action"], slice(-config.action_dim, None))}
+    statistics: dict[str, Mapping[str, Tensor]] = {ACTION: _to_tensors(rows["action"], slice(-config.action_dim, None))}
     if "proprio" in rows:
-        state, both = config.state_dim, config.state_dim + config.environment_dim
+        state, num_states = config.state_dim, config.state_dim + config.environment_dim
         if state:
-            found[STATE] = _tensors(rows["proprio"], slice(-both, -both + state or None))
-        if both > state:
-            found[config.environment_name] = _tensors(rows["proprio"], slice(state - both, None))
-    return found
+            statistics[STATE] = _to_tensors(rows["proprio"], slice(-num_states, -num_states + state or None))
+        if num_states > state:
+            statistics[config.environment_name] = _to_tensors(rows["proprio"], slice(state - num_states, None))
+    return statistics
 
 
-def _tensors(rows: Mapping[str, Any], part: slice) -> dict[str, Tensor]:
+def _to_tensors(rows: Mapping[str, Any], part: slice) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.asarray(row, np.float32)[part].copy()) for name, row in rows.items()}
 
 
-def _image_statistics(config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
+def _get_image_statistics(config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
     mean, std = (torch.tensor(row)[:, None, None] for row in (IMAGE_MEAN, IMAGE_STD))
-    ends = {"min": torch.zeros(3, 1, 1), "max": torch.ones(3, 1, 1)}
-    return {name: {"mean": mean, "std": std, **ends} for name in config.cameras}
+    limits = {"min": torch.zeros(3, 1, 1), "max": torch.ones(3, 1, 1)}
+    return {name: {"mean": mean, "std": std, **limits} for name in config.cameras}
 
 
-def _processors(config: LeRobotConfig, statistics: Statistics, eps: float) -> dict[str, bytes]:
+def _build_processor_files(config: LeRobotConfig, statistics: Statistics, eps: float) -> dict[str, bytes]:
     """Return the files of the preprocessor and the postprocessor in LeRobot's format."""
     inputs, outputs = (
         {name: feature.model_dump(mode="json") for name, feature in features.items()}
@@ -242,7 +244,7 @@ def _processors(config: LeRobotConfig, statistics: Statistics, eps: float) -> di
     modes = {kind: str(mode) for kind, mode in config.normalization_mapping.items()}
     device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
 
-    def scale(kind: str, index: int, name: str, features: dict[str, Any]) -> dict[str, Any]:
+    def build_step(kind: str, index: int, name: str, features: dict[str, Any]) -> dict[str, Any]:
         return {
             "registry_name": kind,
             "config": {"eps": eps, "features": features, "norm_map": modes},
@@ -253,9 +255,9 @@ def _processors(config: LeRobotConfig, statistics: Statistics, eps: float) -> di
         {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
         {"registry_name": "to_batch_processor", "config": {}},
         device,
-        scale("normalizer_processor", 3, PREPROCESSOR, inputs | outputs),
+        build_step("normalizer_processor", 3, PREPROCESSOR, inputs | outputs),
     ]
-    after = [scale("unnormalizer_processor", 0, POSTPROCESSOR, outputs), device]
+    after = [build_step("unnormalizer_processor", 0, POSTPROCESSOR, outputs), device]
     flat = {
         f"{feature}.{name}": t.clone().contiguous() for feature, row in statistics.items() for name, t in row.items()
     }

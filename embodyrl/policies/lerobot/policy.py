@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
-from embodyrl.policies.lerobot.units import Inputs, Units
+from embodyrl.policies.lerobot.units import Inputs, Normalizer
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import HeadedModule, Seen, Steered, executed
+from embodyrl.policies.steering.actor import FrozenOutputs, HeadedModule, SteeredPolicy, apply_corrections
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
-from embodyrl.policies.vla.sampling import SampledChunks, seeds_of, spread, varying
+from embodyrl.policies.vla.sampling import SampledChunks, get_seeds, get_varying_dimensions, pad_per_action
 from embodyrl.types import (
     BoolArray,
     FloatArray,
@@ -38,7 +38,7 @@ class LeRobotModule(HeadedModule):
     """Module with all parameters: the network, the normalization statistics, and heads added by RL."""
 
     def __init__(
-        self, network: nn.Module, units: Units, features: int, value_dim: int, steering: SteeringShape | None
+        self, network: nn.Module, units: Normalizer, features: int, value_dim: int, steering: SteeringShape | None
     ) -> None:
         super().__init__(network)
         self.units = units
@@ -47,13 +47,13 @@ class LeRobotModule(HeadedModule):
             self.add_actor(steering)
 
 
-class Read(NamedTuple):
+class EncodedObservations(NamedTuple):
     """Encoding of B observations, shared by all chunks that are sampled for the same observation."""
 
     pooled: Tensor
     """[B, F] input of value heads and actors."""
     model: Any
-    """Encoded observations of the subclass, passed to `_greedy` and `_sample`."""
+    """Encoded observations of the subclass, passed to `_compute_greedy_actions` and `_sample`."""
 
 
 class LeRobotPolicy(ABC):
@@ -77,9 +77,9 @@ class LeRobotPolicy(ABC):
     ) -> None:
         self.spec = spec
         self._cfg, self._config, self._files, self._shape = cfg, config, files, chunk_shape(config)
-        self._temperature, self._turned = request.temperature, request.env.cameras.rotation_deg == 180
+        self._temperature, self._rotates_images = request.temperature, request.env.cameras.rotation_deg == 180
         self._device = torch.device(request.device)
-        module.units.fill(files.statistics, cfg.path)
+        module.units.set_statistics(files.statistics, cfg.path)
         self._module = module.to(self._device).requires_grad_(request.trainable)
         if module.steering_actor is not None:
             # Features of a frozen network can be stored in the replay buffer.
@@ -88,22 +88,22 @@ class LeRobotPolicy(ABC):
         # Dropout and random crops are active only in `imitate`.
         self.module: nn.Module = module.eval()
         self._by_dimension = module.steering_actor is None
-        self._count_dimensions()
+        self._update_scored_dimensions()
 
     @abstractmethod
-    def _read(self, obs: Observation) -> Read:
+    def _encode(self, obs: Observation) -> EncodedObservations:
         """Encode observations, with gradients."""
 
     @abstractmethod
-    def _greedy(self, obs: Observation, read: Read) -> Tensor:
+    def _compute_greedy_actions(self, obs: Observation, encoding: EncodedObservations) -> Tensor:
         """Return the greedy executed actions [B, K, A]."""
 
     @abstractmethod
-    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> SampledChunks:
+    def _sample(self, encoding: EncodedObservations, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample executed actions [B, K, A]."""
 
     @abstractmethod
-    def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
+    def _score(self, encoding: EncodedObservations, tokens: IntArray) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens from `_sample`, with gradients."""
 
     @abstractmethod
@@ -117,31 +117,33 @@ class LeRobotPolicy(ABC):
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a chunk for each observation (see `Policy.act`). Greedy chunks have zero tokens."""
-        read = self._read(obs)
+        encoding = self._encode(obs)
         if noise is None:
-            chosen = SampledChunks.greedily(self._greedy(obs, read))
+            sampled = SampledChunks.from_greedy(self._compute_greedy_actions(obs, encoding))
         else:
-            chosen = self._sample(read, seeds_of(noise), temperature or self._temperature)
+            sampled = self._sample(encoding, get_seeds(noise), temperature or self._temperature)
         tokens, logprob = SampledChunks(
-            state=chosen.state, tokens=chosen.tokens, logprob=self._counted(chosen.logprob)
-        ).kept(self.spec)
+            state=sampled.state, tokens=sampled.tokens, logprob=self._select_varying_dimensions(sampled.logprob)
+        ).pad_to_spec(self.spec)
         return PolicyOutput(
-            actions=self._to_actions(chosen.state),
+            actions=self._to_actions(sampled.state),
             tokens=tokens,
             logprob=logprob,
-            value=self._value(read).cpu().numpy(),
+            value=self._value(encoding).cpu().numpy(),
         )
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        return self._value(self._read(obs)).cpu().numpy()
+        return self._value(self._encode(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
-        read = self._read(obs)
-        logprob, entropy = (spread(self._counted(part), self.spec) for part in self._score(read, tokens))
-        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(read))
+        encoding = self._encode(obs)
+        logprob, entropy = (
+            pad_per_action(self._select_varying_dimensions(part), self.spec) for part in self._score(encoding, tokens)
+        )
+        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(encoding))
 
     def save(self, folder: Path) -> None:
         """Write the policy in LeRobot's layout, and RL heads in a separate file."""
@@ -152,13 +154,13 @@ class LeRobotPolicy(ABC):
         self._files.load(self._module, folder)
         if (folder / CONFIG_FILE).is_file():
             self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg)
-            self._module.units.fill(self._files.statistics, folder)
-            self._count_dimensions()
+            self._module.units.set_statistics(self._files.statistics, folder)
+            self._update_scored_dimensions()
 
-    def _value(self, read: Read) -> Tensor:
+    def _value(self, encoding: EncodedObservations) -> Tensor:
         """Return value estimates [B, V] from detached features, so that the critic does not train the network."""
         head = self._module.value_head
-        pooled = read.pooled.detach()
+        pooled = encoding.pooled.detach()
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
 
     def _inputs(self, obs: Observation) -> Inputs:
@@ -169,17 +171,17 @@ class LeRobotPolicy(ABC):
         images = None
         if config.cameras:
             frames = obs.images[:, : steps * len(config.cameras)]
-            frames = frames[:, :, ::-1, ::-1] if self._turned else frames
+            frames = frames[:, :, ::-1, ::-1] if self._rotates_images else frames
             pixels = on_device(np.ascontiguousarray(frames), self._device).permute(0, 1, 4, 2, 3)
             images = pixels.float().div(255.0).unflatten(1, (steps, -1))
-        return self._module.units.inputs(
+        return self._module.units.normalize_inputs(
             numbers[:, :, :state_dim] if state_dim else None,
             numbers[:, :, state_dim : state_dim + environment_dim] if environment_dim else None,
             images,
             config.cameras,
         )
 
-    def _executed(self, chunk: Tensor) -> Tensor:
+    def _select_executed(self, chunk: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] of chunks [B, H, A]."""
         first = self._config.first_executed
         return chunk[:, first : first + self._shape.executed]
@@ -191,14 +193,16 @@ class LeRobotPolicy(ABC):
         rows = on_device(np.ascontiguousarray(actions, np.float32), self._device)
         return self._module.units.normalize(ACTION, rows)
 
-    def _counted(self, per_number: Tensor) -> Tensor:
+    def _select_varying_dimensions(self, per_number: Tensor) -> Tensor:
         """Select the log-probabilities [B, K, A] of action dimensions that are not constant in the data."""
         return per_number[..., self._varying] if per_number.shape[2] == self._config.action_dim else per_number
 
-    def _count_dimensions(self) -> None:
+    def _update_scored_dimensions(self) -> None:
         """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
         varies = self._module.units.varies()
-        self._varying = np.arange(self._config.action_dim) if varies is None else varying(varies.cpu().numpy())
+        self._varying = (
+            np.arange(self._config.action_dim) if varies is None else get_varying_dimensions(varies.cpu().numpy())
+        )
         if self._by_dimension:
             self.spec = replace(self.spec, scored=len(self._varying))
 
@@ -222,47 +226,57 @@ def build_policy(
     files = read_files(folder, config, spec.name, policy.prefix, cfg)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
-        units = Units(config, files.eps)
+        units = Normalizer(config, files.eps)
         module = LeRobotModule(pkgutil.resolve_name(network)(config), units, features, request.value_dim, steering)
     return policy(spec, cfg, config, module, files, request)
 
 
-class SteeredLeRobot(Steered, LeRobotPolicy):
+class SteeredLeRobotPolicy(SteeredPolicy, LeRobotPolicy):
     """Base class of policies with a frozen network and an actor; implements `SoftActor`."""
 
-    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
+    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         return self._from_actions(actions)
 
 
-class Started(SteeredLeRobot):
+class NoiseSteeredLeRobotPolicy(SteeredLeRobotPolicy):
     """DSRL policy (arXiv 2506.15799): the actor chooses the initial noise or latent of the network."""
 
-    def _see(self, obs: Observation) -> Seen:
+    def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
         with torch.no_grad():
-            read = self._read(obs)
-        return Seen(read.pooled, self._value(read), read)
+            encoding = self._encode(obs)
+        return FrozenOutputs(encoding.pooled, self._value(encoding), encoding)
 
     @abstractmethod
-    def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
+    def _from_choice(self, encoding: EncodedObservations, choice: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] for outputs [B, n] of the actor."""
 
     def _execute(
-        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+        self,
+        obs: Observation,
+        frozen_outputs: FrozenOutputs,
+        choice: Tensor,
+        seeds: IntArray | None,
+        temperature: float,
     ) -> FloatArray:
-        chosen = self._actor.shape.bound * choice.tanh().flatten(1)
-        return self._to_actions(self._from_choice(seen.model, chosen))
+        actor_output = self._actor.shape.bound * choice.tanh().flatten(1)
+        return self._to_actions(self._from_choice(frozen_outputs.model, actor_output))
 
 
-class Corrected(SteeredLeRobot):
+class ResidualLeRobotPolicy(SteeredLeRobotPolicy):
     """Residual policy (arXiv 2407.16677, 2412.13630): the actor corrects the greedy chunk of the network."""
 
-    def _see(self, obs: Observation) -> Seen:
+    def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
         with torch.no_grad():
-            read = self._read(obs)
-            features = torch.cat([read.pooled, self._greedy(obs, read).flatten(1)], 1)
-        return Seen(features, self._value(read), read)
+            encoding = self._encode(obs)
+            features = torch.cat([encoding.pooled, self._compute_greedy_actions(obs, encoding).flatten(1)], 1)
+        return FrozenOutputs(features, self._value(encoding), encoding)
 
     def _execute(
-        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+        self,
+        obs: Observation,
+        frozen_outputs: FrozenOutputs,
+        choice: Tensor,
+        seeds: IntArray | None,
+        temperature: float,
     ) -> FloatArray:
-        return self._to_actions(executed(seen.features, choice.tanh().flatten(1), self._actor.shape))
+        return self._to_actions(apply_corrections(frozen_outputs.features, choice.tanh().flatten(1), self._actor.shape))

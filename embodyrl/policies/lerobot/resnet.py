@@ -104,20 +104,20 @@ def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict
     for index, (blocks, width) in enumerate(zip(DEPTHS[name], WIDTHS, strict=True)):
         layer: list[nn.Module] = []
         for block in range(blocks):
-            spread = dilated and index == 3
-            stride = 2 if block == 0 and index and not spread else 1
+            dilates = dilated and index == 3
+            stride = 2 if block == 0 and index and not dilates else 1
             if name in PLAIN:
                 layer.append(PlainBlock(inputs, width, stride, norm))
                 inputs = width
             else:
-                layer.append(Bottleneck(inputs, width, stride, norm, 2 if spread and block else 1))
+                layer.append(Bottleneck(inputs, width, stride, norm, 2 if dilates and block else 1))
                 inputs = EXPANSION * width
         parts[f"layer{index + 1}"] = nn.Sequential(*layer)
     for module in chain.from_iterable(part.modules() for part in parts.values()):
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         for last in ("bn3", "bn2"):
-            if isinstance(norm_of := getattr(module, last, None), FrozenBatchNorm):
-                norm_of.weight.fill_(START_SCALE)
+            if isinstance(norm_layer := getattr(module, last, None), FrozenBatchNorm):
+                norm_layer.weight.fill_(START_SCALE)
                 break
     return parts

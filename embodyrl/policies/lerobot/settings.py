@@ -38,11 +38,11 @@ def chunk_shape(config: LeRobotConfig) -> ChunkShape:
     return ChunkShape(horizon=config.horizon_length, width=width, executed=config.n_action_steps, action_dim=width)
 
 
-def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, chosen: int) -> SteeringShape:
+def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, num_actor_values: int) -> SteeringShape:
     """Return the input and output sizes of the actor on a frozen model with `features` inputs.
 
-    `chosen`: number of values that the DSRL actor chooses per chunk.
+    `num_actor_values`: number of values that the DSRL actor chooses per chunk.
     """
     if cfg.corrects:
-        return SteeringShape.correcting(cfg, features, config.action_dim)
-    return SteeringShape.selecting(features, chosen, actions=config.n_action_steps, bound=cfg.noise_bound)
+        return SteeringShape.for_residual(cfg, features, config.action_dim)
+    return SteeringShape.for_noise(features, num_actor_values, actions=config.n_action_steps, bound=cfg.noise_bound)

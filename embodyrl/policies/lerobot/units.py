@@ -36,7 +36,7 @@ class Inputs:
     """[B, T, C, 3, H, W] images."""
 
 
-class Units(nn.Module):
+class Normalizer(nn.Module):
     """Normalization of each feature by its type. Statistics are buffers, so that they are saved with the weights.
 
     A feature without statistics is unchanged.
@@ -56,41 +56,43 @@ class Units(nn.Module):
             unclipped = torch.finfo(torch.float32).max
             values = {"first": low, "second": 1.0, "low": -unclipped, "high": unclipped}
             for place, value in values.items():
-                self.register_buffer(_buffer(name, place), torch.full(shape, value))
+                self.register_buffer(_get_buffer_name(name, place), torch.full(shape, value))
 
-    def fill(self, statistics: Statistics, where: object) -> None:
+    def set_statistics(self, statistics: Statistics, where: object) -> None:
         """Set the statistics by feature and name.
 
         Raises:
             CheckpointError: a feature lacks the statistics of its kind of normalization.
         """
         for name, mode in self._modes.items():
-            if not (found := statistics.get(name)):
+            if not (feature_statistics := statistics.get(name)):
                 continue
-            if missing := [key for key in PAIRS[mode] if key not in found]:
+            if missing := [key for key in PAIRS[mode] if key not in feature_statistics]:
                 raise CheckpointError(
                     f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization needs. Train the "
                     "policy on a data set with these statistics, or download its processor files again."
                 )
-            used = {"first": PAIRS[mode][0], "second": PAIRS[mode][1]} | {key: key for key in CLIP if key in found}
-            for place, key in used.items():
-                mine, theirs = self.get_buffer(_buffer(name, place)), found[key].float()
-                if theirs.numel() != mine.numel() or not theirs.isfinite().all():
+            names_by_buffer = {"first": PAIRS[mode][0], "second": PAIRS[mode][1]} | {
+                key: key for key in CLIP if key in feature_statistics
+            }
+            for place, key in names_by_buffer.items():
+                buffer, new_value = self.get_buffer(_get_buffer_name(name, place)), feature_statistics[key].float()
+                if new_value.numel() != buffer.numel() or not new_value.isfinite().all():
                     raise CheckpointError(
-                        f"{where}: the statistics of {name} are not {mine.numel()} finite numbers. Download "
+                        f"{where}: the statistics of {name} are not {buffer.numel()} finite numbers. Download "
                         "the file again."
                     )
-                mine.copy_(theirs.view_as(mine))
+                buffer.copy_(new_value.view_as(buffer))
 
     def normalize(self, name: str, x: Tensor) -> Tensor:
         """Convert values of a feature to the network's units; statistics broadcast along the last dimensions."""
         if (mode := self._modes.get(name)) is None:
             return x
-        first, second = self._pair(name)
-        x = x.clamp(*(self.get_buffer(_buffer(name, place)) for place in CLIP))
+        first, second = self._get_pair(name)
+        x = x.clamp(*(self.get_buffer(_get_buffer_name(name, place)) for place in CLIP))
         if mode is Normalization.MEAN_STD:
             return (x - first) / (second + self._eps)
-        return 2 * (x - first) / self._span(first, second) - 1
+        return 2 * (x - first) / self._get_span(first, second) - 1
 
     def unnormalize(self, name: str, x: Tensor) -> Tensor:
         """Convert values of a feature from the network's units.
@@ -99,22 +101,22 @@ class Units(nn.Module):
         """
         if (mode := self._modes.get(name)) is None:
             return x
-        first, second = self._pair(name)
+        first, second = self._get_pair(name)
         if mode is Normalization.MEAN_STD:
             return x * second + first
         if mode is Normalization.MIN_MAX:
-            return (x + 1) / 2 * self._span(first, second) + first
-        return (x + 1.0) * self._span(first, second) / 2.0 + first
+            return (x + 1) / 2 * self._get_span(first, second) + first
+        return (x + 1.0) * self._get_span(first, second) / 2.0 + first
 
     def varies(self) -> Tensor | None:
         """Return [A]: 0 for action dimensions that are constant in the data, else 1; None: no dimension is constant."""
         if (mode := self._modes.get(ACTION)) is None:
             return None
-        first, second = self._pair(ACTION)
-        spread = second if mode is Normalization.MEAN_STD else second - first
-        return (spread.abs() > 1e-6).float()
+        first, second = self._get_pair(ACTION)
+        deviation = second if mode is Normalization.MEAN_STD else second - first
+        return (deviation.abs() > 1e-6).float()
 
-    def inputs(
+    def normalize_inputs(
         self, state: Tensor | None, environment: Tensor | None, images: Tensor | None, names: tuple[str, ...]
     ) -> Inputs:
         """Normalize observations; `names` are the cameras of `images` [B, T, C, 3, H, W], in 0..1."""
@@ -126,13 +128,13 @@ class Units(nn.Module):
             images=images,
         )
 
-    def _span(self, first: Tensor, second: Tensor) -> Tensor:
+    def _get_span(self, first: Tensor, second: Tensor) -> Tensor:
         span = second - first
         return span.masked_fill(span == 0, self._eps)
 
-    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.get_buffer(_buffer(name, "first")), self.get_buffer(_buffer(name, "second"))
+    def _get_pair(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.get_buffer(_get_buffer_name(name, "first")), self.get_buffer(_get_buffer_name(name, "second"))
 
 
-def _buffer(name: str, place: str) -> str:
+def _get_buffer_name(name: str, place: str) -> str:
     return f"{name.replace('.', '/')}/{place}"

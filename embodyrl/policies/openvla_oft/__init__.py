@@ -13,12 +13,12 @@ from embodyrl.policies.openvla_oft.settings import (
     OftSettings,
     OpenVlaSettings,
     as_oft,
-    correction_of,
+    get_residual_shape,
     record_of,
 )
 from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import CONFIG_FILE, find_missing_files
 from embodyrl.policies.vla.problems import find_env_problems
@@ -88,7 +88,7 @@ class OpenVlaOftFactory:
             return spec
         shape = _correction(cfg)
         shape.check(config.folder)
-        return steered(spec, shape, cfg.likelihood)
+        return add_steering(spec, shape, cfg.likelihood)
 
     def costs(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs from the checkpoint's JSON files."""
@@ -97,7 +97,7 @@ class OpenVlaOftFactory:
         costs = oft_costs(config, options)
         if not cfg.corrects:
             return costs
-        return steering_costs(costs, _correction(cfg), beside=value_parameters(config, options))
+        return steering_costs(costs, _correction(cfg), num_other_trained=value_parameters(config, options))
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of model and actor match a folder (see `PolicyFactory.compare`)."""
@@ -139,7 +139,7 @@ class OpenVlaOftFactory:
 
 
 def _correction(cfg: OftSettings) -> SteeringShape:
-    return correction_of(cfg, read_config(_folder(cfg)).llama.hidden_size)
+    return get_residual_shape(cfg, read_config(_folder(cfg)).llama.hidden_size)
 
 
 def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:

@@ -15,7 +15,7 @@ from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, noisy_h
 from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
 from embodyrl.policies.tensors import on_device, standard_normal
 from embodyrl.policies.vla.chains import Transition, Velocity
-from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, normals, seeds_of, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_seeds, normals, uniforms
 from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
@@ -35,7 +35,7 @@ class L1Gaussian:
         """Sample chunks [B, K, A] from uniform `noise` [B, L] (None: greedy); also return values [B, V]."""
         spread, value = self._spread(inputs, temperature)
         if noise is None:
-            return SampledChunks.greedily(spread.mean), value
+            return SampledChunks.from_greedy(spread.mean), value
         normal = standard_normal(on_device(noise, value.device)).view_as(spread.mean)
         actions = spread.mean + spread.std * normal
         bits = actions.flatten(1).cpu().numpy().view(np.int32).astype(np.int64)
@@ -84,16 +84,16 @@ class Diffusion:
         """Denoise sampled noise; greedy actions start from one constant noise for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
-            chosen = SampledChunks.greedily(self._denoised(inputs, prefix))
+            chosen = SampledChunks.from_greedy(self._denoised(inputs, prefix))
         else:
-            chosen = self._chain.sample(self._network(inputs, prefix), seeds_of(noise), device, temperature)
+            chosen = self._chain.sample(self._network(inputs, prefix), get_seeds(noise), device, temperature)
         return chosen, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the first denoising step, and the greedy actions."""
         prefix = self._model.prefix(inputs)
-        level = torch.full((len(prefix),), int(self._plain.levels[0]), device=prefix.device)
-        hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), level)
+        timestep = torch.full((len(prefix),), int(self._plain.timesteps[0]), device=prefix.device)
+        hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), timestep)
         return hidden, self._denoised(inputs, prefix)
 
     def _denoised(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
@@ -126,17 +126,17 @@ class Diffusion:
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
         device = inputs.prompt_ids.device
         noise = normals(rows, START, target.shape[1:], device)
-        level = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
-        noisy = self._plain.add_noise(on_device(target, device).float(), noise, level)
+        timestep = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
+        noisy = self._plain.add_noise(on_device(target, device).float(), noise, timestep)
         prefix = self._model.prefix(inputs)
-        error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, level), noise, reduction="none")
+        error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, timestep), noise, reduction="none")
         found = torch.full_like(noise, torch.nan) if trains else self._denoised(inputs, prefix)
         accuracy = agreement(found, target, self._tokenizer)
         return ImitationScores(loss=error.flatten(1).mean(1), accuracy=accuracy)
 
     def _network(self, inputs: ModelInputs, prefix: Tensor) -> Velocity:
-        def network(x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-            noise = predict_noise(self._model, inputs, prefix, x, level)
+        def network(x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
+            noise = predict_noise(self._model, inputs, prefix, x, timestep)
             return noise, noise
 
         return network
@@ -151,8 +151,8 @@ class Diffusion:
             return torch.zeros(count, 0, device=prefix.device)
         with torch.no_grad():
             middle = torch.zeros(count, self._cfg.num_action_chunks, self._cfg.action_dim, device=prefix.device)
-            level = torch.full((count,), TRAIN_STEPS - 1, device=prefix.device)
-            hidden = noisy_hidden(self._model, inputs, prefix, middle, level)[:, 0]
+            timestep = torch.full((count,), TRAIN_STEPS - 1, device=prefix.device)
+            hidden = noisy_hidden(self._model, inputs, prefix, middle, timestep)[:, 0]
         return head(hidden)
 
 

@@ -21,7 +21,7 @@ from embodyrl.policies.openvla_oft.heads import (
     time_embedding,
 )
 from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, Repeated, RmsNorm
-from embodyrl.policies.openvla_oft.settings import ActionHead, correction_of
+from embodyrl.policies.openvla_oft.settings import ActionHead, get_residual_shape
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 from embodyrl.policies.steering.actor import SteeringActor
 
@@ -237,7 +237,7 @@ class OpenVlaOft(nn.Module):
         width = self.language_model.lm_head.in_features
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            actor = SteeringActor(correction_of(self.options.cfg, width), gain=0.0)
+            actor = SteeringActor(get_residual_shape(self.options.cfg, width), gain=0.0)
         self.residual_actor = actor.to(self.language_model.lm_head.weight.device)
 
     def recompute_activations(self) -> None:

@@ -45,7 +45,7 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.adapter import find_adapter, given_adapter, lora_spec
 from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
-from embodyrl.policies.vla.sampling import spread
+from embodyrl.policies.vla.sampling import pad_per_action
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 
@@ -89,7 +89,7 @@ class OpenVlaOftPolicy:
         """
         with self._autocast:
             chosen, value = self._head.act(self._acting(obs), noise, temperature or self._temperature)
-        tokens, logprob = chosen.kept(self.spec)
+        tokens, logprob = chosen.pad_to_spec(self.spec)
         return PolicyOutput(
             actions=unnormalise(chosen.state.double().cpu().numpy(), self._bounds),
             tokens=tokens,
@@ -125,7 +125,9 @@ class OpenVlaOftPolicy:
         """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         with self._scoring:
             logprob, entropy, value = self._head.score(self._acting(obs), tokens, self._temperature)
-        return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=value)
+        return PolicyScores(
+            logprob=pad_per_action(logprob, self.spec), entropy=pad_per_action(entropy, self.spec), value=value
+        )
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Return tokens of actions (see `TokenPolicy.encode_actions`).

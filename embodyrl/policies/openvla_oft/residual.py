@@ -10,12 +10,12 @@ from embodyrl.errors import ConfigError
 from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions, normalise, unnormalise
 from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import Seen, Steered, SteeringActor
+from embodyrl.policies.steering.actor import FrozenOutputs, SteeredPolicy, SteeringActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
-class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
+class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
     """Residual policy on a frozen OpenVLA-OFT, with corrections up to `residual_scale` in normalised units.
 
     The model is built as for evaluation, so that its actions stay bit-identical while the actor is trained.
@@ -36,7 +36,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        return self._see(obs).value.cpu().numpy()
+        return self._run_frozen_model(obs).value.cpu().numpy()
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Raise an error, because the correction of an action depends on the observation.
@@ -46,21 +46,26 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         """
         raise ConfigError(f"{self._key} has no action tokens. Fix: remove model.likelihood.")
 
-    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
+    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)
 
-    def _see(self, obs: Observation) -> Seen:
+    def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
         """Return features: mean hidden state of the predictions, concatenated with the normalised greedy actions."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()
             exact = on_device(proposed.astype(np.float32), self._device).flatten(1)
             features = torch.cat([hidden.float().mean(1), exact], 1)
-        return Seen(features, self._model.value(hidden), proposed)
+        return FrozenOutputs(features, self._model.value(hidden), proposed)
 
     def _execute(
-        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+        self,
+        obs: Observation,
+        frozen_outputs: FrozenOutputs,
+        choice: Tensor,
+        seeds: IntArray | None,
+        temperature: float,
     ) -> FloatArray:
         # In float64, where a correction of 0 preserves every bit of a proposal.
         correction = self._actor.shape.bound * choice.tanh().double().cpu().numpy()
-        return unnormalise(seen.model + correction, self._bounds)
+        return unnormalise(frozen_outputs.model + correction, self._bounds)

@@ -103,10 +103,10 @@ def record_of(cfg: OftSettings) -> ChunkRecord:
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
     if cfg.corrects:
-        return ChunkRecord(shape=shape, layout=correction_of(cfg, 0).layout, per_action=1)
+        return ChunkRecord(shape=shape, layout=get_residual_shape(cfg, 0).layout, per_action=1)
     return ChunkRecord.chain(shape, cfg.num_diffusion_steps_inference - 1 if cfg.every_step else 1)
 
 
-def correction_of(cfg: OftSettings, hidden: int) -> SteeringShape:
+def get_residual_shape(cfg: OftSettings, hidden: int) -> SteeringShape:
     """Return the input and output sizes of the actor on a frozen model; `hidden`: width of the hidden states."""
-    return SteeringShape.correcting(cfg, hidden, cfg.action_dim)
+    return SteeringShape.for_residual(cfg, hidden, cfg.action_dim)

@@ -14,10 +14,10 @@ from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, SampledChunks, normals, seeds_of, spread
+from embodyrl.policies.vla.sampling import START, SampledChunks, get_seeds, normals, pad_per_action
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
-WITHIN = 1.0 - 1e-3
+MAX_CORRECTION = 1.0 - 1e-3
 """Maximum correction in SFT targets, as a fraction of the correction bound."""
 VALUE_WIDTHS = (256, 128)
 """Widths of the hidden layers of a value head."""
@@ -61,16 +61,16 @@ class SteeringActor(nn.Module):
 
     def score(self, features: Tensor, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of recorded samples, [B, K, 1] each."""
-        return self._score(self(features), self.kept(tokens, features.device), temperature)
+        return self._score(self(features), self.unpack_samples(tokens, features.device), temperature)
 
-    def kept(self, tokens: IntArray, device: torch.device) -> Tensor:
+    def unpack_samples(self, tokens: IntArray, device: torch.device) -> Tensor:
         """Unpack the samples [B, rows, n] from tokens."""
         return on_device(self.shape.layout.unpack(tokens)[1], device).unflatten(1, (self.shape.rows, -1))
 
     def _score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         pair = self.head.score(outputs, choice, temperature)
-        rest = (0, 0, 0, self.shape.actions - self.shape.rows)
-        logprob, entropy = (nn.functional.pad(part.sum(2, keepdim=True), rest) for part in pair)
+        padding = (0, 0, 0, self.shape.actions - self.shape.rows)
+        logprob, entropy = (nn.functional.pad(part.sum(2, keepdim=True), padding) for part in pair)
         return logprob, entropy
 
 
@@ -110,12 +110,12 @@ def proposal(features: Tensor, shape: SteeringShape) -> Tensor:
     return features[:, -shape.actions * shape.numbers :].unflatten(1, (-1, shape.numbers))
 
 
-def executed(features: Tensor, corrections: Tensor, shape: SteeringShape) -> Tensor:
+def apply_corrections(features: Tensor, corrections: Tensor, shape: SteeringShape) -> Tensor:
     """Return executed chunks [B, K, A] for features [B, F] and corrections [B, A or K A] relative to their bound."""
     return proposal(features, shape) + shape.bound * corrections.unflatten(1, (-1, shape.numbers))
 
 
-class CriticsOfExecuted(Critics):
+class ResidualCritics(Critics):
     """Critics of executed actions: the proposed actions in the features plus the corrections (arXiv 2412.13630)."""
 
     def __init__(self, count: int, shape: SteeringShape, generator: torch.Generator, *, layer_norm: bool) -> None:
@@ -125,10 +125,10 @@ class CriticsOfExecuted(Critics):
 
     def forward(self, features: Tensor, actions: Tensor) -> Tensor:
         """Return Q values [count, B] for features [B, F] and corrections [B, A or K A] as fractions of their bound."""
-        return super().forward(features, executed(features, actions, self._shape).flatten(1))
+        return super().forward(features, apply_corrections(features, actions, self._shape).flatten(1))
 
 
-class Seen(NamedTuple):
+class FrozenOutputs(NamedTuple):
     """Outputs of a frozen model for B observations."""
 
     features: Tensor
@@ -136,10 +136,10 @@ class Seen(NamedTuple):
     value: Tensor
     """[B, V] values, with gradients."""
     model: Any
-    """Encoded observations, passed to `Steered._execute`."""
+    """Encoded observations, passed to `SteeredPolicy._execute`."""
 
 
-class Steered(ABC):
+class SteeredPolicy(ABC):
     """Base class of policies with a frozen model and a trained actor; implements `SoftActor`."""
 
     spec: PolicySpec
@@ -157,11 +157,16 @@ class Steered(ABC):
         return actor
 
     @abstractmethod
-    def _see(self, obs: Observation) -> Seen: ...
+    def _run_frozen_model(self, obs: Observation) -> FrozenOutputs: ...
 
     @abstractmethod
     def _execute(
-        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+        self,
+        obs: Observation,
+        frozen_outputs: FrozenOutputs,
+        choice: Tensor,
+        seeds: IntArray | None,
+        temperature: float,
     ) -> FloatArray:
         """Convert unsquashed actor samples [B, rows, n] to actions [B, K, A]; without seeds, add no noise."""
 
@@ -171,21 +176,25 @@ class Steered(ABC):
 
         Greedy chunks use the Gaussian's mean and have zero tokens.
         """
-        seen, scale = self._see(obs), temperature or self._temperature
-        seeds = None if noise is None else seeds_of(noise)
+        frozen_outputs, scale = self._run_frozen_model(obs), temperature or self._temperature
+        seeds = None if noise is None else get_seeds(noise)
         if seeds is None:
-            chosen = SampledChunks.greedily(self._actor.greedy(seen.features))
+            sampled = SampledChunks.from_greedy(self._actor.greedy(frozen_outputs.features))
         else:
-            chosen = self._actor.sample(seen.features, seeds, scale)
-        tokens, logprob = chosen.kept(self.spec)
-        actions = self._execute(obs, seen, chosen.state, seeds, scale)
-        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=seen.value.cpu().numpy())
+            sampled = self._actor.sample(frozen_outputs.features, seeds, scale)
+        tokens, logprob = sampled.pad_to_spec(self.spec)
+        actions = self._execute(obs, frozen_outputs, sampled.state, seeds, scale)
+        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=frozen_outputs.value.cpu().numpy())
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of actor samples [B, L], with gradients of the actor only."""
-        seen = self._see(obs)
-        logprob, entropy = self._actor.score(seen.features, tokens, self._temperature)
-        return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=seen.value)
+        frozen_outputs = self._run_frozen_model(obs)
+        logprob, entropy = self._actor.score(frozen_outputs.features, tokens, self._temperature)
+        return PolicyScores(
+            logprob=pad_per_action(logprob, self.spec),
+            entropy=pad_per_action(entropy, self.spec),
+            value=frozen_outputs.value,
+        )
 
     def save(self, folder: Path) -> None:
         """Write the weights (see `Policy.save`) and the shape of the actor."""
@@ -194,10 +203,10 @@ class Steered(ABC):
 
     def features(self, obs: Observation) -> Tensor:
         """Return the inputs of actor and critics [B, F], without gradients."""
-        return self._see(obs).features
+        return self._run_frozen_model(obs).features
 
     @abstractmethod
-    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
+    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         """Return actions [B, K, A] in the frozen model's normalised units."""
 
     @property
@@ -217,7 +226,7 @@ class Steered(ABC):
 
     def chosen(self, tokens: IntArray) -> Tensor:
         """Return the noise or corrections that tokens contain, as fractions of the bound (see `SoftActor.chosen`)."""
-        rows, shape = self._actor.kept(tokens, self._device).tanh(), self._actor.shape
+        rows, shape = self._actor.unpack_samples(tokens, self._device).tanh(), self._actor.shape
         # Expanded as in demonstrations, whose actions are not repeated rows.
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
 
@@ -233,13 +242,13 @@ class Steered(ABC):
             raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Remove algorithm.demonstrations.")
         assert obs is not None, "the proposal depends on the observation"
         shape = self._actor.shape
-        return ((self._normalised(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
+        return ((self._normalise_actions(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Build critics with the sizes of the actor (see `SoftActor.build_critics`)."""
         shape, generator = self._actor.shape, torch.Generator().manual_seed(seed)
         if shape.proposes:
-            critics = CriticsOfExecuted(count, shape, generator, layer_norm=layer_norm)
+            critics = ResidualCritics(count, shape, generator, layer_norm=layer_norm)
         else:
             critics = Critics(count, (shape.features + shape.width, *WIDTHS), generator, layer_norm=layer_norm)
         return critics.to(self._device)
@@ -258,8 +267,8 @@ class Steered(ABC):
             raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Use model.likelihood=residual.")
         self.module.eval()  # dropout would change the proposal
         features = self.features(obs)
-        away = self._normalised(actions[:, : shape.actions], obs) - proposal(features, shape)
-        target = (away / shape.bound).clamp(-WITHIN, WITHIN)
+        correction = self._normalise_actions(actions[:, : shape.actions], obs) - proposal(features, shape)
+        target = (correction / shape.bound).clamp(-MAX_CORRECTION, MAX_CORRECTION)
         target = target.mean(1, keepdim=True) if shape.rows == 1 else target
         outputs = self._actor(features)
         logprob, _ = head.score(outputs, target.atanh(), 1.0)

@@ -34,15 +34,15 @@ class ResidualSettings(WeightSettings):
     @property
     def corrects(self) -> bool:
         """True if the model is frozen and its actions are corrected."""
-        return self.chosen_likelihood == "residual"
+        return self.likelihood_name == "residual"
 
     @property
     def steers(self) -> bool:
         """True if the model is frozen and an actor is trained."""
-        return self.chosen_likelihood in ("dsrl", "residual")
+        return self.likelihood_name in ("dsrl", "residual")
 
     @property
-    def chosen_likelihood(self) -> str:
+    def likelihood_name(self) -> str:
         """Value of the key `likelihood`, whose kinds depend on the model."""
         likelihood: Any = getattr(self, "likelihood")  # noqa: B009
         return str(likelihood)
@@ -52,7 +52,7 @@ class ResidualSettings(WeightSettings):
         yield from super().problems()
         if self.adapted and self.steers:
             yield (
-                f"model.is_lora=true: model.likelihood={self.chosen_likelihood} freezes the model including adapters; "
+                f"model.is_lora=true: model.likelihood={self.likelihood_name} freezes the model including adapters; "
                 "set it to false."
             )
 
@@ -75,7 +75,7 @@ class SteeringShape:
     """True if the last K * A features are proposed actions, to which the outputs are added as corrections."""
 
     @classmethod
-    def correcting(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":
+    def for_residual(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":
         """Return the actor's shape for corrections of A-dimensional actions; `hidden`: additional input features."""
         actions = cfg.num_action_chunks
         return cls(
@@ -88,7 +88,7 @@ class SteeringShape:
         )
 
     @classmethod
-    def selecting(cls, hidden: int, numbers: int, *, actions: int, bound: float) -> "SteeringShape":
+    def for_noise(cls, hidden: int, numbers: int, *, actions: int, bound: float) -> "SteeringShape":
         """Return the shape of a DSRL actor that outputs `numbers` values per chunk, used as noise or as a latent."""
         return cls(features=hidden, rows=1, numbers=numbers, actions=actions, bound=bound, proposes=False)
 
@@ -102,15 +102,17 @@ class SteeringShape:
         Raises:
             CheckpointError: the actor has other outputs; the message contains the difference.
         """
-        path, mine = folder / SHAPE_FILE, asdict(self)
-        saved = read_json(path) if path.is_file() else mine
-        wrong = [
-            f"{key} is {saved.get(key)} (this run needs {mine[key]})" for key in mine if saved.get(key) != mine[key]
+        path, expected = folder / SHAPE_FILE, asdict(self)
+        saved = read_json(path) if path.is_file() else expected
+        mismatches = [
+            f"{key} is {saved.get(key)} (this run needs {expected[key]})"
+            for key in expected
+            if saved.get(key) != expected[key]
         ]
-        if wrong and saved.get("proposes") == self.proposes:
+        if mismatches and saved.get("proposes") == self.proposes:
             keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
             raise CheckpointError(
-                f"{path} does not match this run: {', '.join(wrong)}. Set model.num_action_chunks, {keys} "
+                f"{path} does not match this run: {', '.join(mismatches)}. Set model.num_action_chunks, {keys} "
                 "to the values with which the checkpoint was trained."
             )
 
@@ -125,18 +127,21 @@ class SteeringShape:
         return TokenLayout(whole=1, floats=self.width)
 
 
-def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySpec:
+def add_steering(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySpec:
     """Return the spec of a policy with a frozen model and an actor."""
     steering = SteeringSpec(key=f"model.likelihood={likelihood}", corrects=shape.proposes)
     return replace(spec, differentiable=True, scored=1, steering=steering)
 
 
-def steering_costs(costs: PolicyCosts, shape: SteeringShape, *, beside: int = 0) -> PolicyCosts:
-    """Return the costs of a policy with a frozen model; `beside`: number of trained weights outside the actor."""
+def steering_costs(costs: PolicyCosts, shape: SteeringShape, *, num_other_trained: int = 0) -> PolicyCosts:
+    """Return the costs of a policy with a frozen model.
+
+    `num_other_trained`: number of trained weights outside the actor.
+    """
     actor = sum((a + 1) * b for a, b in pairwise((shape.features, *WIDTHS, 2 * shape.width)))
     return replace(
         costs,
         num_parameters=costs.num_parameters + actor,
-        num_trained=actor + beside,
+        num_trained=actor + num_other_trained,
         steering_features=shape.features,
     )

@@ -21,7 +21,7 @@ START, PLACE, PAIRS, TIMES, STEP = range(5)
 pairs (PAIRS, TIMES), and noise of step i (STEP + i)."""
 
 
-def seeds_of(noise: FloatArray) -> IntArray:
+def get_seeds(noise: FloatArray) -> IntArray:
     """Return a 48-bit seed for each row of random numbers [B, L >= 2] in [0, 1).
 
     The first two numbers of a row contribute 24 bits each.
@@ -31,7 +31,7 @@ def seeds_of(noise: FloatArray) -> IntArray:
     return bits[:, 0] << 24 | bits[:, 1]
 
 
-def seeds_of_observations(obs: Observation) -> IntArray:
+def get_observation_seeds(obs: Observation) -> IntArray:
     """Return seeds [B] that depend only on each observation, not on the batch or the process."""
     pairs = zip(obs.images, obs.state, strict=True)
     return np.array([zlib.crc32(image.tobytes() + state.tobytes()) for image, state in pairs], np.int64)
@@ -68,25 +68,25 @@ class SampledChunks:
     """[B, K, P] log-probabilities."""
 
     @classmethod
-    def greedily(cls, state: Tensor) -> Self:
+    def from_greedy(cls, state: Tensor) -> Self:
         """Create a `SampledChunks` from greedy chunks [B, H, D], with empty tokens and log-probabilities."""
-        nothing = torch.zeros(len(state), 1, 0, device=state.device)
-        return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=nothing)
+        empty = torch.zeros(len(state), 1, 0, device=state.device)
+        return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=empty)
 
-    def kept(self, spec: PolicySpec) -> tuple[IntArray, FloatArray]:
+    def pad_to_spec(self, spec: PolicySpec) -> tuple[IntArray, FloatArray]:
         """Return tokens and log-probabilities [B, L], padded with zeros."""
         tokens = np.zeros((len(self.tokens), spec.tokens_per_chunk), np.int64)
         tokens[:, : self.tokens.shape[1]] = self.tokens
-        return tokens, spread(self.logprob, spec).cpu().numpy()
+        return tokens, pad_per_action(self.logprob, spec).cpu().numpy()
 
 
-def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
+def pad_per_action(numbers: Tensor, spec: PolicySpec) -> Tensor:
     """Place the P values of each action [B, K, P] at the action's first P tokens: [B, L], padded with 0."""
-    share = spec.tokens_per_chunk // numbers.shape[1]
-    return torch.nn.functional.pad(numbers, (0, share - numbers.shape[2])).flatten(1)
+    tokens_per_action = spec.tokens_per_chunk // numbers.shape[1]
+    return torch.nn.functional.pad(numbers, (0, tokens_per_action - numbers.shape[2])).flatten(1)
 
 
-def varying(varies: FloatArray) -> IntArray:
+def get_varying_dimensions(varies: FloatArray) -> IntArray:
     """Return the indices of the action dimensions that vary in the data, or all indices if none varies.
 
     Noise has no effect on constant dimensions, so they have no log-probability.

@@ -14,7 +14,7 @@ from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, fl
 from embodyrl.policies.flow.policy import NoiseHead
 from embodyrl.policies.flow.settings import FlowSettings, Likelihood
 from embodyrl.policies.vla.records import ChunkShape, TokenLayout
-from embodyrl.policies.vla.sampling import START, STEP, normals, seeds_of, uniforms
+from embodyrl.policies.vla.sampling import START, STEP, get_seeds, normals, uniforms
 
 SHAPE = ChunkShape(horizon=6, width=5, executed=4, action_dim=3)
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def likelihood(field: Field, **keys: Any) -> ChainLikelihood | FpoLikelihood:
 
 
 def seeds(count: int) -> np.ndarray:
-    return seeds_of(np.random.default_rng(3).random((count, 4), dtype=np.float32))
+    return get_seeds(np.random.default_rng(3).random((count, 4), dtype=np.float32))
 
 
 @pytest.mark.parametrize("way", ["sde one, not the last", "cps one", "noise", "noise mean"])
@@ -263,7 +263,7 @@ def test_policy_gradient_moves_chunks_towards_reward(way):
     rewards = []
     for update in range(30):
         field.context = context.expand(64, -1, -1)
-        many = seeds_of(np.random.default_rng(update).random((64, 2), dtype=np.float32))
+        many = get_seeds(np.random.default_rng(update).random((64, 2), dtype=np.float32))
         with torch.no_grad():
             chosen = chances.sample(field.over(), many, CPU, 1.0)
         reward = -(chosen.state[:, :4, :3] - 1.0).square().mean((1, 2))

@@ -92,7 +92,9 @@ def test_statistics_in_older_weight_files_are_used_and_kept(robot, tmp_path):
         with pytest.raises(CheckpointError, match="several robots"):
             policy_of(folder)
     policy = policy_of(folder, unnorm_key=robot or None)
-    whole = policy._to_actions(policy._greedy(None, policy._read(observation(policy._config, data, "raw."))).detach())
+    whole = policy._to_actions(
+        policy._compute_greedy_actions(None, policy._encode(observation(policy._config, data, "raw."))).detach()
+    )
     assert np.abs(whole - data["eval.chunk_unnormalised"].numpy()[:, :1]).max() < 1e-4
     (tmp_path / "out").mkdir()
     policy.save(tmp_path / "out")

@@ -145,7 +145,7 @@ def test_act_embeddings_match_lerobot(cases, case):
 @within_rounding
 def test_act_chunks_match_lerobot(cases, case):
     policy, config, data = cases[case]
-    read = policy._read(observation(config, data, "raw."))
+    read = policy._encode(observation(config, data, "raw."))
     close(read.model[1], data["eval.encoder_out.0"], "encoder")
     chunk = policy.module.network.decode(*read.model).actions
     close(chunk, data["eval.chunk"], "chunk")
@@ -174,14 +174,14 @@ def test_diffusion_losses_and_gradients_match_lerobot(cases, case):
     network.train(meta(case)["train_mode"])
     target, level = policy._from_actions(data["raw.action"].numpy()), data["train.timesteps"]
     schedule = policy._schedule
-    assert torch.equal(schedule.shares, data["schedule.alphas_cumprod"])
+    assert torch.equal(schedule.alphas_cumprod, data["schedule.alphas_cumprod"])
     noisy = schedule.add_noise(target, data["train.eps"], level)
     close(noisy, data["train.noisy_actions"], "noisy")
     condition = network.condition(inputs)
     embedded = network.unet.diffusion_step_encoder(level)
     close(embedded, data["train.step_embedding.0"], "step")
     close(network.unet(noisy, level, condition), data["train.unet.0"], "unet")
-    elements = policy.elements(condition, target, data["train.eps"], level)
+    elements = policy.compute_errors(condition, target, data["train.eps"], level)
     mask = ~data["action_is_pad"][..., None] if config.do_mask_loss_for_padding else torch.ones(())
     close(elements * mask, data["train.loss_elements"], "elements")
     loss = (elements * mask).mean()
@@ -218,16 +218,16 @@ def test_diffusion_spatial_softmax_matches_lerobot(cases, case):
 @within_rounding
 def test_denoising_steps_match_lerobot(cases, case, sampler, steps):
     policy, config, data = cases[case]
-    condition = policy._read(observation(config, data, "raw.")).model
+    condition = policy._encode(observation(config, data, "raw.")).model
     close(condition, data["eval.global_cond"], "condition")
     name, schedule, x = f"sample.{sampler.lower()}{steps}", Schedule(config, steps, sampler), data["sample.noise"]
-    assert torch.equal(schedule.levels, data[f"{name}.timesteps"])
+    assert torch.equal(schedule.timesteps, data[f"{name}.timesteps"])
     if steps == 100:
         seed = int(meta(case)["ddpm_full_step_noise"].partition("(")[2].partition(")")[0])
         noise = torch.from_numpy(np.random.RandomState(seed).standard_normal((100, *x.shape)).astype(np.float32))
     else:
         noise = torch.cat([data.get(f"{name}.step_noise", torch.zeros(9, *x.shape)), torch.zeros(1, *x.shape)])
-    for index, number in enumerate(schedule.levels.tolist()):
+    for index, number in enumerate(schedule.timesteps.tolist()):
         level = torch.full((len(x),), number)
         step = schedule.step(x, policy.module.network.unet(x, level, condition), level)
         x = step.mean + step.std * noise[index]
@@ -245,14 +245,14 @@ def test_denoising_steps_match_lerobot(cases, case, sampler, steps):
 def test_history_chunks_match_the_lerobot_action_queue(cases, case):
     """One query per `n_action_steps` actions; the first observation fills the history."""
     policy, config, data = cases[case]
-    close(policy._executed(data["sample.ddim10.out"]), data["eval.chunk"], "chunk")
+    close(policy._select_executed(data["sample.ddim10.out"]), data["eval.chunk"], "chunk")
     every = config.n_action_steps
     for t in range(sum(name.endswith(".selected") for name in data)):
         if t % every == 0:
             history = [max(0, t - back) for back in reversed(range(config.n_obs_steps))]
-            condition = policy._read(observation(config, data, "", history)).model
+            condition = policy._encode(observation(config, data, "", history)).model
             unet = functools.partial(policy.module.network.unet, condition=condition)
-            rows = policy._executed(policy._schedule.denoise(unet, data["sample.noise"]))
+            rows = policy._select_executed(policy._schedule.denoise(unet, data["sample.noise"]))
         close(rows[:, t % every], data[f"episode.{t}.selected"], t)
 
 
@@ -281,7 +281,9 @@ def test_module_outputs_match_lerobot(cases, case, monkeypatch):
         loss = policy.loss(obs, target, data["action_is_pad"]).mean()
         close(loss[None], data["train.loss"][None], "loss")
     else:
-        policy.elements(network.condition(policy._inputs(obs)), target, data["train.eps"], data["train.timesteps"])
+        policy.compute_errors(
+            network.condition(policy._inputs(obs)), target, data["train.eps"], data["train.timesteps"]
+        )
         rows = torch.from_numpy(policy._to_actions(data["eval.chunk"]))
         close(rows, data["eval.chunk_unnormalised"], "actions")
     for hook in hooks:

@@ -98,11 +98,11 @@ def test_crops_are_random_in_training_and_centred_in_evaluation():
     encoder._crop, encoder._random = config.crop, config.crop_is_random
     images = torch.arange(9 * 11).float().view(1, 1, 9, 11).expand(2, 3, -1, -1)
     encoder.eval()
-    centre = encoder._cropped(images, 4, 6)
+    centre = encoder._crop_images(images, 4, 6)
     assert centre[0, 0, 0, 0] == images[0, 0, 2, 2], "half of 5 rows is rounded to the even number, as torchvision does"
     encoder.train()
     torch.manual_seed(0)
-    drawn = {float(encoder._cropped(images, 4, 6)[0, 0, 0, 0]) for _ in range(200)}
+    drawn = {float(encoder._crop_images(images, 4, 6)[0, 0, 0, 0]) for _ in range(200)}
     assert len(drawn) == 6 * 6
 
 
@@ -114,7 +114,7 @@ def test_noise_schedules_are_increasing(kind):
     assert (found.diff() >= -1e-7).all()
     if kind != "squaredcos_cap_v2":
         assert found[[0, -1]].tolist() == pytest.approx([1e-4, 0.02], rel=0.6)
-    assert Schedule(config, 10, "DDIM").levels.tolist() == list(range(90, -1, -10))
+    assert Schedule(config, 10, "DDIM").timesteps.tolist() == list(range(90, -1, -10))
 
 
 def with_history(tmp_path, **keys):
@@ -139,7 +139,7 @@ def test_actions_of_past_steps_are_not_imitated(tmp_path):
     rows = np.arange(3)
     level = torch.from_numpy((uniforms(rows, TIMES, 1)[:, 0] * policy._config.num_train_timesteps).astype(np.int64))
     noise = normals(rows, START, policy._size, torch.device("cpu"))
-    errors = policy.elements(policy._read(obs).model, target, noise, level)
+    errors = policy.compute_errors(policy._encode(obs).model, target, noise, level)
     assert (errors[:, 0] > 0).all()
     errors[:, 0] = 0
     torch.testing.assert_close(policy.imitate(obs, given).loss, errors.flatten(1).mean(1))

@@ -167,9 +167,9 @@ def test_dsrl_noise_is_the_initial_denoising_sample(repeated, tmp_path):
     assert chosen.shape == (3, 2 if repeated else 16)
     rows = 1.5 * (chosen[:, None].expand(-1, 8, -1) if repeated else chosen.view(3, 8, 2))
     with torch.no_grad():
-        unet = partial(policy.module.network.unet, condition=policy._read(obs).model)
+        unet = partial(policy.module.network.unet, condition=policy._encode(obs).model)
         chunk = policy._schedule.denoise(unet, rows)
-    assert np.abs(policy._to_actions(policy._executed(chunk)) - out.actions).max() < 1e-5
+    assert np.abs(policy._to_actions(policy._select_executed(chunk)) - out.actions).max() < 1e-5
     with pytest.raises(ConfigError, match="outputs noise"):
         policy.imitate(obs, out.actions)
 

@@ -15,7 +15,7 @@ from settings import model_of
 
 from embodyrl.envs.history import with_history
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, MissingDependencyError
-from embodyrl.policies.lerobot.process import FACTORY, views
+from embodyrl.policies.lerobot.process import FACTORY, find_camera_indices
 from embodyrl.policies.lerobot.process.checkpoint import read_checkpoint
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, Observation
@@ -83,12 +83,12 @@ def test_several_observed_steps_need_a_history(tmp_path):
 def test_cameras_are_found_by_name_or_by_order(tmp_path):
     saved = read_checkpoint(write_config(tmp_path, "wrist", "front"))
     env = table("front", "wrist")
-    assert views(settings(tmp_path), saved, env) == (1, 0)
-    assert views(settings(tmp_path, cameras=["front", "wrist"]), saved, env) == (0, 1)
+    assert find_camera_indices(settings(tmp_path), saved, env) == (1, 0)
+    assert find_camera_indices(settings(tmp_path, cameras=["front", "wrist"]), saved, env) == (0, 1)
     write_config(tmp_path, "image", "front")
     assert FACTORY.spec(settings(tmp_path, cameras=["wrist", "front"]), env, 0).inputs.num_images == 2
     saved = read_checkpoint(write_config(tmp_path, "top", "hand"))
-    assert views(settings(tmp_path), saved, env) == (0, 1)
+    assert find_camera_indices(settings(tmp_path), saved, env) == (0, 1)
 
 
 _NO_SHAPE = '{"type": "act", "output_features": {"action": {"type": "ACTION", "shape": []}}}'

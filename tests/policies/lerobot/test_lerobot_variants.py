@@ -43,7 +43,7 @@ def built(case, folder):
         if name.rpartition(".")[2] not in FIXED:
             tensor.copy_(torch.from_numpy(weight(policy.prefix + name, tuple(tensor.shape))))
     rows = {name: statistics(name, feature["shape"]) for name, feature in (inputs | action).items()}
-    policy.module.units.fill(
+    policy.module.units.set_statistics(
         {name: {key: torch.from_numpy(row) for key, row in parts.items()} for name, parts in rows.items()}, folder
     )
     return policy
@@ -87,20 +87,20 @@ def results(case, policy, dtype):
             patch.setattr(torch, "randn_like", lambda _: latent)
             loss = policy.loss(obs, target, padding).mean()
     else:
-        errors = policy.elements(network.condition(policy._inputs(obs)), target, noise, level)
+        errors = policy.compute_errors(network.condition(policy._inputs(obs)), target, noise, level)
         loss = (errors * ~(padding & config.do_mask_loss_for_padding)[..., None]).mean()
     loss.backward()
     norm = sum(w.grad.double().square().sum() for w in network.parameters() if w.grad is not None).sqrt()
-    read = policy._read(obs)
+    read = policy._encode(obs)
     with torch.no_grad():
-        rows = policy._greedy(obs, read) if kind == "act" else denoised(policy, read.model, noise)
+        rows = policy._compute_greedy_actions(obs, read) if kind == "act" else denoised(policy, read.model, noise)
     return [torch.from_numpy(policy._to_actions(rows)), loss.detach(), norm]
 
 
 def denoised(policy, condition, x):
     """Return the executed actions; step i adds the noise `step i`."""
-    for index, number in enumerate(policy._schedule.levels.tolist()):
+    for index, number in enumerate(policy._schedule.timesteps.tolist()):
         level = torch.full((len(x),), number)
         step = policy._schedule.step(x, policy.module.network.unet(x, level, condition), level)
         x = step.mean + step.std * torch.from_numpy(normals(f"step {index}", tuple(x.shape)))
-    return policy._executed(x)
+    return policy._select_executed(x)

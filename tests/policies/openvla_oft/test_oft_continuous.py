@@ -131,7 +131,7 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
     record, model, inputs = record_of(policy._cfg), policy.module, policy._inputs(obs)
     _, floats = record.layout.unpack(out.tokens)
     states = torch.from_numpy(floats).view(3, 1, 2, 7)
-    alphas, total = heads.ddim_schedule(3).shares.double(), torch.zeros(1, 2, 7, dtype=torch.float64)
+    alphas, total = heads.ddim_schedule(3).alphas_cumprod.double(), torch.zeros(1, 2, 7, dtype=torch.float64)
     prefix = model.prefix(inputs)
     for before, after, (level, lower) in ((states[0], states[1], (16, 0)), (states[1], states[2], (0, None))):
         with torch.no_grad():
@@ -143,7 +143,7 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
         total += torch.distributions.Normal(mean, std).log_prob(after.double())
     first = torch.from_numpy(out.logprob).view(1, 2, -1)[..., :7].double() - total
     # What is left is the first state and the step that leads to the first kept one.
-    assert heads.ddim_schedule(3).levels.tolist() == [32, 16, 0]
+    assert heads.ddim_schedule(3).timesteps.tolist() == [32, 16, 0]
     chain = policy._head._chain
     start = normals(out.tokens[:, 0], START, (2, 7), torch.device("cpu"))
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_diffusion_sft_loss_is_the_noise_prediction_error(make_policy, env_spec)
     target = np.random.default_rng(1).uniform(-1, 1, (3, 2, 7))
     noise = normals(rows, START, (2, 7), torch.device("cpu"))
     level = torch.from_numpy((uniforms(rows, TIMES, 1)[:, 0] * 50).astype(np.int64))
-    alpha = heads.ddim_schedule(4).shares[level][:, None, None]
+    alpha = heads.ddim_schedule(4).alphas_cumprod[level][:, None, None]
     with torch.no_grad():
         noisy = alpha.sqrt() * torch.from_numpy(target).float() + (1 - alpha).sqrt() * noise
         found = oft_model.predict_noise(model, inputs, model.prefix(inputs), noisy, level)

@@ -166,9 +166,9 @@ def official_diffusion_2img_proprio(policies, golden):
     policy = policies("diffusion", action_head="diffusion", trainable=False, **TWO_IMAGES)
     want, batch, module = golden("official_diffusion_2img_proprio"), two_images(golden), policy.module
     schedule = heads.ddim_schedule(10)
-    steps = schedule.levels.tolist()
+    steps = schedule.timesteps.tolist()
     assert steps == want["timesteps"].tolist()
-    golden.close(schedule.shares, want["alphas_cumprod"])
+    golden.close(schedule.alphas_cumprod, want["alphas_cumprod"])
     golden.close(heads.time_embedding(torch.tensor(steps), 16), want["time_embeddings"])
     prefix = module.prefix(batch)
     time = heads.time_embedding(torch.tensor(steps[:1]), 16)[None]

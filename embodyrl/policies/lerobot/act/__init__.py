@@ -55,8 +55,8 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         """Return the policy spec (see `LeRobotFactory.spec`)."""
         spec, (config, _) = super().spec(cfg, env, value_dim), self.plan(cfg, env)
         if cfg.temporal_ensemble:
-            averaged = "its chunks are averaged (model.temporal_ensemble)"
-            return replace(spec, action_dim=env.action.dim, takes_noise=False, untrainable=averaged)
+            reason = "its chunks are averaged (model.temporal_ensemble)"
+            return replace(spec, action_dim=env.action.dim, takes_noise=False, untrainable=reason)
         if (coeff := config.temporal_ensemble_coeff) is None:
             return spec
         warning = (
@@ -69,7 +69,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         """Return F, the width of the encoder output averaged over its tokens."""
         return config.dim_model
 
-    def chosen(self, cfg: ActSettings, config: ActConfig) -> int:
+    def num_actor_values(self, cfg: ActSettings, config: ActConfig) -> int:
         """Return the size of the latent, which the DSRL actor outputs."""
         return config.latent_dim
 
@@ -77,15 +77,15 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         """Return the token layout of a sampled chunk, which stores the executed actions."""
         return ChunkRecord.chain(chunk_shape(config), 0)
 
-    def passes(self, cfg: ActSettings, config: ActConfig) -> int:
+    def num_passes(self, cfg: ActSettings, config: ActConfig) -> int:
         """Return the number of forward passes per chunk."""
         return 1
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:
         """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""
-        from embodyrl.policies.lerobot.act.policy import ActPolicy, CorrectedAct, SteeredAct
+        from embodyrl.policies.lerobot.act.policy import ActPolicy, ResidualActPolicy, SteeredActPolicy
 
-        return ActPolicy if steering is None else CorrectedAct if steering.proposes else SteeredAct
+        return ActPolicy if steering is None else ResidualActPolicy if steering.proposes else SteeredActPolicy
 
 
 FACTORY = ActFactory()

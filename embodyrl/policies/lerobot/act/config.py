@@ -38,7 +38,7 @@ class ActConfig(LeRobotConfig):
         """H: number of actions per chunk."""
         return self.chunk_size
 
-    def wrong(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Return a description of the first config error, or None."""
         if self.n_obs_steps != 1:
             return f"n_obs_steps={self.n_obs_steps}, but ACT uses one observation step"
@@ -50,4 +50,4 @@ class ActConfig(LeRobotConfig):
             return f"replace_final_stride_with_dilation with {self.vision_backbone}, which does not support dilation"
         if self.feedforward_activation == "glu":
             return "feedforward_activation=glu is not supported"
-        return super().wrong()
+        return super().find_problem()

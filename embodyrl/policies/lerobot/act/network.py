@@ -16,7 +16,7 @@ from embodyrl.policies.lerobot.resnet_sizes import last_channels
 from embodyrl.policies.lerobot.units import Inputs
 
 TEMPERATURE = 10_000.0
-PLACE_EPS = 1e-6
+POSITION_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class Tokens:
 
     content: Tensor
     """[N - 1, B, D] token embeddings, without the latent token."""
-    places: Tensor
+    positions: Tensor
     """[N, 1, D] position embeddings, including that of the latent token."""
 
 
-class Decoded(NamedTuple):
+class DecoderOutput(NamedTuple):
     """Outputs of the decoder for one chunk per observation."""
 
     hidden: Tensor
@@ -69,7 +69,7 @@ class _FeedForward(nn.Module):
         """Map tokens [N, B, D] to the same shape."""
         return self.linear2(self.dropout(self._activate(self.linear1(x))))
 
-    def around(self, x: Tensor, index: int, inner: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply_residual(self, x: Tensor, index: int, inner: Callable[[Tensor], Tensor]) -> Tensor:
         """Return x + inner(x), with the norm before `inner` (pre-norm) or after the sum."""
         norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
         if self._pre_norm:
@@ -84,17 +84,19 @@ class EncoderLayer(_FeedForward):
         super().__init__(config, 2)
         self.self_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
 
-    def forward(self, x: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, padding: Tensor | None) -> Tensor:
         """Map tokens [N, B, D] to the same shape; `padding` [B, N] is True for ignored tokens.
 
         Positions are added to queries and keys.
         """
 
         def attend(tokens: Tensor) -> Tensor:
-            placed = tokens + places
-            return self.self_attn(placed, placed, tokens, key_padding_mask=padding, need_weights=False)[0]
+            tokens_with_positions = tokens + positions
+            return self.self_attn(
+                tokens_with_positions, tokens_with_positions, tokens, key_padding_mask=padding, need_weights=False
+            )[0]
 
-        return self.around(self.around(x, 1, attend), 2, self.feed_forward)
+        return self.apply_residual(self.apply_residual(x, 1, attend), 2, self.feed_forward)
 
 
 class Encoder(nn.Module):
@@ -105,10 +107,10 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(layers))
         self.norm = nn.LayerNorm(config.dim_model) if config.pre_norm else nn.Identity()
 
-    def forward(self, x: Tensor, places: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, padding: Tensor | None = None) -> Tensor:
         """Map tokens [N, B, D] (see `EncoderLayer`)."""
         for layer in self.layers:
-            x = layer(x, places, padding)
+            x = layer(x, positions, padding)
         return self.norm(x)
 
 
@@ -120,22 +122,24 @@ class DecoderLayer(_FeedForward):
         self.self_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
         self.multihead_attn = nn.MultiheadAttention(config.dim_model, config.n_heads, dropout=config.dropout)
 
-    def forward(self, x: Tensor, encoded: Tensor, places: Tensor, encoded_places: Tensor) -> Tensor:
+    def forward(self, x: Tensor, encoded: Tensor, positions: Tensor, encoded_positions: Tensor) -> Tensor:
         """Map queries x [H, B, D] to the same shape.
 
-        `encoded` [N, B, D] is the encoder's output. `places` [H, 1, D] and `encoded_places` are the position embeddings
-        of queries and output.
+        `encoded` [N, B, D] is the encoder's output. `positions` [H, 1, D] and `encoded_positions` are the position
+        embeddings of queries and output.
         """
 
         def attend(queries: Tensor) -> Tensor:
-            placed = queries + places
-            return self.self_attn(placed, placed, queries, need_weights=False)[0]
+            tokens_with_positions = queries + positions
+            return self.self_attn(tokens_with_positions, tokens_with_positions, queries, need_weights=False)[0]
 
-        def look(queries: Tensor) -> Tensor:
-            keys = encoded + encoded_places
-            return self.multihead_attn(queries + places, keys, encoded, need_weights=False)[0]
+        def cross_attend(queries: Tensor) -> Tensor:
+            keys = encoded + encoded_positions
+            return self.multihead_attn(queries + positions, keys, encoded, need_weights=False)[0]
 
-        return self.around(self.around(self.around(x, 1, attend), 2, look), 3, self.feed_forward)
+        return self.apply_residual(
+            self.apply_residual(self.apply_residual(x, 1, attend), 2, cross_attend), 3, self.feed_forward
+        )
 
 
 class Decoder(nn.Module):
@@ -146,10 +150,10 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.n_decoder_layers))
         self.norm = nn.LayerNorm(config.dim_model)
 
-    def forward(self, x: Tensor, encoded: Tensor, places: Tensor, encoded_places: Tensor) -> Tensor:
+    def forward(self, x: Tensor, encoded: Tensor, positions: Tensor, encoded_positions: Tensor) -> Tensor:
         """Apply all layers to queries [H, B, D] (see `DecoderLayer`)."""
         for layer in self.layers:
-            x = layer(x, encoded, places, encoded_places)
+            x = layer(x, encoded, positions, encoded_positions)
         return self.norm(x)
 
 
@@ -169,7 +173,7 @@ class Act(nn.Module):
                 self.vae_encoder_robot_state_input_proj = nn.Linear(state, width)
             self.vae_encoder_action_input_proj = nn.Linear(actions, width)
             self.vae_encoder_latent_output_proj = nn.Linear(width, 2 * config.latent_dim)
-            table = place_table(1 + bool(state) + config.chunk_size, width)
+            table = build_position_table(1 + bool(state) + config.chunk_size, width)
             self.register_buffer("vae_encoder_pos_enc", table[None])
         if config.cameras:
             dilated = config.replace_final_stride_with_dilation
@@ -190,9 +194,9 @@ class Act(nn.Module):
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
 
-    def read(self, inputs: Inputs) -> Tokens:
+    def embed(self, inputs: Inputs) -> Tokens:
         """Convert normalized observations to tokens: robot state, environment state, and pixels of the feature maps."""
-        tokens, places = [], [*self.encoder_1d_feature_pos_embed.weight[:, None]]
+        tokens, positions = [], [*self.encoder_1d_feature_pos_embed.weight[:, None]]
         if inputs.state is not None:
             tokens.append(self.encoder_robot_state_input_proj(inputs.state[:, 0]))
         if inputs.environment is not None:
@@ -200,41 +204,41 @@ class Act(nn.Module):
         if inputs.images is not None:
             for images in inputs.images[:, 0].unbind(1):
                 grid = self.backbone(images)
-                places += [*grid_places(grid, self.config.dim_model // 2).flatten(2).permute(2, 0, 1)]
+                positions += [*build_grid_positions(grid, self.config.dim_model // 2).flatten(2).permute(2, 0, 1)]
                 tokens += [*self.encoder_img_feat_input_proj(grid).flatten(2).permute(2, 0, 1)]
-        return Tokens(content=torch.stack(tokens), places=torch.stack(places))
+        return Tokens(content=torch.stack(tokens), positions=torch.stack(positions))
 
     def encode(self, tokens: Tokens, latent: Tensor) -> Tensor:
         """Return the encoder's output [N, B, D] for latents [B, Z]."""
         first = self.encoder_latent_input_proj(latent)[None]
-        return self.encoder(torch.cat([first, tokens.content]), tokens.places)
+        return self.encoder(torch.cat([first, tokens.content]), tokens.positions)
 
-    def decode(self, tokens: Tokens, encoded: Tensor) -> Decoded:
+    def decode(self, tokens: Tokens, encoded: Tensor) -> DecoderOutput:
         """Return the chunk for the encoder's output [N, B, D]."""
         queries = encoded.new_zeros(self.config.chunk_size, encoded.shape[1], encoded.shape[2])
-        hidden = self.decoder(queries, encoded, self.decoder_pos_embed.weight[:, None], tokens.places)
-        return Decoded(hidden, self.action_head(hidden.transpose(0, 1)))
+        hidden = self.decoder(queries, encoded, self.decoder_pos_embed.weight[:, None], tokens.positions)
+        return DecoderOutput(hidden, self.action_head(hidden.transpose(0, 1)))
 
     def posterior(self, inputs: Inputs, actions: Tensor, padding: Tensor) -> Posterior:
         """Return the latent's posterior for normalized actions [B, H, A]; `padding` [B, H] marks padded actions."""
         parts = [self.vae_encoder_cls_embed.weight[None].expand(len(actions), -1, -1)]
         if inputs.state is not None:
             parts.append(self.vae_encoder_robot_state_input_proj(inputs.state[:, :1]))
-        seen = torch.cat([*parts, self.vae_encoder_action_input_proj(actions)], 1).transpose(0, 1)
+        vae_tokens = torch.cat([*parts, self.vae_encoder_action_input_proj(actions)], 1).transpose(0, 1)
         mask = F.pad(padding, (len(parts), 0), value=False)
-        first = self.vae_encoder(seen, self.vae_encoder_pos_enc.transpose(0, 1), mask)[0]
+        first = self.vae_encoder(vae_tokens, self.vae_encoder_pos_enc.transpose(0, 1), mask)[0]
         mean, log_variance = self.vae_encoder_latent_output_proj(first).chunk(2, 1)
         return Posterior(mean, log_variance)
 
 
-def place_table(count: int, width: int) -> Tensor:
+def build_position_table(count: int, width: int) -> Tensor:
     """Return sinusoidal position embeddings [count, D] (arXiv 1706.03762): sines at even, cosines at odd indices."""
     index = torch.arange(width, dtype=torch.float64)
     angle = torch.arange(count, dtype=torch.float64)[:, None] / TEMPERATURE ** (2 * (index // 2) / width)
     return torch.where(index % 2 == 0, angle.sin(), angle.cos()).float()
 
 
-def grid_places(grid: Tensor, half: int) -> Tensor:
+def build_grid_positions(grid: Tensor, half: int) -> Tensor:
     """Return position embeddings [1, 2 half, H, W] of a feature map [B, C, H, W] (DETR, arXiv 2005.12872).
 
     The first half of the channels encodes rows, the second half columns.
@@ -242,16 +246,18 @@ def grid_places(grid: Tensor, half: int) -> Tensor:
     height, width = grid.shape[2:]
     device = grid.device
     rows, columns = (
-        torch.arange(1, size + 1, dtype=torch.float32, device=device) / (size + PLACE_EPS) * (2 * math.pi)
+        torch.arange(1, size + 1, dtype=torch.float32, device=device) / (size + POSITION_EPS) * (2 * math.pi)
         for size in (height, width)
     )
     index = torch.arange(half, dtype=torch.float32, device=device)
     period = TEMPERATURE ** (2 * (index // 2) / half)
-    down, across = (_waves(places[:, None] / period) for places in (rows, columns))
-    both = [down[:, None].expand(-1, width, -1), across[None].expand(height, -1, -1)]
-    return torch.cat(both, 2).permute(2, 0, 1)[None].to(grid.dtype)
+    row_positions, column_positions = (
+        _interleave_sin_cos(positions[:, None] / period) for positions in (rows, columns)
+    )
+    grid_positions = [row_positions[:, None].expand(-1, width, -1), column_positions[None].expand(height, -1, -1)]
+    return torch.cat(grid_positions, 2).permute(2, 0, 1)[None].to(grid.dtype)
 
 
-def _waves(angle: Tensor) -> Tensor:
+def _interleave_sin_cos(angle: Tensor) -> Tensor:
     """Return the sine of even and the cosine of odd columns of `angle`, interleaved."""
     return torch.stack([angle[:, 0::2].sin(), angle[:, 1::2].cos()], 2).flatten(1)

@@ -8,7 +8,12 @@ from torch import Tensor
 from embodyrl.policies.lerobot.act.config import ActConfig
 from embodyrl.policies.lerobot.act.network import Act
 from embodyrl.policies.lerobot.act.settings import ActSettings
-from embodyrl.policies.lerobot.policy import Corrected, LeRobotPolicy, Read, Started
+from embodyrl.policies.lerobot.policy import (
+    EncodedObservations,
+    LeRobotPolicy,
+    NoiseSteeredLeRobotPolicy,
+    ResidualLeRobotPolicy,
+)
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Transition
 from embodyrl.policies.vla.records import ChunkRecord
@@ -34,43 +39,43 @@ class ActPolicy(LeRobotPolicy):
         out = super().act(obs, noise=None)
         return replace(out, actions=out.actions.reshape(len(obs), 1, -1))
 
-    def _executed(self, chunk: Tensor) -> Tensor:
+    def _select_executed(self, chunk: Tensor) -> Tensor:
         """Return the executed actions of chunks [B, H, A]; with temporal ensembling, all H actions."""
-        return chunk if self._cfg.temporal_ensemble else super()._executed(chunk)
+        return chunk if self._cfg.temporal_ensemble else super()._select_executed(chunk)
 
     @property
     def _record(self) -> ChunkRecord:
         return ChunkRecord.chain(self._shape, 0)
 
-    def _read(self, obs: Observation) -> Read:
+    def _encode(self, obs: Observation) -> EncodedObservations:
         """Encode observations with a latent of zeros."""
-        tokens = self._network.read(self._inputs(obs))
-        encoded = self._network.encode(tokens, self._no_latent(len(obs)))
-        return Read(encoded.mean(0), (tokens, encoded))
+        tokens = self._network.embed(self._inputs(obs))
+        encoded = self._network.encode(tokens, self._build_zero_latent(len(obs)))
+        return EncodedObservations(encoded.mean(0), (tokens, encoded))
 
-    def _no_latent(self, count: int) -> Tensor:
+    def _build_zero_latent(self, count: int) -> Tensor:
         return torch.zeros(count, self._config.latent_dim, device=self._device)
 
-    def _greedy(self, obs: Observation, read: Read) -> Tensor:
+    def _compute_greedy_actions(self, obs: Observation, encoding: EncodedObservations) -> Tensor:
         """Return the executed actions of the chunk decoded from a zero latent."""
-        return self._executed(self._network.decode(*read.model).actions)
+        return self._select_executed(self._network.decode(*encoding.model).actions)
 
-    def _around(self, read: Read, temperature: float) -> Transition:
-        mean = self._executed(self._network.decode(*read.model).actions)
+    def _get_action_distribution(self, encoding: EncodedObservations, temperature: float) -> Transition:
+        mean = self._select_executed(self._network.decode(*encoding.model).actions)
         return Transition(mean=mean, std=torch.full_like(mean, self._cfg.action_std * temperature))
 
-    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> SampledChunks:
+    def _sample(self, encoding: EncodedObservations, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample executed actions from a Gaussian around the decoded chunk."""
-        spread = self._around(read, temperature)
-        rows = spread.mean + spread.std * normals(seeds, START, spread.mean.shape[1:], self._device)
+        distribution = self._get_action_distribution(encoding, temperature)
+        rows = distribution.mean + distribution.std * normals(seeds, START, distribution.mean.shape[1:], self._device)
         tokens = self._record.layout.pack(seeds[:, None], rows.flatten(1).cpu().numpy())
-        return SampledChunks(state=rows, tokens=tokens, logprob=spread.log_prob(rows))
+        return SampledChunks(state=rows, tokens=tokens, logprob=distribution.log_prob(rows))
 
-    def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
+    def _score(self, encoding: EncodedObservations, tokens: IntArray) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of sampled actions, both [B, K, A]."""
-        spread = self._around(read, self._temperature)
-        rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(spread.mean)
-        return spread.log_prob(rows), spread.entropy()
+        distribution = self._get_action_distribution(encoding, self._temperature)
+        rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(distribution.mean)
+        return distribution.log_prob(rows), distribution.entropy()
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the SFT loss of actions [B, H, A]: mean absolute error, plus `kl_weight` times the KL of the latent.
@@ -82,12 +87,12 @@ class ActPolicy(LeRobotPolicy):
         """
         target, padded = self._from_actions(actions), on_device(padding, self._device)
         if not (torch.is_grad_enabled() and self._config.use_vae):
-            read = self._read(obs)
-            chunk = self._network.decode(*read.model).actions
+            encoding = self._encode(obs)
+            chunk = self._network.decode(*encoding.model).actions
             distance = ((chunk - target).abs() * ~padded[..., None]).flatten(1).mean(1)
-            rows = on_device(self._to_actions(self._executed(chunk.detach())), self._device)
-            given = on_device(actions[:, : self._shape.executed], self._device)
-            error = (rows - given).abs().flatten(1).mean(1)
+            predicted = on_device(self._to_actions(self._select_executed(chunk.detach())), self._device)
+            expert_actions = on_device(actions[:, : self._shape.executed], self._device)
+            error = (predicted - expert_actions).abs().flatten(1).mean(1)
             return ImitationScores(loss=distance, accuracy=torch.zeros_like(error), error=error)
         loss = self.loss(obs, target, padded)
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
@@ -98,7 +103,7 @@ class ActPolicy(LeRobotPolicy):
         The sum is divided by H A, padding included (LeRobot 0.4).
         """
         network, inputs = self._network, self._inputs(obs)
-        tokens, latent = network.read(inputs), self._no_latent(len(obs))
+        tokens, latent = network.embed(inputs), self._build_zero_latent(len(obs))
         divergence = target.new_zeros(len(obs))
         if self._config.use_vae:
             posterior = network.posterior(inputs, target, padding)
@@ -109,15 +114,15 @@ class ActPolicy(LeRobotPolicy):
         return distance.flatten(1).mean(1) + self._config.kl_weight * divergence
 
 
-class SteeredAct(Started, ActPolicy):
+class SteeredActPolicy(NoiseSteeredLeRobotPolicy, ActPolicy):
     """DSRL policy: an actor chooses the latent of a frozen ACT."""
 
-    def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
-        tokens, _ = read.model
+    def _from_choice(self, encoding: EncodedObservations, choice: Tensor) -> Tensor:
+        tokens, _ = encoding.model
         with torch.no_grad():
             encoded = self._network.encode(tokens, choice)
-            return self._executed(self._network.decode(tokens, encoded).actions)
+            return self._select_executed(self._network.decode(tokens, encoded).actions)
 
 
-class CorrectedAct(Corrected, ActPolicy):
+class ResidualActPolicy(ResidualLeRobotPolicy, ActPolicy):
     """Residual policy: an actor corrects the chunk of a frozen ACT."""

@@ -19,13 +19,13 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
     def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
         """Return the config with the sampler of the settings, and the raw config.json (see `LeRobotFactory.plan`)."""
         config, raw = super().plan(cfg, env)
-        return cfg.applied(config), raw
+        return cfg.apply_sampler(config), raw
 
     def features(self, config: DiffusionConfig) -> int:
         """Return F, the width of the condition of the U-Net."""
         return config.condition_width
 
-    def chosen(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
+    def num_actor_values(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
         """Return the number of noise values that the DSRL actor outputs: for a chunk, or for one repeated action."""
         return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
 
@@ -33,15 +33,25 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
         """Return the token layout of a sampled chunk, which stores states of its denoising chain."""
         return record_of(cfg, config)
 
-    def passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
+    def num_passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
         """Return the number of forward passes per chunk."""
         return config.steps
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:
         """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""
-        from embodyrl.policies.lerobot.diffusion.policy import CorrectedDiffusion, DiffusionPolicy, SteeredDiffusion
+        from embodyrl.policies.lerobot.diffusion.policy import (
+            DiffusionPolicy,
+            ResidualDiffusionPolicy,
+            SteeredDiffusionPolicy,
+        )
 
-        return DiffusionPolicy if steering is None else CorrectedDiffusion if steering.proposes else SteeredDiffusion
+        return (
+            DiffusionPolicy
+            if steering is None
+            else ResidualDiffusionPolicy
+            if steering.proposes
+            else SteeredDiffusionPolicy
+        )
 
 
 FACTORY = DiffusionFactory()

@@ -68,17 +68,17 @@ class DiffusionConfig(LeRobotConfig):
         return int(height * self.crop_ratio), int(width * self.crop_ratio)
 
     @property
-    def seen_size(self) -> tuple[int, int]:
+    def input_size(self) -> tuple[int, int]:
         """Height and width of the backbone's input."""
         return self.crop or self.resize_shape or self.image_size
 
     @property
     def condition_width(self) -> int:
         """Width of the U-Net's condition: state, image features and environment state of each observed step."""
-        seen = 2 * self.spatial_softmax_num_keypoints * len(self.cameras)
-        return self.n_obs_steps * (self.state_dim + seen + self.environment_dim)
+        image_features = 2 * self.spatial_softmax_num_keypoints * len(self.cameras)
+        return self.n_obs_steps * (self.state_dim + image_features + self.environment_dim)
 
-    def wrong(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Return a description of the first config error, or None."""
         if STATE not in self.input_features:
             return f"input_features has no '{STATE}'"
@@ -98,7 +98,7 @@ class DiffusionConfig(LeRobotConfig):
             )
         if self.steps > self.num_train_timesteps:
             return f"num_inference_steps={self.steps} exceeds num_train_timesteps={self.num_train_timesteps}"
-        return super().wrong()
+        return super().find_problem()
 
     @property
     def _before_crop(self) -> tuple[int, int]:

@@ -22,8 +22,8 @@ class SpatialSoftmax(nn.Module):
         super().__init__()
         height, width = size
         self.nets = nn.Conv2d(channels, points, 1)
-        down, across = (torch.linspace(-1, 1, count, dtype=torch.float64) for count in (height, width))
-        grid = torch.stack([across.expand(height, -1), down[:, None].expand(-1, width)], 2)
+        row, column = (torch.linspace(-1, 1, count, dtype=torch.float64) for count in (height, width))
+        grid = torch.stack([column.expand(height, -1), row[:, None].expand(-1, width)], 2)
         self.register_buffer("pos_grid", grid.flatten(0, 1).float())
 
     def forward(self, features: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class ImageEncoder(nn.Module):
         norm = group_norm if config.use_group_norm else nn.BatchNorm2d
         self.backbone = nn.Sequential(*resnet_parts(config.vision_backbone, norm).values())
         points, channels = config.spatial_softmax_num_keypoints, last_channels(config.vision_backbone)
-        self.pool = SpatialSoftmax(channels, map_size(config.seen_size), points)
+        self.pool = SpatialSoftmax(channels, map_size(config.input_size), points)
         self.out = nn.Linear(2 * points, 2 * points)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -48,15 +48,15 @@ class ImageEncoder(nn.Module):
         if self._resize is not None:
             images = F.interpolate(images, self._resize, mode="bilinear", antialias=True)
         if self._crop is not None:
-            images = self._cropped(images, *self._crop)
+            images = self._crop_images(images, *self._crop)
         return F.relu(self.out(self.pool(self.backbone(images)).flatten(1)))
 
-    def _cropped(self, images: Tensor, height: int, width: int) -> Tensor:
+    def _crop_images(self, images: Tensor, height: int, width: int) -> Tensor:
         """Crop images at the centre; during training, at one random position for all images of a batch."""
-        rooms = images.shape[2] - height, images.shape[3] - width
-        top, left = (round(room / 2) for room in rooms)
-        if self.training and self._random and any(rooms):
-            top, left = (int(torch.randint(0, room + 1, (1,))) for room in rooms)
+        margins = images.shape[2] - height, images.shape[3] - width
+        top, left = (round(margin / 2) for margin in margins)
+        if self.training and self._random and any(margins):
+            top, left = (int(torch.randint(0, margin + 1, (1,))) for margin in margins)
         return images[:, :, top : top + height, left : left + width]
 
 
@@ -67,10 +67,10 @@ class StepEmbedding(nn.Module):
         super().__init__()
         self._half = width // 2
 
-    def forward(self, level: Tensor) -> Tensor:
+    def forward(self, timestep: Tensor) -> Tensor:
         """Map diffusion steps [B] to embeddings [B, width]."""
-        rate = torch.exp(torch.arange(self._half, device=level.device) * -(math.log(10_000) / (self._half - 1)))
-        angle = level[:, None] * rate
+        rate = torch.exp(torch.arange(self._half, device=timestep.device) * -(math.log(10_000) / (self._half - 1)))
+        angle = timestep[:, None] * rate
         return torch.cat([angle.sin(), angle.cos()], 1)
 
 
@@ -109,14 +109,14 @@ class ResidualBlock(nn.Module):
         return self.conv2(out) + self.residual_conv(x)
 
 
-class Stage(nn.Sequential):
+class UNetStage(nn.Sequential):
     """Two residual blocks, and a layer that changes the number of time steps."""
 
     def forward(self, input: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         """Map [B, C, H] to two outputs: the skip connection [B, C', H], and the output of the last layer."""
         first, second, resize = self
-        kept = second(first(input, condition), condition)
-        return kept, resize(kept)
+        skip = second(first(input, condition), condition)
+        return skip, resize(skip)
 
 
 class UNet(nn.Module):
@@ -136,25 +136,25 @@ class UNet(nn.Module):
         self.down_modules = nn.ModuleList()
         for index, (a, b) in enumerate(pairwise((config.action_dim, *levels))):
             down = nn.Conv1d(b, b, 3, 2, 1) if index < len(levels) - 1 else nn.Identity()
-            self.down_modules.append(Stage(*blocks(a, b), down))
+            self.down_modules.append(UNetStage(*blocks(a, b), down))
         self.mid_modules = nn.ModuleList(blocks(levels[-1], levels[-1]))
         self.up_modules = nn.ModuleList(
-            Stage(*blocks(2 * a, b), nn.ConvTranspose1d(b, b, 4, 2, 1)) for a, b in pairwise(levels[::-1])
+            UNetStage(*blocks(2 * a, b), nn.ConvTranspose1d(b, b, 4, 2, 1)) for a, b in pairwise(levels[::-1])
         )
         first = ConvBlock(levels[0], levels[0], config.kernel_size, FINAL_GROUPS)
         self.final_conv = nn.Sequential(first, nn.Conv1d(levels[0], config.action_dim, 1))
 
-    def forward(self, x: Tensor, level: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, x: Tensor, timestep: Tensor, condition: Tensor) -> Tensor:
         """Predict [B, H, A] for noisy chunks [B, H, A] at training steps [B], given conditions [B, D]."""
-        x, given = x.transpose(1, 2), torch.cat([self.diffusion_step_encoder(level), condition], 1)
+        x, condition_embedding = x.transpose(1, 2), torch.cat([self.diffusion_step_encoder(timestep), condition], 1)
         skips = []
         for stage in self.down_modules:
-            kept, x = stage(x, given)
-            skips.append(kept)
+            skip, x = stage(x, condition_embedding)
+            skips.append(skip)
         for block in self.mid_modules:
-            x = block(x, given)
+            x = block(x, condition_embedding)
         for stage in self.up_modules:
-            _, x = stage(torch.cat([x, skips.pop()], 1), given)
+            _, x = stage(torch.cat([x, skips.pop()], 1), condition_embedding)
         return self.final_conv(x).transpose(1, 2)
 
 
@@ -175,12 +175,12 @@ class Diffusion(nn.Module):
         assert inputs.state is not None
         parts = [inputs.state]
         if inputs.images is not None:
-            parts.append(self._seen(inputs.images))
+            parts.append(self._encode_images(inputs.images))
         if inputs.environment is not None:
             parts.append(inputs.environment)
         return torch.cat(parts, 2).flatten(1)
 
-    def _seen(self, images: Tensor) -> Tensor:
+    def _encode_images(self, images: Tensor) -> Tensor:
         """Return features [B, steps, cameras x points x 2] of images [B, steps, cameras, 3, H, W]."""
         batch, steps = images.shape[:2]
         if isinstance(self.rgb_encoder, nn.ModuleList):

@@ -12,13 +12,13 @@ from embodyrl.policies.lerobot.diffusion.network import Diffusion
 from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain, Schedule
 from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, record_of
 from embodyrl.policies.lerobot.policy import (
-    Corrected,
+    EncodedObservations,
     LeRobotPolicy,
-    Read,
-    Started,
+    NoiseSteeredLeRobotPolicy,
+    ResidualLeRobotPolicy,
 )
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, normals, seeds_of_observations, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_observation_seeds, normals, uniforms
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
 
 
@@ -34,46 +34,48 @@ class DiffusionPolicy(LeRobotPolicy):
         super().__init__(*args)
         config, cfg = self._config, self._cfg
         self._schedule = Schedule(config, config.steps, config.noise_scheduler_type)
-        self._plain = Schedule(config, config.steps, Sampler.DDIM)
+        self._deterministic_schedule = Schedule(config, config.steps, Sampler.DDIM)
         self._chain = DenoisingChain(
             record_of(cfg, config),
             Schedule(config, config.steps, config.noise_scheduler_type, cfg.diffusion_eta),
-            self._plain,
+            self._deterministic_schedule,
             every_step=cfg.every_step,
             min_std=cfg.diffusion_min_std,
             first_executed=config.first_executed,
         )
 
-    def _read(self, obs: Observation) -> Read:
+    def _encode(self, obs: Observation) -> EncodedObservations:
         """Return the condition [B, D] of the U-Net."""
         condition = self._network.condition(self._inputs(obs))
-        return Read(condition, condition)
+        return EncodedObservations(condition, condition)
 
-    def _predict(self, condition: Tensor, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        predicted = self._network.unet(x, level, condition)
+    def _predict(self, condition: Tensor, x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        predicted = self._network.unet(x, timestep, condition)
         return predicted, predicted
 
-    def _greedy(self, obs: Observation, read: Read) -> Tensor:
+    def _compute_greedy_actions(self, obs: Observation, encoding: EncodedObservations) -> Tensor:
         """Denoise zeros, or noise seeded by the observation; return the executed actions."""
         if self._cfg.greedy_start is GreedyStart.zero:
             start, seeds = torch.zeros(len(obs), *self._size, device=self._device), None
         else:
-            seeds = seeds_of_observations(obs)
+            seeds = get_observation_seeds(obs)
             start = normals(seeds, START, self._size, self._device)
-        return self._executed(self._schedule.denoise(partial(self._network.unet, condition=read.model), start, seeds))
+        return self._select_executed(
+            self._schedule.denoise(partial(self._network.unet, condition=encoding.model), start, seeds)
+        )
 
     @property
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
 
-    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> SampledChunks:
+    def _sample(self, encoding: EncodedObservations, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample executed actions [B, K, A] with the denoising chain."""
-        chosen = self._chain.sample(partial(self._predict, read.model), seeds, self._device, temperature)
-        return SampledChunks(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
+        sampled = self._chain.sample(partial(self._predict, encoding.model), seeds, self._device, temperature)
+        return SampledChunks(state=self._select_executed(sampled.state), tokens=sampled.tokens, logprob=sampled.logprob)
 
-    def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
+    def _score(self, encoding: EncodedObservations, tokens: IntArray) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the chain's denoising steps."""
-        return self._chain.score(partial(self._predict, read.model), tokens, self._device, self._temperature)
+        return self._chain.score(partial(self._predict, encoding.model), tokens, self._device, self._temperature)
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the SFT loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
@@ -85,37 +87,39 @@ class DiffusionPolicy(LeRobotPolicy):
         """
         past = self._shape.horizon - actions.shape[1]
         actions = np.concatenate([actions[:, :1].repeat(past, 1), actions], 1)
-        left_out = np.pad(padding & self._config.do_mask_loss_for_padding, ((0, 0), (past, 0)), constant_values=True)
+        excluded = np.pad(padding & self._config.do_mask_loss_for_padding, ((0, 0), (past, 0)), constant_values=True)
         target = self._from_actions(actions)
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
         noise = normals(rows, START, self._size, self._device)
         count = self._config.num_train_timesteps
-        level = on_device((uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
-        read = self._read(obs)
-        counts = on_device(~left_out, self._device)[..., None]
-        loss = (self.elements(read.model, target, noise, level) * counts).flatten(1).mean(1)
+        timestep = on_device((uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
+        encoding = self._encode(obs)
+        included = on_device(~excluded, self._device)[..., None]
+        loss = (self.compute_errors(encoding.model, target, noise, timestep) * included).flatten(1).mean(1)
         if trains:
             return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
-        found = on_device(self._to_actions(self._greedy(obs, read)), self._device)
-        error = (found - self._executed(on_device(actions, self._device))).abs().flatten(1).mean(1)
+        predicted = on_device(self._to_actions(self._compute_greedy_actions(obs, encoding)), self._device)
+        error = (predicted - self._select_executed(on_device(actions, self._device))).abs().flatten(1).mean(1)
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(error), error=error)
 
-    def elements(self, condition: Tensor, target: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Add `noise` to normalized chunks at timesteps `level` [B]; return squared denoising errors [B, H, A]."""
-        predicted = self._network.unet(self._schedule.add_noise(target, noise, level), level, condition)
+    def compute_errors(self, condition: Tensor, target: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+        """Add `noise` to normalized chunks at timesteps `timestep` [B]; return squared denoising errors [B, H, A]."""
+        predicted = self._network.unet(self._schedule.add_noise(target, noise, timestep), timestep, condition)
         return (predicted - (target if self._config.prediction_type == "sample" else noise)).square()
 
 
-class SteeredDiffusion(Started, DiffusionPolicy):
+class SteeredDiffusionPolicy(NoiseSteeredLeRobotPolicy, DiffusionPolicy):
     """DSRL policy: an actor chooses the initial noise of a frozen diffusion policy with deterministic DDIM steps."""
 
-    def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
+    def _from_choice(self, encoding: EncodedObservations, choice: Tensor) -> Tensor:
         with torch.no_grad():
             # With `noise_repeated`, all rows have the same noise.
             start = choice.unflatten(1, (-1, self._shape.width)).expand(-1, self._shape.horizon, -1)
-            return self._executed(self._plain.denoise(partial(self._network.unet, condition=read.model), start))
+            return self._select_executed(
+                self._deterministic_schedule.denoise(partial(self._network.unet, condition=encoding.model), start)
+            )
 
 
-class CorrectedDiffusion(Corrected, DiffusionPolicy):
+class ResidualDiffusionPolicy(ResidualLeRobotPolicy, DiffusionPolicy):
     """Residual policy: an actor corrects the chunk of a frozen diffusion policy."""

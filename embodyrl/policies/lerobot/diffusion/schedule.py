@@ -13,8 +13,8 @@ from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.sampling import STEP, normals
 from embodyrl.types import IntArray
 
-LARGEST_BETA = 0.999
-LEAST_VARIANCE = 1e-20
+MAX_BETA = 0.999
+MIN_VARIANCE = 1e-20
 
 
 def betas(config: DiffusionConfig) -> Tensor:
@@ -27,8 +27,10 @@ def betas(config: DiffusionConfig) -> Tensor:
             return torch.linspace(first**0.5, last**0.5, count) ** 2
         case "sigmoid":
             return torch.sigmoid(torch.linspace(-6, 6, count)) * (last - first) + first
-    shares = [_cosine(i / count) for i in range(count + 1)]
-    return torch.tensor([min(1 - shares[i + 1] / shares[i], LARGEST_BETA) for i in range(count)], dtype=torch.float32)
+    signal_fractions = [_cosine(i / count) for i in range(count + 1)]
+    return torch.tensor(
+        [min(1 - signal_fractions[i + 1] / signal_fractions[i], MAX_BETA) for i in range(count)], dtype=torch.float32
+    )
 
 
 def _cosine(t: float) -> float:
@@ -36,50 +38,55 @@ def _cosine(t: float) -> float:
 
 
 class Schedule:
-    """Denoising steps from noise to a chunk; `levels`: training step of each denoising step, noisiest first."""
+    """Denoising steps from noise to a chunk; `timesteps`: training step of each denoising step, noisiest first."""
 
     def __init__(self, config: DiffusionConfig, steps: int, sampler: str, eta: float = 0.0) -> None:
         """Build a schedule of `steps` denoising steps: DDPM, or DDIM with `eta` times the noise of DDPM."""
         self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
-        self.shares = torch.cumprod(1.0 - betas(config), 0)
+        self.alphas_cumprod = torch.cumprod(1.0 - betas(config), 0)
         """[T] fraction of signal variance after each training step."""
         self._stride = config.num_train_timesteps // steps
-        self.levels = torch.arange(steps - 1, -1, -1) * self._stride
+        self.timesteps = torch.arange(steps - 1, -1, -1) * self._stride
 
-    def add_noise(self, chunk: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Add `noise` to chunks [B, H, A] with the scale of the diffusion steps `level` [B]."""
-        share = on_device(self.shares, chunk.device)[level][:, None, None]
-        return share.sqrt() * chunk + (1 - share).sqrt() * noise
+    def add_noise(self, chunk: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+        """Add `noise` to chunks [B, H, A] with the scale of the diffusion steps `timestep` [B]."""
+        alpha_cumprod = on_device(self.alphas_cumprod, chunk.device)[timestep][:, None, None]
+        return alpha_cumprod.sqrt() * chunk + (1 - alpha_cumprod).sqrt() * noise
 
-    def step(self, x: Tensor, predicted: Tensor, level: Tensor) -> Transition:
+    def step(self, x: Tensor, predicted: Tensor, timestep: Tensor) -> Transition:
         """Return the distribution of the next state; its standard deviation is [B, 1, 1], and 0 in the last step.
 
         Args:
             x: [B, H, A] states.
             predicted: [B, H, A] network output: the noise, or the chunk (`prediction_type`).
-            level: [B] training steps of the states.
+            timestep: [B] training steps of the states.
         """
-        shares = on_device(self.shares, x.device)
-        before = level - self._stride
-        now = shares[level][:, None, None]
-        then = torch.where(before >= 0, shares[before.clamp(min=0)], shares.new_ones(()))[:, None, None]
+        alphas_cumprod = on_device(self.alphas_cumprod, x.device)
+        previous_timestep = timestep - self._stride
+        alpha = alphas_cumprod[timestep][:, None, None]
+        previous_alpha = torch.where(
+            previous_timestep >= 0, alphas_cumprod[previous_timestep.clamp(min=0)], alphas_cumprod.new_ones(())
+        )[:, None, None]
         if self._config.prediction_type == "sample":
             clean = predicted
-            noise = (x - now.sqrt() * clean) / (1 - now).sqrt()
+            noise = (x - alpha.sqrt() * clean) / (1 - alpha).sqrt()
         else:
-            clean, noise = (x - (1 - now).sqrt() * predicted) / now.sqrt(), predicted
+            clean, noise = (x - (1 - alpha).sqrt() * predicted) / alpha.sqrt(), predicted
         if self._config.clip_sample:
             bound = self._config.clip_sample_range
             clean = clean.clamp(-bound, bound)
-        variance = (1 - then) / (1 - now) * (1 - now / then)
-        last = (before < 0)[:, None, None]
+        variance = (1 - previous_alpha) / (1 - alpha) * (1 - alpha / previous_alpha)
+        last = (previous_timestep < 0)[:, None, None]
         if self._ddpm:
-            ratio = now / then
-            mean = then.sqrt() * (1 - ratio) / (1 - now) * clean + ratio.sqrt() * (1 - then) / (1 - now) * x
-            std = variance.clamp(min=LEAST_VARIANCE).sqrt().masked_fill(last, 0.0)
+            ratio = alpha / previous_alpha
+            mean = (
+                previous_alpha.sqrt() * (1 - ratio) / (1 - alpha) * clean
+                + ratio.sqrt() * (1 - previous_alpha) / (1 - alpha) * x
+            )
+            std = variance.clamp(min=MIN_VARIANCE).sqrt().masked_fill(last, 0.0)
             return Transition(mean=mean, std=std)
         std = self._eta * variance.clamp(min=0.0).sqrt()
-        mean = then.sqrt() * clean + (1 - then - std.square()).clamp(min=0.0).sqrt() * noise
+        mean = previous_alpha.sqrt() * clean + (1 - previous_alpha - std.square()).clamp(min=0.0).sqrt() * noise
         return Transition(mean=mean, std=std)
 
     def denoise(self, predict: Callable[[Tensor, Tensor], Tensor], x: Tensor, seeds: IntArray | None = None) -> Tensor:
@@ -87,9 +94,9 @@ class Schedule:
 
         `predict` is the network: a function of states and training steps [B].
         """
-        for index, number in enumerate(self.levels.tolist()):
-            level = torch.full((len(x),), number, device=x.device)
-            step = self.step(x, predict(x, level), level)
+        for index, number in enumerate(self.timesteps.tolist()):
+            timestep = torch.full((len(x),), number, device=x.device)
+            step = self.step(x, predict(x, timestep), timestep)
             x = step.mean
             if seeds is not None and step.std.any():
                 x = x + step.std * normals(seeds, STEP + index, x.shape[1:], x.device)
@@ -106,24 +113,31 @@ class DenoisingChain(GaussianChain):
         self,
         record: ChunkRecord,
         noisy: Schedule,
-        plain: Schedule,
+        deterministic: Schedule,
         *,
         every_step: bool,
         min_std: float,
         first_executed: int = 0,
     ) -> None:
-        """Set up a chain of the steps of `noisy`; deterministic steps are those of `plain`."""
-        steps = len(noisy.levels)
+        """Set up a chain of the steps of `noisy`; deterministic steps are those of `deterministic`."""
+        steps = len(noisy.timesteps)
         super().__init__(record, num_steps=steps, every_step=every_step, sampled_steps=steps)
-        self._noisy, self._plain, self._least, self._first = noisy, plain, min_std, first_executed
+        self._noisy, self._deterministic, self._min_std, self._first_executed = (
+            noisy,
+            deterministic,
+            min_std,
+            first_executed,
+        )
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
         """Return the stochastic and the deterministic denoising step."""
-        level = on_device(self._noisy.levels, x.device)[index]
-        predicted, _ = velocity(x, level)
-        step = self._noisy.step(x, predicted, level)
-        return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), self._plain.step(x, predicted, level)
+        timestep = on_device(self._noisy.timesteps, x.device)[index]
+        predicted, _ = velocity(x, timestep)
+        step = self._noisy.step(x, predicted, timestep)
+        return Transition(mean=step.mean, std=step.std.clamp(min=self._min_std)), self._deterministic.step(
+            x, predicted, timestep
+        )
 
     def _part(self, x: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] of a chunk x [B, H, A]; earlier actions belong to past steps."""
-        return x[:, self._first : self._first + self._shape.executed]
+        return x[:, self._first_executed : self._first_executed + self._shape.executed]

@@ -50,7 +50,7 @@ class DiffusionSettings(LeRobotSettings):
         """True if all denoising steps are stochastic."""
         return self.stochastic_steps is Stochastic.all
 
-    def applied(self, config: DiffusionConfig) -> DiffusionConfig:
+    def apply_sampler(self, config: DiffusionConfig) -> DiffusionConfig:
         """Return the config with the sampler and the number of steps from the settings."""
         changes = {"noise_scheduler_type": self.sampler, "num_inference_steps": self.num_inference_steps}
         return config.model_copy(update={key: value for key, value in changes.items() if value is not None})

@@ -82,16 +82,16 @@ class LeRobotProcessFactory:
         if request.trainable:
             raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
         saved = read_checkpoint(folder)
-        return LeRobotPolicy(cfg, spec, request, folder, saved, views(cfg, saved, request.env))
+        return LeRobotPolicy(cfg, spec, request, folder, saved, find_camera_indices(cfg, saved, request.env))
 
 
-def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
+def find_camera_indices(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
     """Return one index per camera of the checkpoint, into the environment's cameras of one observation step."""
     known = env.cameras.names[-(len(env.cameras.names) // saved.n_obs_steps) :]
-    wanted = cfg.cameras or [name.removeprefix(IMAGES) for name in saved.cameras]
-    if cfg.cameras or {*wanted} <= {*known}:
-        return tuple(known.index(name) for name in wanted)
-    return tuple(range(len(wanted)))
+    camera_names = cfg.cameras or [name.removeprefix(IMAGES) for name in saved.cameras]
+    if cfg.cameras or {*camera_names} <= {*known}:
+        return tuple(known.index(name) for name in camera_names)
+    return tuple(range(len(camera_names)))
 
 
 def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> list[str]:

@@ -8,14 +8,14 @@ from pydantic import PositiveInt, ValidationError
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.files import read_json
-from embodyrl.policies.lerobot.config import ACTION, Interface
+from embodyrl.policies.lerobot.config import ACTION, FeatureConfig
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR
 
 _PROCESSORS = (f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json")
 
 
-class Checkpoint(Interface):
+class Checkpoint(FeatureConfig):
     """Config of a LeRobot policy of any type."""
 
     type: str
@@ -24,8 +24,10 @@ class Checkpoint(Interface):
     @property
     def states(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the state features: first the robot's state, then the environment's state."""
-        found = [(f.type == "ENV", name, f.shape[0]) for name, f in self.input_features.items() if f.type != "VISUAL"]
-        return tuple((name, size) for _, name, size in sorted(found))
+        features = [
+            (f.type == "ENV", name, f.shape[0]) for name, f in self.input_features.items() if f.type != "VISUAL"
+        ]
+        return tuple((name, size) for _, name, size in sorted(features))
 
     @property
     def state_dim(self) -> int:
@@ -41,17 +43,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     file = folder / CONFIG_FILE
     try:
-        found = Checkpoint.model_validate(read_json(file))
+        checkpoint = Checkpoint.model_validate(read_json(file))
     except (OSError, ValueError, ValidationError) as error:
         raise CheckpointError(
             f"{file} is not the config of a LeRobot policy ({reason_of(error)}). Set model.path to the folder of "
             "save_pretrained."
         ) from error
-    if ACTION not in found.output_features:
+    if ACTION not in checkpoint.output_features:
         raise CheckpointError(f"{file}: output_features has no '{ACTION}'. Set model.path to a trained policy.")
     for name in _PROCESSORS:
         _check_steps(folder / name)
-    return found
+    return checkpoint
 
 
 def _check_steps(file: Path) -> None:

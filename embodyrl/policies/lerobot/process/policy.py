@@ -46,11 +46,11 @@ class LeRobotPolicy(OnlyActs):
         """
         super().__init__(spec)
         self._env, self._saved, self._views = request.env, saved, views
-        self._python, self._limit_s = cfg.python or sys.executable, cfg.answer_timeout_s
+        self._python, self._timeout_s = cfg.python or sys.executable, cfg.answer_timeout_s
         # Policies have no `close`: the process ends with the object or with this process.
         self._script = ForeignScript(self._python, worker.__file__, key="model.python", program="LeRobot")
-        first = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
-        self._ask(first, cfg.load_timeout_s, "model.load_timeout_s")
+        load_request = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
+        self._request(load_request, cfg.load_timeout_s, "model.load_timeout_s")
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Request chunks for a batch of observations (see `Policy.act`); LeRobot samples the noise.
@@ -60,7 +60,7 @@ class LeRobotPolicy(OnlyActs):
         """
         count = self.spec.num_action_chunks
         request = {"tasks": list(obs.instructions), "actions": count, "steps": self._steps(obs)}
-        return self.output(self._ask(request, self._limit_s, "model.answer_timeout_s")["chunk"])
+        return self.output(self._request(request, self._timeout_s, "model.answer_timeout_s")["chunk"])
 
     def _steps(self, obs: Observation) -> list[dict[str, Any]]:
         """Return the observation of each step as a dict of LeRobot features, oldest step first."""
@@ -76,11 +76,11 @@ class LeRobotPolicy(OnlyActs):
             for name, size in self._saved.states:
                 features[name] = np.ascontiguousarray(states[:, step, start : start + size])
                 start += size
-            steps.append(worker.encoded(features))
+            steps.append(worker.encode_arrays(features))
         return steps
 
-    def _ask(self, request: dict[str, Any], limit_s: float, key: str) -> dict[str, Any]:
-        reply = worker.decoded(self._script.ask(request, limit_s, key))
+    def _request(self, request: dict[str, Any], timeout_s: float, key: str) -> dict[str, Any]:
+        reply = worker.decode_arrays(self._script.ask(request, timeout_s, key))
         if "missing" in reply:
             raise MissingDependencyError(
                 f"{self._python}: {reply['missing']}. Fix: pip install lerobot in a separate virtual "

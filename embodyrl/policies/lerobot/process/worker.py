@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-def encoded(message: Mapping[str, Any]) -> dict[str, Any]:
+def encode_arrays(message: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each array by its type, shape and bytes, which any version of numpy can read."""
     return {
         name: ("array", value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
@@ -16,8 +16,8 @@ def encoded(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def decoded(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the tuples of `encoded` back to writable arrays."""
+def decode_arrays(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the tuples of `encode_arrays` back to writable arrays."""
     return {
         name: np.frombuffer(bytearray(value[3]), value[1]).reshape(value[2])
         if isinstance(value, tuple) and value[:1] == ("array",)
@@ -44,12 +44,14 @@ class Server:
         config.device = device
         self._policy = get_policy_class(config.type).from_pretrained(path, config=config).eval()
         overrides = {"device_processor": {"device": device}}
-        self._before, self._after = make_pre_post_processors(config, path, preprocessor_overrides=overrides)
+        self._preprocessor, self._postprocessor = make_pre_post_processors(
+            config, path, preprocessor_overrides=overrides
+        )
         self._executed = getattr(config, "n_action_steps", 1)
 
     def reply(self, steps: list[dict[str, Any]], tasks: list[str], actions: int) -> dict[str, np.ndarray]:
         """Return actions `chunk` [B, K, A], float32; `steps` are the observed steps, oldest first."""
-        batches = [self._batch(decoded(step), tasks) for step in steps]
+        batches = [self._batch(decode_arrays(step), tasks) for step in steps]
         torch = self._torch
         with torch.inference_mode():
             self._policy.reset()
@@ -59,16 +61,16 @@ class Server:
             calls = -(-earlier // self._executed) * self._executed
             for call in range(calls):
                 self._policy.select_action(dict(batches[max(0, call - calls + earlier)]))
-            chunk = [self._after(self._policy.select_action(dict(batches[-1]))) for _ in range(actions)]
+            chunk = [self._postprocessor(self._policy.select_action(dict(batches[-1]))) for _ in range(actions)]
         return {"chunk": torch.stack(chunk, 1).float().cpu().numpy()}
 
     def _batch(self, features: dict[str, Any], tasks: list[str]) -> Any:
         """Preprocess observations; images [B, H, W, 3] are converted to [B, 3, H, W] with values in 0..1."""
-        seen: dict[str, Any] = {"task": tasks}
+        batch: dict[str, Any] = {"task": tasks}
         for name, value in features.items():
             tensor = self._torch.from_numpy(value)
-            seen[name] = tensor.permute(0, 3, 1, 2).contiguous().float() / 255 if tensor.ndim == 4 else tensor.float()
-        return self._before(seen)
+            batch[name] = tensor.permute(0, 3, 1, 2).contiguous().float() / 255 if tensor.ndim == 4 else tensor.float()
+        return self._preprocessor(batch)
 
 
 def serve(pipe: Any) -> None:
@@ -83,7 +85,7 @@ def serve(pipe: Any) -> None:
             if server is None:
                 server, reply = Server(**request), {}
             else:
-                reply = encoded(server.reply(**request))
+                reply = encode_arrays(server.reply(**request))
         except ImportError as error:
             reply = {"missing": str(error)}
         except Exception as error:
