@@ -36,7 +36,7 @@ class Command:
         """Return the text after the flags in `--help`."""
         text = "examples:\n" + "\n".join(f"  {example}" for example in self.examples) if self.examples else ""
         if self.long_help:
-            text += "\n\n" + _groups_and_keys()
+            text += "\n\n" + _groups_and_keys(self.usage.split()[1])
         return text
 
 
@@ -93,26 +93,27 @@ def _columns() -> int:
     return min(120, shutil.get_terminal_size().columns - 2)
 
 
-def _groups_and_keys() -> str:
+def _groups_and_keys(command: str) -> str:
     """Return the sections "groups" and "common keys" of the help of commands such as `train`."""
-    from embodyrl.cli.output import about
+    from embodyrl.cli.output import group_variants
     from embodyrl.config import compose
     from embodyrl.config.settings import format_value
     from embodyrl.plan.keys import all_keys
 
-    lines, columns = ["groups (group=option; * = default):"], _columns()
-    for group, default in compose.default_options("train").items():
-        lines.append(f"  {group}")
-        options_by_name = compose.options(group)
-        width = max(map(len, options_by_name))
-        for option, file in options_by_name.items():
-            marker = "*" if option == default else " "
-            text = textwrap.shorten(about(group, option, file), max(30, columns - width - 6), placeholder="...")
-            lines.append(f"   {marker} {option:<{width}}  {text}")
-    lines += ["", "common keys (key=value):"]
+    columns, keys = min(100, _columns()), all_keys()
+    lines = ["groups (group=option; * = default; `embodyrl list envs` describes options):"]
+    for group, default in compose.default_options(command).items():
+        families = group_variants(group, compose.options(group))
+        names = [f"{'*' * (name == default)}{name}" for name in families]
+        lines.append(_fill(f"  {group:<10}  {', '.join(names)}", columns, 14))
+    problems: list[str] = []
+    values = {setting.key: setting.value for setting in compose.compose(command, [], [], problems)[2]}
+    lines += ["", f"common keys (key=value, with the value of plain `embodyrl {command}`):"]
     for name in _TEXTS["common_keys"]:
-        key = all_keys()[name]
-        lines.append(f"  {name}: {key.type_text} = {format_value(key.default)}")
-        lines.append(textwrap.fill(key.doc, columns, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    lines += ["", "all keys: embodyrl show train"]
-    return "\n".join(lines)
+        value = format_value(values.get(name, keys[name].default))
+        lines.append(_fill(f"  {name}={value}  {keys[name].doc}", columns, 6))
+    return "\n".join([*lines, "", f"all keys: embodyrl show {command}"])
+
+
+def _fill(text: str, columns: int, indent: int) -> str:
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.files import json_text
+
+_FAMILY_SIZE = 10
+"""Minimum number of variants that are listed in one line."""
 
 
 def printable(text: str) -> str:
@@ -31,6 +35,28 @@ def disable_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def group_variants(group: str, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the options of a config group, with all options of a large family of variants under one name.
+
+    Members of a family have the same title in `variants.yaml`, for example libero_pro_* with the title LIBERO-PRO.
+    """
+    from embodyrl.config.compose import variants
+
+    titles = {name: text.partition(":")[0] for name, (_, text, _) in variants(group).items()}
+    counts = Counter(titles.values())
+    families: dict[str, list[str]] = {}
+    for name in names:
+        title = titles.get(name)
+        if title is not None and counts[title] >= _FAMILY_SIZE:
+            members = [member for member, other in titles.items() if other == title]
+            parts = zip(*(member.split("_") for member in members), strict=False)
+            shared = (column[0] for column in takewhile(lambda column: len({*column}) == 1, parts))
+            families.setdefault(f"{'_'.join(shared)}_*", []).append(name)
+        else:
+            families[name] = [name]
+    return families
 
 
 def about(group: str, option: str, file: Path) -> str:

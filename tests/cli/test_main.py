@@ -136,10 +136,45 @@ def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     for group in compose.default_options("train"):
         for option in compose.options(group):
-            assert option in text
-    assert "* openvla_oft_tiny" in text
-    assert "algorithm.group_size: int = 8" in text
-    assert "Number of episodes per group; all episodes of a group share a reset id." in text
+            assert option in text or option.startswith(("libero_pro_", "libero_plus_"))
+    assert "libero_pro_*" in text
+    assert "*openvla_oft_tiny" in text
+    assert "algorithm.group_size=8" in text
+    assert "Number of episodes per group; all episodes of a group share a reset id." in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_on_two_screens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 100
+    assert [line for line in lines if len(line) > 100 and not line.startswith(("usage: ", "  embodyrl "))] == []
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_help_shows_the_values_of_the_plain_command(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    from embodyrl.config.settings import format_value
+    from embodyrl.plan.config import load_config
+
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    for key, value in load_config(command, [], fetch=False).leaves():
+        if found := re.search(rf"^  {re.escape(key)}=(\S+) ", text, re.MULTILINE):
+            assert found[1] == format_value(value), key
+
+
+def test_families_of_environments_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "envs"]) == 0
+    text = capsys.readouterr().out
+    assert "libero_pro_*" in text
+    assert "LIBERO-PRO: 16 options; embodyrl list envs libero_pro" in text
+    assert "libero_pro_10_swap" not in text
+    assert main(["list", "envs", "libero_pro"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 16
+    assert main(["list", "envs", "no_such"]) == 2
 
 
 def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:

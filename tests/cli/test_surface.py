@@ -146,7 +146,7 @@ def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     ]
     done = run_cli("train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = [line[11:] for line in done.stdout.splitlines() if line[11:].startswith(f"{SETS_PATH}embodyrl ")]
+    told = [line[13:] for line in done.stdout.splitlines() if line[13:].startswith(f"{SETS_PATH}embodyrl ")]
     assert [line.split()[2] for line in told] == ["report", "eval", "play"]
     script = f'embodyrl() {{ "{sys.executable}" -m embodyrl.cli.main "$@"; }}\n'
     script += f"{told[0].removesuffix(' --open')}\n{told[1]} --print-config\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.discover.runs import describe_run
-from embodyrl.cli.output import about, show_result
+from embodyrl.cli.output import about, group_variants, show_result
 from embodyrl.cli.runs import run_folders
 from embodyrl.config import compose
 from embodyrl.errors import ConfigError
@@ -29,17 +29,36 @@ def list_things(args: argparse.Namespace) -> int:
         folder = _runs_folder(overrides)
         rows = [describe_run(run) for run in run_folders(folder)]
         lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
-    elif overrides:
+    elif overrides and (kind == "extras" or len(overrides) > 1 or "=" in overrides[0]):
         raise ConfigError(f"embodyrl list {kind} takes no more arguments; remove '{overrides[0]}'.")
     elif kind == "extras":
         rows = _extras()
         lines = _table(rows)
     else:
-        options = compose.options(groups[kind], args.config_dir)
-        rows = [{"name": name, "about": about(groups[kind], name, file)} for name, file in options.items()]
-        lines = [*_table(rows), *(row["about"] for row in _extras() if row["missing"])]
+        group, start = groups[kind], "".join(overrides)
+        options = {
+            name: file for name, file in compose.options(group, args.config_dir).items() if name.startswith(start)
+        }
+        if not options:
+            raise ConfigError(f"No name in `embodyrl list {kind}` starts with '{start}'.")
+        rows = [{"name": name, "about": about(group, name, file)} for name, file in options.items()]
+        lines = [*_table(rows if start else _with_families(kind, group, rows))]
+        lines += [row["about"] for row in _extras() if row["missing"]]
     show_result(args, rows, lines)
     return 0
+
+
+def _with_families(kind: str, group: str, rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Replace the rows of a large family of variants with one row."""
+    by_name = {row["name"]: row for row in rows}
+    result: list[Mapping[str, str]] = []
+    for name, members in group_variants(group, by_name).items():
+        if name in by_name:
+            result.append(by_name[name])
+            continue
+        title, start = by_name[members[0]]["about"].partition(":")[0], name.rstrip("_*")
+        result.append({"name": name, "about": f"{title}: {len(members)} options; embodyrl list {kind} {start}"})
+    return result
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -114,7 +133,10 @@ def show(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"Unknown group or key '{group}'.{hint} Commands: {', '.join(CONFIGURED)}. Groups: {sections}."
         )
-    rows, lines = [], []
+    sections = {name: name.rpartition(".")[0] for name in names}
+    order = list(dict.fromkeys(sections.values()))
+    names.sort(key=lambda name: order.index(sections[name]))
+    rows, lines, heading = [], [], "" if len(order) > 1 else None
     for name in names:
         key = keys[name]
         # A free mapping may have been set through one of its entries.
@@ -131,6 +153,9 @@ def show(args: argparse.Namespace) -> int:
         }
         rows.append(row | {"doc": key.doc, "source": key_sources[-1] if key_sources else "default"})
         changed = "" if key.required or row["value"] == row["default"] else f" (default {format_value(row['default'])})"
+        if heading is not None and (not lines or sections[name] != heading):
+            heading = sections[name]
+            lines += [*([""] if lines else []), f"[{heading or 'top level'}]"]
         lines += [
             f"{name}: {key.type_text} = {format_value(values[name])}{changed}  [{rows[-1]['source']}]",
             f"    {key.doc}",
