@@ -12,17 +12,17 @@ from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
 _INDEX_FILE = "model.safetensors.index.json"
-_MOST_INSTRUCTIONS = 1000
+_MAX_INSTRUCTIONS = 1000
 """Maximum number of instructions that are saved with the weights."""
 
 
 def write_inputs(folder: Path, policy: PolicySpec, env: EnvSpec) -> None:
     """Write a description of the policy's inputs next to its weights, except for text policies."""
     if env.action.kind is not ActionKind.text:
-        (folder / INPUTS_FILE).write_text(json.dumps(_inputs_of(policy, env), indent=2) + "\n", encoding="utf-8")
+        (folder / INPUTS_FILE).write_text(json.dumps(_describe_inputs(policy, env), indent=2) + "\n", encoding="utf-8")
 
 
-def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
+def _describe_inputs(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
     return {
         "environment": env.name,
         "cameras": list(env.cameras.names[: policy.inputs.num_images]),
@@ -31,7 +31,7 @@ def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
         "gripper": None if policy.gripper is None else asdict(policy.gripper),
         # A policy that rotates the frames always receives upright ones.
         "image_rotation_deg": 0 if policy.inputs.rotates_images else env.cameras.rotation_deg,
-        "instructions": _instructions_of(env) if policy.inputs.instructions else [],
+        "instructions": _get_instructions(env) if policy.inputs.instructions else [],
     } | ({"longest_demonstration": env.longest_demonstration} if env.longest_demonstration else {})
 
 
@@ -71,23 +71,25 @@ def missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
     return f"{folder} lacks {len(missing)} of {len(names)} weight files, such as {missing[0]}; download the weights."
 
 
-def _instructions_of(env: EnvSpec) -> list[str]:
+def _get_instructions(env: EnvSpec) -> list[str]:
     """Return the instructions of an environment; none if their number is large or unknown."""
-    found = dict.fromkeys(env.instructions or env.tasks) if env.text.instructed and not env.text.prompt_bytes else {}
-    return [*found] if len(found) <= _MOST_INSTRUCTIONS else []
+    instructions = (
+        dict.fromkeys(env.instructions or env.tasks) if env.text.instructed and not env.text.prompt_bytes else {}
+    )
+    return [*instructions] if len(instructions) <= _MAX_INSTRUCTIONS else []
 
 
 def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) -> str | None:
     """Return a warning if the weights in a folder were not trained on any instruction of the given tasks."""
     path = folder / INPUTS_FILE
     known = read_json(path).get("instructions", []) if path.is_file() else []
-    played = {*env.instructions} or {env.tasks[task] for task in task_ids}
-    asked = [text for text in _instructions_of(env) if text in played]
-    if not known or not asked or {*known} & {*asked}:
+    selected_tasks = {*env.instructions} or {env.tasks[task] for task in task_ids}
+    instructions = [text for text in _get_instructions(env) if text in selected_tasks]
+    if not known or not instructions or {*known} & {*instructions}:
         return None
     return (
-        f"the weights were not trained on any of the {len(asked)} instructions of '{env.name}', for example "
-        f"{asked[0]!r:.80}; instructions in training: {len(known)}, for example {known[0]!r:.80}"
+        f"the weights were not trained on any of the {len(instructions)} instructions of '{env.name}', for example "
+        f"{instructions[0]!r:.80}; instructions in training: {len(known)}, for example {known[0]!r:.80}"
     )
 
 
@@ -95,11 +97,11 @@ def short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
     """Return a warning if demonstrations of the weights in a folder are longer than the time limits, given by key."""
     path = folder / INPUTS_FILE
     longest = read_json(path).get("longest_demonstration", 0) if path.is_file() else 0
-    short = [f"{key}={steps}" for key, steps in limits.items() if steps < longest]
-    if not short:
+    too_short = [f"{key}={steps}" for key, steps in limits.items() if steps < longest]
+    if not too_short:
         return None
     return (
-        f"the longest demonstration of the weights has {longest} steps, more than {' and '.join(short)}, so slower "
+        f"the longest demonstration of the weights has {longest} steps, more than {' and '.join(too_short)}, so slower "
         "episodes fail at the time limit; fix: a larger limit"
     )
 
@@ -130,40 +132,44 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     cameras = list(env.cameras.names[: policy.inputs.num_images])
     problems: list[InputProblem] = []
     if renamed is not None and list(renamed) != cameras:
-        given = f"model.cameras=[{','.join(renamed)}]: env '{env.name}' has [{','.join(cameras)}]."
-        problems.append(InputProblem(given, "Select those cameras in that order (env.init_params.camera_names)."))
+        difference = f"model.cameras=[{','.join(renamed)}]: env '{env.name}' has [{','.join(cameras)}]."
+        problems.append(InputProblem(difference, "Select those cameras in that order (env.init_params.camera_names)."))
     path = folder / INPUTS_FILE
     if not path.is_file():
         return problems
     try:
         saved = read_json(path)
-        seen, turned, where = list(saved["cameras"]), int(saved["image_rotation_deg"]), str(saved["environment"])
+        trained_cameras, trained_rotation, trained_env = (
+            list(saved["cameras"]),
+            int(saved["image_rotation_deg"]),
+            str(saved["environment"]),
+        )
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({reason_of(error)}); use another checkpoint.") from error
-    if renamed is None and seen != cameras:
+    if renamed is None and trained_cameras != cameras:
         problems.append(
             InputProblem(
-                f"The policy was trained on the cameras [{','.join(seen)}] of '{where}', but env '{env.name}' has "
-                f"[{','.join(cameras)}].",
-                f"Set env.init_params.camera_names=[{','.join(seen)}], or, if only the names of the views differ, "
-                f"model.cameras=[{','.join(cameras)}].",
+                f"The policy was trained on the cameras [{','.join(trained_cameras)}] of '{trained_env}', but "
+                f"env '{env.name}' has [{','.join(cameras)}].",
+                f"Set env.init_params.camera_names=[{','.join(trained_cameras)}], or, if only the names of the "
+                f"views differ, model.cameras=[{','.join(cameras)}].",
             )
         )
-    now = _inputs_of(policy, env)["image_rotation_deg"]
-    if cameras and turned != now:
+    rotation = _describe_inputs(policy, env)["image_rotation_deg"]
+    if cameras and trained_rotation != rotation:
         problems.append(
             InputProblem(
-                f"The policy was trained on frames of '{where}' with image_rotation_deg={turned}, but env "
-                f"'{env.name}' has frames with {now}.",
+                f"The policy was trained on frames of '{trained_env}' with image_rotation_deg={trained_rotation}, but "
+                f"env '{env.name}' has frames with {rotation}.",
                 "Use a model that rotates frames (openvla_oft, pi0, ...), or set the orientation of the data with "
                 "data.image_rotation_deg.",
             )
         )
-    if _ends(gripper, env) != _ends(policy.gripper, env):
+    if _get_gripper_values(gripper, env) != _get_gripper_values(policy.gripper, env):
         problems.append(
             InputProblem(
-                f"The policy was trained on '{where}' with {gripper_text(gripper)}, but env '{env.name}' needs "
+                f"The policy was trained on '{trained_env}' with {gripper_text(gripper)}, but env '{env.name}' needs "
                 f"{gripper_text(policy.gripper)}.",
                 "Train it on data with this convention, and set data.gripper=[open,closed] and data.gripper_index.",
             )
@@ -171,7 +177,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     return problems
 
 
-def _ends(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float, int] | None:
+def _get_gripper_values(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float, int] | None:
     return None if gripper is None else (gripper.open, gripper.closed, gripper.index % env.action.dim)
 
 

@@ -145,7 +145,7 @@ def test_adapter_scale_may_be_a_fraction(alpha: float, scale: float, base: Path,
     adapter = read_adapter(tmp_path / "a")
     name, (low, high) = next(iter(adapter.factors.items()))
     weight = torch.zeros(high.shape[0], low.shape[1])
-    torch.testing.assert_close(adapter.merged(f"{name}.weight", weight), high @ low * scale)
+    torch.testing.assert_close(adapter.merge(f"{name}.weight", weight), high @ low * scale)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def small(mode: str, folder: Path):
     from embodyrl.policies.vla.records import ChunkShape
 
     shape = ChunkShape(horizon=1, width=5, executed=1, action_dim=5)
-    network = SmallFlow(SmallConfig(state_dim=5, action_width=5), shape, read_bounds(ENV, None, folder), words=1)
+    network = SmallFlow(SmallConfig(state_dim=5, action_width=5), shape, read_bounds(ENV, None, folder), min_words=1)
     return (
         lambda x: network.from_actions(x, None),
         lambda x: network.to_actions(x, None),

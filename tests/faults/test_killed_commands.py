@@ -49,7 +49,7 @@ if "KILL_FOLDER" in os.environ:
 """A sitecustomize module: the n-th rename below a folder kills the process group, before it if n is odd, else after."""
 
 SMALL = ("model.num_action_chunks=2", "model.num_images_in_input=0", "data.image_aug=false", "actor.micro_batch_size=8")
-PLACE = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.deterministic=true")
+STEP_INDEX = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.deterministic=true")
 LEARN = ("actor.global_batch_size=8", *SMALL)
 TASKS = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6", "env.train.max_episode_steps=8")
 
@@ -65,7 +65,7 @@ class Case:
 
 
 def _train(_: Path, out: Path) -> list[str]:
-    return toy_words(out, *PLACE, "runner.max_steps=3", "runner.save_interval=1", "runner.val_check_interval=1",
+    return toy_words(out, *STEP_INDEX, "runner.max_steps=3", "runner.save_interval=1", "runner.val_check_interval=1",
                      "eval.episodes=4")  # fmt: skip
 
 
@@ -76,16 +76,16 @@ def sweep_words(shared: Path, out: Path) -> list[str]:
 def _sft(shared: Path, out: Path) -> list[str]:
     places = (f"data.path={shared}/demos", f"runner.output_dir={out}", "runner.experiment_name=run")
     often = ("runner.max_steps=3", "runner.save_interval=1", "runner.val_check_interval=1")
-    return ["model=flow_small", *PLACE, *LEARN, *places, *often]
+    return ["model=flow_small", *STEP_INDEX, *LEARN, *places, *often]
 
 
 def _collect(_: Path, out: Path) -> list[str]:
     places = (f"collect.out={out}/demos", f"runner.output_dir={out}/runs")
-    return [*TOY_COLLECT, *TASKS, *PLACE[:2], *places, "collect.episodes=40"]
+    return [*TOY_COLLECT, *TASKS, *STEP_INDEX[:2], *places, "collect.episodes=40"]
 
 
 def _eval(_: Path, out: Path) -> list[str]:
-    return toy_words(out, *PLACE, "eval.episodes=12", "video=all", command="eval")
+    return toy_words(out, *STEP_INDEX, "eval.episodes=12", "video=all", command="eval")
 
 
 def _convert(shared: Path, out: Path) -> list[str]:
@@ -96,7 +96,7 @@ def _convert(shared: Path, out: Path) -> list[str]:
 def dagger_words(shared: Path, out: Path) -> list[str]:
     places = (f"data.path={shared}/demos", f"collect.out={out}/rounds", f"runner.output_dir={out}/runs")
     few = ("runner.max_steps=3", "collect.episodes=4", "dagger.rounds=2", "runner.experiment_name=learner")
-    return [*TOY_COLLECT, *TASKS, *PLACE, "model=flow_small", *LEARN, *places, *few]
+    return [*TOY_COLLECT, *TASKS, *STEP_INDEX, "model=flow_small", *LEARN, *places, *few]
 
 
 def recap_words(shared: Path, out: Path) -> list[str]:
@@ -105,7 +105,7 @@ def recap_words(shared: Path, out: Path) -> list[str]:
     few = ("collect.episodes=4", "runner.max_steps=11", "recap.value_steps=3", "recap.value_batch_size=16")
     shown = ("eval.episodes=4", "recap.rounds=1", "runner.val_check_interval=-1", "env.eval.max_episode_steps=8")
     places = (f"data.path={shared}/demos", f"recap.out={out}/recap")
-    return [*env, "model=flow_small", *TASKS, *PLACE[:2], *LEARN, policy, *places, *few, *shown]
+    return [*env, "model=flow_small", *TASKS, *STEP_INDEX[:2], *LEARN, policy, *places, *few, *shown]
 
 
 RESUME = ("runner.on_existing=resume",)
@@ -119,9 +119,9 @@ NAMES = ["train", "sweep", "sft", "eval", "collect", "convert", "dagger", "recap
 
 def prepare(folder: Path) -> None:
     """Write demonstrations and initial weights."""
-    made = [*TOY_COLLECT, *TASKS, *PLACE[:2], f"runner.output_dir={folder}", f"collect.out={folder}/demos"]
+    made = [*TOY_COLLECT, *TASKS, *STEP_INDEX[:2], f"runner.output_dir={folder}", f"collect.out={folder}/demos"]
     assert run_cli("collect", *made, "collect.episodes=4", cwd=folder).returncode == 0
-    learned = ["model=flow_small", *PLACE, *LEARN, f"data.path={folder}/demos", f"runner.output_dir={folder}"]
+    learned = ["model=flow_small", *STEP_INDEX, *LEARN, f"data.path={folder}/demos", f"runner.output_dir={folder}"]
     few = ["runner.max_steps=2", "runner.experiment_name=start", "runner.val_check_interval=-1"]
     assert run_cli("sft", *learned, *few, cwd=folder).returncode == 0
 

@@ -34,7 +34,7 @@ def test_weight_sizes_match_the_module():
     assert {name: size.shape for name, size in found.items()} == {n: p.shape for n, p in module.named_parameters()}
     layers = [n for n, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d)]
     assert {name for name, size in found.items() if size.adaptable} == {f"{name}.weight" for name in layers}
-    assert found["unet.final_conv.1.weight"].sides == 2 + 16
+    assert found["unet.final_conv.1.weight"].fan_in_plus_fan_out == 2 + 16
     assert torch.get_default_device().type == "cpu"
 
 

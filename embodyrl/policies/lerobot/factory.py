@@ -15,7 +15,7 @@ from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
-from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
+from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, has_random_init
 from embodyrl.policies.vla.processors import order_problem
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.weights import count, weight_sizes
@@ -72,7 +72,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
             config, _ = read_config(folder, self.kind, self.config)
             if config.input_features and (problem := self._with_num_actions(cfg, config).find_problem()):
                 problems.append(f"model.num_action_chunks={cfg.num_action_chunks}: {problem}; lower it.")
-            if not starts_random(folder) and not (folder / WEIGHTS_FILE).is_file():
+            if not has_random_init(folder) and not (folder / WEIGHTS_FILE).is_file():
                 problems.append(f"model.path: {folder} contains no {WEIGHTS_FILE}; download the weights too.")
         except (CheckpointError, ConfigError) as error:
             problems.append(str(error))

@@ -71,7 +71,7 @@ class OpenVlaOftFactory:
         if problems := _mismatches(cfg, config, env):
             raise ConfigError(problems)
         options = self._options(cfg, env, value_dim)
-        diffuses = cfg.action_head == ActionHead.diffusion
+        is_diffusion = cfg.action_head == ActionHead.diffusion
         spec = PolicySpec(
             inputs=InputSpec(
                 instructions=True, num_images=cfg.num_images_in_input, state=cfg.use_proprio, rotates_images=True
@@ -79,14 +79,14 @@ class OpenVlaOftFactory:
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=record_of(cfg).tokens if diffuses or cfg.corrects else options.num_action_tokens,
-            scored=record_of(cfg).per_action if diffuses else 0,
+            tokens_per_chunk=record_of(cfg).tokens if is_diffusion or cfg.corrects else options.num_action_tokens,
+            scored=record_of(cfg).per_action if is_diffusion else 0,
             value_dim=value_dim,
             gripper=GripperConvention(open=1.0, closed=0.0),
         )
         if not cfg.corrects:
             return spec
-        shape = _correction(cfg)
+        shape = _get_residual_shape(cfg)
         shape.check(config.folder)
         return add_steering(spec, shape, cfg.likelihood)
 
@@ -97,13 +97,13 @@ class OpenVlaOftFactory:
         costs = oft_costs(config, options)
         if not cfg.corrects:
             return costs
-        return steering_costs(costs, _correction(cfg), num_other_trained=value_parameters(config, options))
+        return steering_costs(costs, _get_residual_shape(cfg), num_other_trained=value_parameters(config, options))
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of model and actor match a folder (see `PolicyFactory.compare`)."""
         cfg, saved = as_oft(cfg), read_config(folder)
-        mine = read_config(_folder(cfg))
-        if (saved.towers, saved.llama) != (mine.towers, mine.llama):
+        base_config = read_config(_folder(cfg))
+        if (saved.towers, saved.llama) != (base_config.towers, base_config.llama):
             raise CheckpointError(
                 f"{folder} and model.path={cfg.path} contain models of different sizes. "
                 "Set model.path to the base model of this run."
@@ -114,7 +114,7 @@ class OpenVlaOftFactory:
                 f"model.use_proprio=true."
             )
         if cfg.corrects:
-            _correction(cfg).check(folder)
+            _get_residual_shape(cfg).check(folder)
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -138,7 +138,7 @@ class OpenVlaOftFactory:
         return OftOptions(cfg=cfg, autoregressive=self.autoregressive, state_dim=state_dim, value_dim=value_dim)
 
 
-def _correction(cfg: OftSettings) -> SteeringShape:
+def _get_residual_shape(cfg: OftSettings) -> SteeringShape:
     return get_residual_shape(cfg, read_config(_folder(cfg)).llama.hidden_size)
 
 

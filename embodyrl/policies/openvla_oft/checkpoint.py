@@ -19,11 +19,11 @@ from embodyrl.policies.weights import check_weights
 VALUE_HEAD = "value_head"
 ACTION_SCALE = "action_scale"
 RESIDUAL_ACTOR = "residual_actor"
-OF_RL = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
+RL_COMPONENTS = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
 """Components added by RL, optional in both the model and the checkpoint."""
-FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
+SFT_COMPONENTS = ("proprio_projector", "action_head", "noisy_action_projector")
 """Components that SFT may initialise randomly."""
-COMPONENTS = (*OF_RL, *FRESH)
+COMPONENTS = (*RL_COMPONENTS, *SFT_COMPONENTS)
 """Components that may have separate files. Each name is a model attribute, a key prefix and a file stem."""
 
 
@@ -43,14 +43,14 @@ SIDE_FILES = (
 )
 
 
-def component_of(key: str) -> str:
+def get_component(key: str) -> str:
     """Return the first part of a key: `proprio_projector.fc1.weight` belongs to `proprio_projector`."""
     return key.partition(".")[0]
 
 
 def side_components(keys: Iterable[str]) -> list[str]:
     """Return the components of a model that are stored in separate files, given its state-dict keys."""
-    present = {component_of(key) for key in keys}
+    present = {get_component(key) for key in keys}
     return [name for name in COMPONENTS if name in present]
 
 
@@ -60,16 +60,16 @@ def find_component(folder: Path, name: str) -> Path | None:
     Raises:
         CheckpointError: several public files match.
     """
-    own = folder / f"{name}.safetensors"
-    if own.exists():
-        return own
-    found = sorted(folder.glob(f"*{name}*checkpoint*.pt"))
-    if len(found) > 1:
+    local_file = folder / f"{name}.safetensors"
+    if local_file.exists():
+        return local_file
+    candidates = sorted(folder.glob(f"*{name}*checkpoint*.pt"))
+    if len(candidates) > 1:
         raise CheckpointError(
-            f"{folder} contains {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep only "
-            f"the file of the same training step as the weights."
+            f"{folder} contains {len(candidates)} files of '{name}': {', '.join(p.name for p in candidates)}. Keep "
+            f"only the file of the same training step as the weights."
         )
-    return found[0] if found else None
+    return candidates[0] if candidates else None
 
 
 def read_pt(path: Path, name: str) -> dict[str, Tensor]:
@@ -88,10 +88,10 @@ def read_pt(path: Path, name: str) -> dict[str, Tensor]:
             f"{path} cannot be read as a state dict of tensors ({str(error).splitlines()[0]}). It is truncated, or "
             f"contains Python objects, whose loading could run code; download it again."
         ) from error
-    strangers = [key for key, tensor in state.items() if not isinstance(tensor, Tensor)]
-    if strangers:
+    other_keys = [key for key, tensor in state.items() if not isinstance(tensor, Tensor)]
+    if other_keys:
         raise CheckpointError(
-            f"{path}: '{strangers[0]}' is not a tensor. The file is not a state dict; download it again."
+            f"{path}: '{other_keys[0]}' is not a tensor. The file is not a state dict; download it again."
         )
     return {key if key.startswith(f"{name}.") else f"{name}.{key}": tensor for key, tensor in state.items()}
 
@@ -102,7 +102,7 @@ _FIXES = {
 }
 """Suggested fix of a shape mismatch by component, for error messages."""
 
-Change = Callable[[str, Tensor], Tensor]
+WeightTransform = Callable[[str, Tensor], Tensor]
 """Function that receives a weight's name and value, and returns the value to load."""
 
 
@@ -148,12 +148,12 @@ def map_weights(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def load_into(
+def load_model(
     module: nn.Module,
     folder: Path,
     *,
-    change: Change | None = None,
-    beside: Path | None = None,
+    transform: WeightTransform | None = None,
+    components_folder: Path | None = None,
     fresh_heads: bool = False,
 ) -> None:
     """Copy the weights of a folder into a module, in place, with the module's dtypes.
@@ -164,8 +164,8 @@ def load_into(
     Args:
         module: module on any device; injected adapters are unchanged.
         folder: folder of the model's shards and component files.
-        change: function applied to each weight.
-        beside: another folder with component files.
+        transform: function applied to each weight.
+        components_folder: another folder with component files.
         fresh_heads: allow missing heads and projectors, which keep the module's weights.
 
     Raises:
@@ -178,13 +178,15 @@ def load_into(
             f"{folder} contains no model*.safetensors. Set model.path to a folder with the full checkpoint (.bin "
             f"files are not loaded, because that can run code), and model.lora.path to an adapter."
         )
-    optional = {*OF_RL, *FRESH} if fresh_heads else {*OF_RL}
-    files = _map_components(target, beside or folder, optional)
+    optional = {*RL_COMPONENTS, *SFT_COMPONENTS} if fresh_heads else {*RL_COMPONENTS}
+    files = _map_components(target, components_folder or folder, optional)
     # Public shards may also contain components that were trained further; then the separate file is used.
-    elsewhere = set(side_components(target)) - {VALUE_HEAD}
+    separate_components = set(side_components(target)) - {VALUE_HEAD}
     for path in shards:
-        files[path] = {k: tensor for k, tensor in map_weights(path).items() if component_of(k) not in elsewhere}
-    _copy(target, files, folder, optional, change)
+        files[path] = {
+            k: tensor for k, tensor in map_weights(path).items() if get_component(k) not in separate_components
+        }
+    _copy(target, files, folder, optional, transform)
 
 
 def load_components(module: nn.Module, folder: Path) -> None:
@@ -195,8 +197,8 @@ def load_components(module: nn.Module, folder: Path) -> None:
     """
     state = module.state_dict()
     names = side_components(state)
-    target = {key: tensor for key, tensor in state.items() if component_of(key) in names}
-    _copy(target, _map_components(state, folder, {*OF_RL}), folder, {*OF_RL})
+    target = {key: tensor for key, tensor in state.items() if get_component(key) in names}
+    _copy(target, _map_components(state, folder, {*RL_COMPONENTS}), folder, {*RL_COMPONENTS})
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:
@@ -206,7 +208,7 @@ def base_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def save_from(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) -> None:
+def save_model(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) -> None:
     """Write a module's weights (with their dtypes), its components and the given side files to a folder.
 
     The caller provides a new folder and makes the write atomic by renaming it.
@@ -214,8 +216,8 @@ def save_from(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) 
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
     save_components(state, folder)
-    beside = side_components(state)
-    shards = {key: tensor for key, tensor in state.items() if component_of(key) not in beside}
+    separate_components = side_components(state)
+    shards = {key: tensor for key, tensor in state.items() if get_component(key) not in separate_components}
     save_torch_state_dict(shards, folder, max_shard_size=SHARD_BYTES)
     save_side_files(folder, side_files)
 
@@ -223,7 +225,7 @@ def save_from(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) 
 def save_components(state: Mapping[str, Tensor], folder: Path) -> None:
     """Write each component of a state dict to its own file."""
     for name in side_components(state):
-        part = {key: tensor.detach().contiguous() for key, tensor in state.items() if component_of(key) == name}
+        part = {key: tensor.detach().contiguous() for key, tensor in state.items() if get_component(key) == name}
         save_file(part, folder / f"{name}.safetensors", metadata={"format": "pt"})
 
 
@@ -234,9 +236,9 @@ def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """Read the files of tokenizer, preprocessor, statistics and configuration, for `save_from`."""
-    found = {name: read_side_file(folder / name) for name in SIDE_FILES if (folder / name).exists()}
-    return found | {CONFIG_FILE: saved_config(found[CONFIG_FILE])}
+    """Read the files of tokenizer, preprocessor, statistics and configuration, for `save_model`."""
+    files = {name: read_side_file(folder / name) for name in SIDE_FILES if (folder / name).exists()}
+    return files | {CONFIG_FILE: saved_config(files[CONFIG_FILE])}
 
 
 def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str]) -> dict[Path, dict[str, Tensor]]:
@@ -259,25 +261,25 @@ def _copy(
     files: dict[Path, dict[str, Tensor]],
     folder: Path,
     optional: set[str],
-    change: Change | None = None,
+    transform: WeightTransform | None = None,
 ) -> None:
     """Copy weights after checking all files, and empty `files` so that mapped pages are freed."""
-    found = {key: tensor for weights in files.values() for key, tensor in weights.items()}
-    place = {key: f" in {path.name}" for path, weights in files.items() for key in weights}
+    weights_by_name = {key: tensor for weights in files.values() for key, tensor in weights.items()}
+    file_suffix = {key: f" in {path.name}" for path, weights in files.items() for key in weights}
     check_weights(
         target,
-        found,
+        weights_by_name,
         folder,
-        may_lack=[f"{name}." for name in optional - {component_of(key) for key in found}],
+        may_lack=[f"{name}." for name in optional - {get_component(key) for key in weights_by_name}],
         may_hold=[f"{VALUE_HEAD}."],
         fixes=_FIXES,
-        shown=lambda key: f"'{key}'{place.get(key, '')}",
+        format_name=lambda key: f"'{key}'{file_suffix.get(key, '')}",
     )
     # Only `files` references the tensors from here on.
-    found.clear()
+    weights_by_name.clear()
     with torch.no_grad():
         for path in list(files):
             # Popped, so that the pages of a file can be freed when it is copied.
             for key, tensor in files.pop(path).items():
                 if key in target:
-                    target[key].copy_(change(key, tensor) if change else tensor)
+                    target[key].copy_(transform(key, tensor) if transform else tensor)

@@ -50,9 +50,9 @@ class Statistics:
         Raises:
             CheckpointError: there is no such data set.
         """
-        wanted = next((key for key in keys if key), None)
-        if wanted is not None:
-            return find_data_set(wanted, self.sets, self.folder)
+        selected = next((key for key in keys if key), None)
+        if selected is not None:
+            return find_data_set(selected, self.sets, self.folder)
         if len(self.sets) == 1:
             return next(iter(self.sets))
         raise CheckpointError(
@@ -83,9 +83,11 @@ class Statistics:
             raise CheckpointError(
                 f"{where} has {part} {low_name}, {high_name} and mask of different lengths. Download the file again."
             )
-        ends = {name: entry[name] for name in ("min", "max") if len(entry.get(name, ())) == len(mask)}
-        used = {name: np.compress(mask, row) for name, row in (ends | {low_name: low, high_name: high}).items()}
-        check_statistics(used, f"{where}: {part}", varies=part == "action")
+        limits = {name: entry[name] for name in ("min", "max") if len(entry.get(name, ())) == len(mask)}
+        used_statistics = {
+            name: np.compress(mask, row) for name, row in (limits | {low_name: low, high_name: high}).items()
+        }
+        check_statistics(used_statistics, f"{where}: {part}", varies=part == "action")
         return Bounds(low=low, high=high, mask=mask)
 
 
@@ -157,7 +159,7 @@ _FIELDS = (
     *("pad_to_multiple_of", "text_config", "timm_model_ids", "vision_backbone_id"),
 )
 _RESIZE = {"image_resize_strategy": ("resize-naive",), "use_fused_vision_backbone": (True, None)}
-_ONLY = _RESIZE | {
+_SUPPORTED_VALUES = _RESIZE | {
     "model_type": ("openvla", "prismatic"),
     "arch_specifier": ("no-align+fused-gelu-mlp",),
     "timm_override_act_layers": ([None, None],),
@@ -286,8 +288,8 @@ def _parse(folder: Path) -> OftConfig:
     config = _read_json(folder / CONFIG_FILE)
     where = folder / CONFIG_FILE
     if isinstance(kind := config.get("type"), str):
-        chosen = kind if kind in POLICIES.names() else "lerobot"
-        raise CheckpointError(f"{where} describes a LeRobot policy of type '{kind}'. Set model={chosen}.")
+        model_name = kind if kind in POLICIES.names() else "lerobot"
+        raise CheckpointError(f"{where} describes a LeRobot policy of type '{kind}'. Set model={model_name}.")
     ids = _field(config, "timm_model_ids", where)
     sizes = _field(config, "image_sizes", where)
     if len(ids) != 2 or len(set(sizes)) != 1:
@@ -295,7 +297,7 @@ def _parse(folder: Path) -> OftConfig:
             f"{where} has timm_model_ids {ids} and image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
             f"size (DINOv2 and SigLIP). This is another model; use an OpenVLA-OFT checkpoint."
         )
-    check_keys(config, where, ignored=tuple(name for name in _FIELDS if name != "model_type"), only=_ONLY)
+    check_keys(config, where, ignored=tuple(name for name in _FIELDS if name != "model_type"), only=_SUPPORTED_VALUES)
     llama = _read_llama(_field(config, "text_config", where), where)
     statistics = folder / STATISTICS_FILE
     # Fine-tuned checkpoints have a separate file; the base model's statistics are in config.json.
@@ -341,8 +343,10 @@ def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
 
 def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
     rope = dict(text.get("rope_parameters") or {})  # transformers 5
-    told = {**text, **({"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {})}
-    values: dict[str, Any] = {f.name: type(f.default)(told.get(f.name, f.default)) for f in fields(LlamaSpec)}
+    fields_with_rope = {**text, **({"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {})}
+    values: dict[str, Any] = {
+        f.name: type(f.default)(fields_with_rope.get(f.name, f.default)) for f in fields(LlamaSpec)
+    }
     spec = LlamaSpec(**values)
     only = {
         "model_type": ("llama",),

@@ -33,19 +33,19 @@ class L1Gaussian:
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
         """Sample chunks [B, K, A] from uniform `noise` [B, L] (None: greedy); also return values [B, V]."""
-        spread, value = self._spread(inputs, temperature)
+        distribution, value = self._get_distribution(inputs, temperature)
         if noise is None:
-            return SampledChunks.from_greedy(spread.mean), value
-        normal = standard_normal(on_device(noise, value.device)).view_as(spread.mean)
-        actions = spread.mean + spread.std * normal
+            return SampledChunks.from_greedy(distribution.mean), value
+        normal = standard_normal(on_device(noise, value.device)).view_as(distribution.mean)
+        actions = distribution.mean + distribution.std * normal
         bits = actions.flatten(1).cpu().numpy().view(np.int32).astype(np.int64)
-        return SampledChunks(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
+        return SampledChunks(state=actions, tokens=bits, logprob=distribution.log_prob(actions)), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens [B, L], and values [B, V]."""
-        spread, value = self._spread(inputs, temperature)
-        actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(spread.mean)
-        return spread.log_prob(actions), spread.entropy(), value
+        distribution, value = self._get_distribution(inputs, temperature)
+        actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(distribution.mean)
+        return distribution.log_prob(actions), distribution.entropy(), value
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """Return values [B, V]."""
@@ -60,9 +60,9 @@ class L1Gaussian:
         """Return the mean absolute error (L1 loss) of normalised actions [B, K, A], as in the official training."""
         mean, _ = self._forward(inputs)
         loss = (mean - on_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
-        return ImitationScores(loss=loss, accuracy=agreement(mean.detach(), target, self._tokenizer))
+        return ImitationScores(loss=loss, accuracy=compute_bin_accuracy(mean.detach(), target, self._tokenizer))
 
-    def _spread(self, inputs: ModelInputs, temperature: float) -> tuple[Transition, Tensor]:
+    def _get_distribution(self, inputs: ModelInputs, temperature: float) -> tuple[Transition, Tensor]:
         mean, value = self._forward(inputs)
         assert self._model.action_scale is not None
         std = self._model.action_scale.log_std.exp() * temperature
@@ -75,35 +75,37 @@ class Diffusion:
     def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
         self._model, self._cfg, self._tokenizer = model, cfg, tokenizer
         steps = cfg.num_diffusion_steps_inference
-        noisy, self._plain = ddim_schedule(steps, cfg.diffusion_eta), ddim_schedule(steps)
+        noisy, self._deterministic = ddim_schedule(steps, cfg.diffusion_eta), ddim_schedule(steps)
         self._chain = DenoisingChain(
-            record_of(cfg), noisy, self._plain, every_step=cfg.every_step, min_std=cfg.diffusion_min_std
+            record_of(cfg), noisy, self._deterministic, every_step=cfg.every_step, min_std=cfg.diffusion_min_std
         )
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
         """Denoise sampled noise; greedy actions start from one constant noise for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
-            chosen = SampledChunks.from_greedy(self._denoised(inputs, prefix))
+            sampled = SampledChunks.from_greedy(self._denoise(inputs, prefix))
         else:
-            chosen = self._chain.sample(self._network(inputs, prefix), get_seeds(noise), device, temperature)
-        return chosen, self._value(inputs, prefix)
+            sampled = self._chain.sample(self._network(inputs, prefix), get_seeds(noise), device, temperature)
+        return sampled, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the first denoising step, and the greedy actions."""
         prefix = self._model.prefix(inputs)
-        timestep = torch.full((len(prefix),), int(self._plain.timesteps[0]), device=prefix.device)
-        hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), timestep)
-        return hidden, self._denoised(inputs, prefix)
+        timestep = torch.full((len(prefix),), int(self._deterministic.timesteps[0]), device=prefix.device)
+        hidden = noisy_hidden(self._model, inputs, prefix, self._get_initial_noise(inputs), timestep)
+        return hidden, self._denoise(inputs, prefix)
 
-    def _denoised(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        return self._plain.denoise(partial(predict_noise, self._model, inputs, prefix), self._start(inputs))
+    def _denoise(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
+        return self._deterministic.denoise(
+            partial(predict_noise, self._model, inputs, prefix), self._get_initial_noise(inputs)
+        )
 
-    def _start(self, inputs: ModelInputs) -> Tensor:
+    def _get_initial_noise(self, inputs: ModelInputs) -> Tensor:
         """Return the initial noise [B, K, A]."""
         shape = self._cfg.num_action_chunks, self._cfg.action_dim
-        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0)).flatten()
-        start = on_device(standard_normal(drawn).view(shape), inputs.prompt_ids.device)
+        uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0)).flatten()
+        start = on_device(standard_normal(uniform).view(shape), inputs.prompt_ids.device)
         return start.expand(len(inputs.prompt_ids), *shape)
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,11 +129,11 @@ class Diffusion:
         device = inputs.prompt_ids.device
         noise = normals(rows, START, target.shape[1:], device)
         timestep = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
-        noisy = self._plain.add_noise(on_device(target, device).float(), noise, timestep)
+        noisy = self._deterministic.add_noise(on_device(target, device).float(), noise, timestep)
         prefix = self._model.prefix(inputs)
         error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, timestep), noise, reduction="none")
-        found = torch.full_like(noise, torch.nan) if trains else self._denoised(inputs, prefix)
-        accuracy = agreement(found, target, self._tokenizer)
+        predicted = torch.full_like(noise, torch.nan) if trains else self._denoise(inputs, prefix)
+        accuracy = compute_bin_accuracy(predicted, target, self._tokenizer)
         return ImitationScores(loss=error.flatten(1).mean(1), accuracy=accuracy)
 
     def _network(self, inputs: ModelInputs, prefix: Tensor) -> Velocity:
@@ -150,13 +152,13 @@ class Diffusion:
         if head is None:
             return torch.zeros(count, 0, device=prefix.device)
         with torch.no_grad():
-            middle = torch.zeros(count, self._cfg.num_action_chunks, self._cfg.action_dim, device=prefix.device)
+            zero_actions = torch.zeros(count, self._cfg.num_action_chunks, self._cfg.action_dim, device=prefix.device)
             timestep = torch.full((count,), TRAIN_STEPS - 1, device=prefix.device)
-            hidden = noisy_hidden(self._model, inputs, prefix, middle, timestep)[:, 0]
+            hidden = noisy_hidden(self._model, inputs, prefix, zero_actions, timestep)[:, 0]
         return head(hidden)
 
 
-def agreement(found: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
+def compute_bin_accuracy(predicted: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
     """Return the fraction [B] of normalised actions [B, K, A] in the bins of the targets; NaN matches no bin."""
-    same = tokenizer.encode(found.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
-    return (on_device(same, found.device) & ~found.isnan()).flatten(1).float().mean(1)
+    same = tokenizer.encode(predicted.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
+    return (on_device(same, predicted.device) & ~predicted.isnan()).flatten(1).float().mean(1)

@@ -14,7 +14,9 @@ from embodyrl.policies.vla.sampling import SampledChunks
 from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
-def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+def apply_guidance(
+    forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: ModelInputs
+) -> tuple[Tensor, Tensor]:
     """Return logits and values of the forward pass.
 
     For `GuidedInputs`, the logits are null + w (conditioned - null).
@@ -62,17 +64,17 @@ class DiscreteTokens:
                 lambda index, logits: choose(logits, None if uniform is None else uniform[:, index : index + 1]),
             )
         else:
-            logits, value = guided(self._acting, inputs)
+            logits, value = apply_guidance(self._acting, inputs)
             choice = choose(logits, uniform)
-        logprob, _ = self._scores(logits, choice, temperature)
+        logprob, _ = self._compute_scores(logits, choice, temperature)
         tokens = (choice + self._columns.start).cpu().numpy()
-        return SampledChunks(state=self._decoded(tokens), tokens=tokens, logprob=logprob), value
+        return SampledChunks(state=self._decode(tokens), tokens=tokens, logprob=logprob), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens, and values [B, V]."""
         ids = on_device(tokens, inputs.prompt_ids.device)
-        logits, value = guided(lambda part: self._forward(part, ids), inputs)
-        return *self._scores(logits, ids - self._columns.start, temperature), value
+        logits, value = apply_guidance(lambda part: self._forward(part, ids), inputs)
+        return *self._compute_scores(logits, ids - self._columns.start, temperature), value
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """Return the value estimates [B, V] of observations."""
@@ -83,8 +85,8 @@ class DiscreteTokens:
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states [B, L, D] of the action predictions, and greedy normalised actions [B, K, A]."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
-        logits, _ = self._model.read_out(hidden, self._columns)
-        return hidden, self._decoded((logits.argmax(-1) + self._columns.start).cpu().numpy())
+        logits, _ = self._model.compute_logits(hidden, self._columns)
+        return hidden, self._decode((logits.argmax(-1) + self._columns.start).cpu().numpy())
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
         """Return the cross-entropy of STOP and of the tokens of normalised actions [B, K, A].
@@ -99,12 +101,12 @@ class DiscreteTokens:
         chosen = logits[:, :-1, self._columns].argmax(-1) + self._columns.start
         return ImitationScores(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
 
-    def _scores(self, logits: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _compute_scores(self, logits: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         # Outside of autocast: acting and scoring must give the same numbers.
         with torch.autocast(logits.device.type, enabled=False):
             logprob, entropy = categorical_scores(logits / temperature, choice)
         return logprob.unflatten(1, self._chunk), entropy.unflatten(1, self._chunk)
 
-    def _decoded(self, tokens: IntArray) -> Tensor:
+    def _decode(self, tokens: IntArray) -> Tensor:
         """Return bin centres [B, K, A] float64, on the host."""
         return torch.from_numpy(self._tokenizer.decode(tokens)).unflatten(1, self._chunk)

@@ -27,7 +27,7 @@ def bucket(count: int) -> int:
     return power * 3 // 4 if power > 2 and count <= power * 3 // 4 else power
 
 
-def fill(inputs: ModelInputs, count: int) -> ModelInputs:
+def pad_batch(inputs: ModelInputs, count: int) -> ModelInputs:
     """Pad a batch to `count` rows with copies of its first row."""
     return replace(
         inputs,
@@ -48,7 +48,7 @@ class _Recording:
     """Output buffers, overwritten by each replay."""
 
 
-class Recorded:
+class GraphedForward:
     """Forward pass without gradients that is captured once and then replayed.
 
     Weights may change in place, but must keep their memory. Outputs are valid until the next call. If capturing fails,
@@ -59,18 +59,18 @@ class Recorded:
         self._forward = forward
         self._recordings: dict[tuple[Any, ...], _Recording] = {}
         self._pool: Any = None
-        self._works = True
+        self._enabled = True
 
     def __call__(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return logits and values of the forward pass."""
         count = len(inputs.prompt_ids)
-        filled = fill(inputs, bucket(count))
+        padded = pad_batch(inputs, bucket(count))
         try:
-            recording = self._recording(filled) if self._works else None
+            recording = self._recording(padded) if self._enabled else None
         except torch.OutOfMemoryError:
             raise  # the plain forward pass would raise it, too
         except RuntimeError as error:
-            self._works = False
+            self._enabled = False
             recording = None
             warnings.warn(
                 f"model.cuda_graphs: not used, because a forward pass cannot be recorded: {error}", stacklevel=2
@@ -78,7 +78,7 @@ class Recorded:
         if recording is None:
             return self._forward(inputs)
         for name, x in _tensors(recording.inputs).items():
-            x.copy_(getattr(filled, name))
+            x.copy_(getattr(padded, name))
         recording.graph.replay()
         logits, values = recording.outputs
         return logits[:count], values[:count]
@@ -94,11 +94,11 @@ class Recorded:
         assert not (torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled())
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # libraries select kernels and allocate workspaces at the first call
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):  # libraries select kernels and allocate workspaces at the first call
             self._forward(inputs)
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = self._forward(inputs)
         return _Recording(graph, inputs, outputs)

@@ -2,9 +2,9 @@
 
 Frozen linear layers with low-rank adapters are fused on a GPU. Plain PyTorch computes the frozen product, the adapter's
 product and their sum one after the other, each with a pass over the output, and autograd sums the gradients of an input
-of several layers in as many passes. In `linears` the large product runs last and accumulates into the existing output
-(`addmm_`), forwards and backwards, and the first factors of layers with the same input are one matrix. Other layers are
-called normally.
+of several layers in as many passes. In `apply_linears` the large product runs last and accumulates into the existing
+output (`addmm_`), forwards and backwards, and the first factors of layers with the same input are one matrix. Other
+layers are called normally.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ from torch.utils.checkpoint import checkpoint
 from embodyrl.policies.openvla_oft.config import LlamaSpec
 
 
-def linears(layers: Sequence[nn.Module], x: Tensor, onto: Tensor | None = None) -> list[Tensor]:
+def apply_linears(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> list[Tensor]:
     """Return the output [..., out] of each linear layer for the same input x [..., in].
 
-    `onto` [..., out] is added to the output of a single layer.
+    `residual` [..., out] is added to the output of a single layer.
     """
     half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if not x.is_cuda or not all(hasattr(layer, "lora_A") for layer in layers):
         out = [layer(x) for layer in layers]
-        return out if onto is None else [onto + out[0]]
-    if onto is not None and onto.dtype != half:
-        return [onto + adapted(layers, x.to(half), None)[0]]
-    return adapted(layers, x.to(half), onto)
+        return out if residual is None else [residual + out[0]]
+    if residual is not None and residual.dtype != half:
+        return [residual + apply_adapted_linears(layers, x.to(half), None)[0]]
+    return apply_adapted_linears(layers, x.to(half), residual)
 
 
-def adapted(layers: Sequence[Any], x: Tensor, onto: Tensor | None) -> list[Tensor]:
-    """Compute `linears` for layers with one peft adapter each, in the dtype of x, on any device."""
+def apply_adapted_linears(layers: Sequence[Any], x: Tensor, residual: Tensor | None) -> list[Tensor]:
+    """Compute `apply_linears` for layers with one peft adapter each, in the dtype of x, on any device."""
     parts: list[Tensor | None] = []
     scales = []
     for layer in layers:
@@ -43,57 +43,59 @@ def adapted(layers: Sequence[Any], x: Tensor, onto: Tensor | None) -> list[Tenso
         base, low, high = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight
         scales.append(layer.scaling[name])
         parts += [base.weight, base.bias, low.to(x.dtype), high.to(x.dtype)]
-    start = None if onto is None else onto.flatten(0, -2)
+    start = None if residual is None else residual.flatten(0, -2)
     rows = _Adapted.apply(x.flatten(0, -2), start, tuple(scales), *parts)
     return [out.unflatten(0, x.shape[:-1]) for out in rows]
 
 
 class _Adapted(torch.autograd.Function):
-    """Autograd function `onto + W x + b + s B A x` of several LoRA layers with the same input.
+    """Autograd function `residual + W x + b + s B A x` of several LoRA layers with the same input.
 
     W and b are frozen; W [out, in], b [out], A [r, in], B [out, r].
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, onto: Tensor | None, scales: tuple[float, ...], *parts: Tensor) -> Any:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, scales: tuple[float, ...], *parts: Tensor) -> Any:
         weights, biases, lows, highs = (list(parts[i::4]) for i in range(4))
         factors = torch.cat(lows) if len(lows) > 1 else lows[0]
-        seen = x @ factors.t()
+        low_outputs = x @ factors.t()
         sizes = [len(low) for low in lows]
         outs = []
-        for weight, bias, high, scale, low in zip(weights, biases, highs, scales, seen.split(sizes, 1), strict=True):
-            out = _scaled(low, high.t(), scale, bias if onto is None else onto)
-            if bias is not None and onto is not None:
+        for weight, bias, high, scale, low in zip(
+            weights, biases, highs, scales, low_outputs.split(sizes, 1), strict=True
+        ):
+            out = _scaled(low, high.t(), scale, bias if residual is None else residual)
+            if bias is not None and residual is not None:
                 out += bias
             outs.append(out.addmm_(x, weight.t()))
-        ctx.save_for_backward(x, seen, factors, *weights, *highs)
-        ctx.scales, ctx.sizes, ctx.added = scales, sizes, onto is not None
+        ctx.save_for_backward(x, low_outputs, factors, *weights, *highs)
+        ctx.scales, ctx.sizes, ctx.has_residual = scales, sizes, residual is not None
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, seen, factors, *more = ctx.saved_tensors
+        x, low_outputs, factors, *more = ctx.saved_tensors
         weights, highs = more[: len(grads)], more[len(grads) :]
-        down = [_scaled(g, high, s) for g, high, s in zip(grads, highs, ctx.scales, strict=True)]
-        below = torch.cat(down, 1) if len(down) > 1 else down[0]
-        of_x = None
+        scaled_grads = [_scaled(g, high, s) for g, high, s in zip(grads, highs, ctx.scales, strict=True)]
+        low_grads = torch.cat(scaled_grads, 1) if len(scaled_grads) > 1 else scaled_grads[0]
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            of_x = below @ factors
+            grad_x = low_grads @ factors
             for grad, weight in zip(grads, weights, strict=True):
-                of_x.addmm_(grad, weight)
-        of_lows = (below.t() @ x).split(ctx.sizes)
-        of_highs = [
-            _scaled(g.t(), low, s) for g, low, s in zip(grads, seen.split(ctx.sizes, 1), ctx.scales, strict=True)
+                grad_x.addmm_(grad, weight)
+        grad_lows = (low_grads.t() @ x).split(ctx.sizes)
+        grad_highs = [
+            _scaled(g.t(), low, s) for g, low, s in zip(grads, low_outputs.split(ctx.sizes, 1), ctx.scales, strict=True)
         ]
-        of_parts = [part for pair in zip(of_lows, of_highs, strict=True) for part in (None, None, *pair)]
-        return of_x, grads[0] if ctx.added else None, None, *of_parts
+        grad_parts = [part for pair in zip(grad_lows, grad_highs, strict=True) for part in (None, None, *pair)]
+        return grad_x, grads[0] if ctx.has_residual else None, None, *grad_parts
 
 
-def _scaled(a: Tensor, b: Tensor, scale: float, onto: Tensor | None = None) -> Tensor:
-    """Compute `onto + scale * a @ b` in one matrix product; without `onto`, only the product."""
-    if onto is None:
+def _scaled(a: Tensor, b: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
+    """Compute `residual + scale * a @ b` in one matrix product; without `residual`, only the product."""
+    if residual is None:
         return (a @ b) if scale == 1.0 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
-    return torch.addmm(onto, a, b, alpha=scale)
+    return torch.addmm(residual, a, b, alpha=scale)
 
 
 Rope = tuple[Tensor, Tensor]
@@ -122,7 +124,7 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Apply the rotation of `_rotate` in three kernels without copies; `sign` -1 rotates back."""
     out = x * cos
     half = x.shape[-1] // 2
@@ -141,12 +143,12 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        return _rotate_halves(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, -1.0), None, None
+        return _rotate_halves(grads[0], cos, sin, -1.0), None, None
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -227,7 +229,7 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RepeatedTokens:
     """Deduplicated inputs of the first layer: the S distinct tokens among T tokens.
 
     Zero tokens are identical at all positions: their queries and keys are zero, also after the rotation.
@@ -237,7 +239,7 @@ class Repeated:
     """[B, S] positions of the S distinct tokens."""
     mask: Tensor
     """[B, 1, 1, S] float mask of the first layer: the logarithm of each key's multiplicity, -inf for absent keys."""
-    places: Tensor
+    distinct_index: Tensor
     """[B, T] index of each token among the S distinct tokens."""
 
 
@@ -254,22 +256,22 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, onto: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Return `onto` plus the attention output of tokens x [B, T, D]; `rows`: return only R tokens, [B, R, D]."""
+    def forward(self, x: Tensor, residual: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        """Return `residual` plus the attention output of tokens x [B, T, D], or of R tokens, [B, R, D]."""
         rope, mask = plan.rope, plan.mask
         if rows is not None:  # only queries are skipped: keys and values of all tokens are needed
-            (q,) = linears([self.q_proj], pick_rows(x, rows))
-            k, v = linears([self.k_proj, self.v_proj], x)
+            (q,) = apply_linears([self.q_proj], pick_rows(x, rows))
+            k, v = apply_linears([self.k_proj, self.v_proj], x)
             rope = (_pick_positions(rope[0], rows), _pick_positions(rope[1], rows))
             if mask.shape[2] > 1:  # a separate mask for every query
                 mask = pick_rows(mask[:, 0], rows)[:, None]
         else:
-            q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)
+            q, k, v = apply_linears([self.q_proj, self.k_proj, self.v_proj], x)
         q, k, v = _rotate(self._heads(q), rope), _rotate(self._heads(k), plan.rope), self._heads(v)
         if plan.cache is not None:
             k, v = plan.cache.extend(self.layer, k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return linears([self.o_proj], out.transpose(1, 2).flatten(2), onto)[0]
+        return apply_linears([self.o_proj], out.transpose(1, 2).flatten(2), residual)[0]
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -284,10 +286,10 @@ class LlamaMlp(nn.Module):
         self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
-        """Add the MLP output of x [..., D] to `onto` [..., D]."""
-        gate, up = linears([self.gate_proj, self.up_proj], x)
-        return linears([self.down_proj], F.silu(gate) * up, onto)[0]
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add the MLP output of x [..., D] to `residual` [..., D]."""
+        gate, up = apply_linears([self.gate_proj, self.up_proj], x)
+        return apply_linears([self.down_proj], F.silu(gate) * up, residual)[0]
 
 
 class LlamaLayer(nn.Module):
@@ -328,7 +330,7 @@ class LlamaModel(nn.Module):
         rows: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        repeated: Repeated | None = None,
+        repeated: RepeatedTokens | None = None,
     ) -> Tensor:
         """Map embeddings [B, T, D] to hidden states after the final norm.
 
@@ -353,11 +355,15 @@ class LlamaModel(nn.Module):
         x = embeddings
         for layer in self.layers:
             # Only in the last layer: all others need keys and values of every token for the layer above.
-            wanted = rows if layer is self.layers[-1] else None
-            seen = first if layer is self.layers[0] else plan
-            x = checkpoint(layer, x, seen, wanted, use_reentrant=False) if recompute else layer(x, seen, wanted)
-            if repeated is not None and seen is first:
-                x = pick_rows(x, repeated.places)
+            layer_rows = rows if layer is self.layers[-1] else None
+            layer_plan = first if layer is self.layers[0] else plan
+            x = (
+                checkpoint(layer, x, layer_plan, layer_rows, use_reentrant=False)
+                if recompute
+                else layer(x, layer_plan, layer_rows)
+            )
+            if repeated is not None and layer_plan is first:
+                x = pick_rows(x, repeated.distinct_index)
         return self.norm(x)
 
     def _rope(self, positions: Tensor, embeddings: Tensor) -> Rope:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.openvla_oft.checkpoint import Change, map_weights
-from embodyrl.policies.openvla_oft.llama import linears
+from embodyrl.policies.openvla_oft.checkpoint import WeightTransform, map_weights
+from embodyrl.policies.openvla_oft.llama import apply_linears
 from embodyrl.policies.vla.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
@@ -24,10 +24,10 @@ from embodyrl.policies.vla.adapter import (
     read_adapter_spec,
 )
 
-ADAPTED = ("vision_backbone.", "projector.", "language_model.")
+ADAPTABLE_MODULES = ("vision_backbone.", "projector.", "language_model.")
 """Prefixes of the modules that may have adapters. Other modules, such as the value head, are trained in full."""
 _PUBLIC_PREFIX = "base_model.model."
-_OURS = ".default."
+_PEFT_INFIX = ".default."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Adapter:
     replaced: Mapping[str, Tensor]
     """Full weights by parameter name that replace the model's weights (peft adds the output matrix)."""
 
-    def merged(self, key: str, tensor: Tensor) -> Tensor:
+    def merge(self, key: str, tensor: Tensor) -> Tensor:
         """Return a weight with its adapter added, in float32: W + alpha/r * B A (patch embeddings: reshaped)."""
         tensor = self.replaced.get(key, tensor)
         pair = self.factors.get(key.removesuffix(".weight"))
@@ -79,16 +79,19 @@ def read_adapter(folder: Path) -> Adapter:
                 f"{path} has a weight '{key}'; only plain LoRA adapters are supported. Use another adapter."
             )
     if low.keys() != high.keys():
-        odd = sorted(low.keys() ^ high.keys())[0]
-        raise CheckpointError(f"{path}: module '{odd}' has only one of its two LoRA matrices; download the file again.")
-    if odd := next((name for name in low if low[name].shape[0] != spec.r or high[name].shape[1] != spec.r), ""):
+        mismatched = sorted(low.keys() ^ high.keys())[0]
         raise CheckpointError(
-            f"{path}: module '{odd}' does not have the rank {spec.r} of {ADAPTER_CONFIG}. Download both files again."
+            f"{path}: module '{mismatched}' has only one of its two LoRA matrices; download the file again."
+        )
+    if mismatched := next((name for name in low if low[name].shape[0] != spec.r or high[name].shape[1] != spec.r), ""):
+        raise CheckpointError(
+            f"{path}: module '{mismatched}' does not have the rank {spec.r} of {ADAPTER_CONFIG}. Download both files "
+            "again."
         )
     return Adapter(spec, {name: (low[name], high[name]) for name in low}, replaced)
 
 
-def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") -> Change:
+def build_merge_transform(adapter: Path, known: Container[str], base: Path, prefix: str = "") -> WeightTransform:
     """Return a function that merges an adapter into weights of `base` during loading, without a second copy.
 
     Args:
@@ -103,15 +106,17 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
     loaded = read_adapter(adapter)
     names = (name.removeprefix(prefix) for name in loaded.factors)
     weights = {f"{name}.weight" for name in names} | {name.removeprefix(prefix) for name in loaded.replaced}
-    if strangers := sorted(name for name in weights if name not in known):
+    if unknown := sorted(name for name in weights if name not in known):
         raise CheckpointError(
-            f"{adapter} adapts '{strangers[0]}', which {base} does not have; the adapter is from another model. "
+            f"{adapter} adapts '{unknown[0]}', which {base} does not have; the adapter is from another model. "
             "Use an adapter of this model."
         )
-    return lambda key, tensor: loaded.merged(prefix + key, tensor)
+    return lambda key, tensor: loaded.merge(prefix + key, tensor)
 
 
-def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, prefixes: tuple[str, ...] = ADAPTED) -> None:
+def inject(
+    module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, prefixes: tuple[str, ...] = ADAPTABLE_MODULES
+) -> None:
     """Add adapters to the selected linear layers and patch embeddings.
 
     All other weights of the parts `prefixes` are frozen.
@@ -150,7 +155,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, prefix
             # Autocast casts inputs to the compute precision; a cast to float32 and back would only cost time.
             setattr(layer, "cast_input_dtype_enabled", False)  # noqa: B010  (a plain flag, no parameter)
             if isinstance(layer.get_base_layer(), nn.Linear):
-                layer.forward = MethodType(_adapted, layer)
+                layer.forward = MethodType(_forward_adapted, layer)
     for name, parameter in module.named_parameters():
         base, is_adapter, _ = name.partition(".lora_")
         if is_adapter:
@@ -161,9 +166,9 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, prefix
             parameter.requires_grad_(not name.startswith(prefixes) and trained[name])
 
 
-def _adapted(layer: Any, x: Tensor) -> Tensor:
+def _forward_adapted(layer: Any, x: Tensor) -> Tensor:
     """Return outputs [..., out] of a linear layer with an adapter, for inputs [..., in]."""
-    return linears([layer], x)[0] if x.is_cuda else type(layer).forward(layer, x)
+    return apply_linears([layer], x)[0] if x.is_cuda else type(layer).forward(layer, x)
 
 
 def load_adapter(module: nn.Module, where: Path) -> None:
@@ -173,17 +178,17 @@ def load_adapter(module: nn.Module, where: Path) -> None:
         CheckpointError: the adapters are on other layers, or have another rank.
     """
     adapter, state = read_adapter(where), module.state_dict()
-    ours = {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}
-    if ours != adapter.factors.keys():
-        odd = sorted(ours ^ adapter.factors.keys())[0]
+    local_modules = {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}
+    if local_modules != adapter.factors.keys():
+        mismatched = sorted(local_modules ^ adapter.factors.keys())[0]
         raise CheckpointError(
-            f"{where}: the adapter and this model differ in module '{odd}'. Use the model.lora.target_modules and "
-            f"model.path of the adapter's run."
+            f"{where}: the adapter and this model differ in module '{mismatched}'. Use the model.lora.target_modules "
+            f"and model.path of the adapter's run."
         )
     with torch.no_grad():
         for name, pair in adapter.factors.items():
             for part, factor in zip("AB", pair, strict=True):
-                target = state[f"{name}.lora_{part}{_OURS}weight"]
+                target = state[f"{name}.lora_{part}{_PEFT_INFIX}weight"]
                 if target.shape != factor.shape:
                     raise CheckpointError(
                         f"{where}: adapter of '{name}' has shape {list(factor.shape)}, but this run needs "
@@ -199,7 +204,7 @@ def save_adapter(module: nn.Module, spec: AdapterSpec, folder: Path) -> None:
     target = folder / ADAPTER_FOLDER
     target.mkdir(parents=True)
     state = {
-        _PUBLIC_PREFIX + key.replace(_OURS, "."): tensor.detach().cpu().contiguous()
+        _PUBLIC_PREFIX + key.replace(_PEFT_INFIX, "."): tensor.detach().cpu().contiguous()
         for key, tensor in module.state_dict().items()
         if ".lora_" in key
     }

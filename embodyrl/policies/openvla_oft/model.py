@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.openvla_oft.checkpoint import FRESH, VALUE_HEAD
+from embodyrl.policies.openvla_oft.checkpoint import SFT_COMPONENTS, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.heads import (
     ActionScale,
@@ -20,12 +20,12 @@ from embodyrl.policies.openvla_oft.heads import (
     L1Head,
     time_embedding,
 )
-from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, Repeated, RmsNorm
+from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, RepeatedTokens, RmsNorm
 from embodyrl.policies.openvla_oft.settings import ActionHead, get_residual_shape
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 from embodyrl.policies.steering.actor import SteeringActor
 
-BODY = ("vision_backbone", "projector", "language_model", *FRESH)
+BODY = ("vision_backbone", "projector", "language_model", *SFT_COMPONENTS)
 """Names of all submodules except those that RL adds (value head, action scale, residual actor)."""
 
 
@@ -118,16 +118,16 @@ class OpenVlaOft(nn.Module):
             Float32 logits [B, L, bins] of the action ids in ascending order, before the temperature; or [B, L+1, ids]
             of all ids, the last row for STOP; or the L1 head's normalised actions [B, K, A]. And values [B, V].
         """
-        slots = None
+        placeholders = None
         if self.options.autoregressive:
             assert tokens is not None, "an autoregressive model needs tokens; use decode_tokens to act"
-            slots = self.language_model.model.embed_tokens(tokens)
-        hidden = self.action_hidden(self.prefix(inputs), inputs, slots, more_rows=int(whole_vocabulary))
+            placeholders = self.language_model.model.embed_tokens(tokens)
+        hidden = self.action_hidden(self.prefix(inputs), inputs, placeholders, more_rows=int(whole_vocabulary))
         if isinstance(self.action_head, L1Head):
             return self.regress(hidden), self.value(hidden)
-        return self.read_out(hidden, slice(None) if whole_vocabulary else self.action_columns)
+        return self.compute_logits(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
-    def read_out(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    def compute_logits(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """Return float32 logits [B, n, columns] of hidden states [B, n, D], and values [B, V] of the first state."""
         return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
 
@@ -151,38 +151,42 @@ class OpenVlaOft(nn.Module):
         return torch.cat(parts, dim=1)
 
     def action_hidden(
-        self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None, *, more_rows: int = 0
+        self, prefix: Tensor, inputs: ModelInputs, placeholders: Tensor | None = None, *, more_rows: int = 0
     ) -> Tensor:
         """Run the language model; return the hidden states [B, L + more_rows, D] that predict the action tokens.
 
         State j predicts token j: the last prompt token predicts the first token, placeholder j-1 the j-th token.
         """
         body, repeated = self.language_model.model, None
-        if slots is None and self._gives_slots_once(prefix):
-            embeddings, mask, last_prompt, repeated = self._embed_slots_once(prefix, inputs)
+        if placeholders is None and self._can_merge_placeholders(prefix):
+            embeddings, mask, last_prompt, repeated = self._embed_merged_placeholders(prefix, inputs)
         else:
-            embeddings, mask, last_prompt = self.embed(prefix, inputs, slots)
+            embeddings, mask, last_prompt = self.embed(prefix, inputs, placeholders)
         offset = torch.arange(self.options.num_action_tokens + more_rows, device=embeddings.device)
         rows = last_prompt[:, None] + offset
         return body(embeddings, self.attention_mask(mask), rows=rows, repeated=repeated)
 
-    def _gives_slots_once(self, prefix: Tensor) -> bool:
+    def _can_merge_placeholders(self, prefix: Tensor) -> bool:
         # Half precision cannot represent the logarithm of the number of slots; in a deep model, one layer saves little.
         plain = prefix.device.type == "cpu" and prefix.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
-    def _embed_slots_once(self, prefix: Tensor, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Repeated]:
+    def _embed_merged_placeholders(
+        self, prefix: Tensor, inputs: ModelInputs
+    ) -> tuple[Tensor, Tensor, Tensor, RepeatedTokens]:
         """Embed the inputs like `embed`, but with one action slot in place of all slots, which are identical (zero)."""
-        more = self.options.num_action_tokens - 1
-        embeddings, seen, last_prompt = self.embed(prefix, inputs, num_slots=1)
-        slot = last_prompt[:, None] + 1
-        given = torch.arange(embeddings.shape[1], device=slot.device)
-        every = torch.arange(embeddings.shape[1] + more, device=slot.device)
-        places = every - (every - slot).clamp(0, more)
-        stands_for = (given == slot).float() * math.log(more + 1)
-        mask = stands_for.masked_fill(~seen, -math.inf)[:, None, None]
-        repeated = Repeated(given + (given > slot) * more, mask, places)
-        return embeddings, seen.gather(1, places), last_prompt, repeated
+        num_merged = self.options.num_action_tokens - 1
+        embeddings, key_mask, last_prompt = self.embed(prefix, inputs, num_placeholders=1)
+        placeholder = last_prompt[:, None] + 1
+        distinct_positions = torch.arange(embeddings.shape[1], device=placeholder.device)
+        all_positions = torch.arange(embeddings.shape[1] + num_merged, device=placeholder.device)
+        distinct_index = all_positions - (all_positions - placeholder).clamp(0, num_merged)
+        log_multiplicity = (distinct_positions == placeholder).float() * math.log(num_merged + 1)
+        mask = log_multiplicity.masked_fill(~key_mask, -math.inf)[:, None, None]
+        repeated = RepeatedTokens(
+            distinct_positions + (distinct_positions > placeholder) * num_merged, mask, distinct_index
+        )
+        return embeddings, key_mask.gather(1, distinct_index), last_prompt, repeated
 
     def attention_mask(self, key_mask: Tensor) -> Tensor:
         """Return the attention mask [B, 1, 1 or T, T] for a key mask [B, T]: causal if decoding is autoregressive."""
@@ -193,7 +197,12 @@ class OpenVlaOft(nn.Module):
         return mask
 
     def embed(
-        self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None, *, num_slots: int | None = None
+        self,
+        prefix: Tensor,
+        inputs: ModelInputs,
+        placeholders: Tensor | None = None,
+        *,
+        num_placeholders: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Embed [BOS, prefix, prompt, action slots, STOP, padding] for each row.
 
@@ -202,31 +211,31 @@ class OpenVlaOft(nn.Module):
         Args:
             prefix: [B, P, D] see `prefix`.
             inputs: the batch.
-            slots: [B, L, D] embeddings at the action positions; default: zeros.
-            num_slots: number of action positions; L by default.
+            placeholders: [B, L, D] embeddings at the action positions; default: zeros.
+            num_placeholders: number of action positions; L by default.
 
         Returns:
             Embeddings [B, T, D], key mask [B, T] and the index [B] of the last prompt token.
         """
-        if num_slots is None:
-            num_slots = self.options.num_action_tokens
-        tokens = self._embed_text(inputs, num_slots)
+        if num_placeholders is None:
+            num_placeholders = self.options.num_action_tokens
+        tokens = self._embed_text(inputs, num_placeholders)
         lengths = inputs.prompt_lengths[:, None]
-        if slots is not None:
-            where = lengths + torch.arange(num_slots, device=lengths.device)
-            tokens = tokens.scatter(1, where[..., None].expand_as(slots), slots.to(tokens.dtype))
+        if placeholders is not None:
+            columns = lengths + torch.arange(num_placeholders, device=lengths.device)
+            tokens = tokens.scatter(1, columns[..., None].expand_as(placeholders), placeholders.to(tokens.dtype))
         index = torch.arange(tokens.shape[1], device=tokens.device)
-        mask = index < lengths + num_slots + int(self.append_stop)
-        seen = mask.new_ones(prefix.shape[:2])
+        mask = index < lengths + num_placeholders + int(self.append_stop)
+        prefix_mask = mask.new_ones(prefix.shape[:2])
         embeddings = torch.cat([tokens[:, :1], prefix.to(tokens.dtype), tokens[:, 1:]], dim=1)
-        return embeddings, torch.cat([seen, mask], dim=1), prefix.shape[1] + inputs.prompt_lengths - 1
+        return embeddings, torch.cat([prefix_mask, mask], dim=1), prefix.shape[1] + inputs.prompt_lengths - 1
 
-    def _embed_text(self, inputs: ModelInputs, num_slots: int) -> Tensor:
+    def _embed_text(self, inputs: ModelInputs, num_placeholders: int) -> Tensor:
         """Embed [prompt, slots, STOP, padding] as [B, W + slots + 1, D]; slots and padding are zeros."""
         width, lengths = inputs.prompt_ids.shape[1], inputs.prompt_lengths[:, None]
-        index = torch.arange(width + num_slots + int(self.append_stop), device=inputs.prompt_ids.device)
+        index = torch.arange(width + num_placeholders + int(self.append_stop), device=inputs.prompt_ids.device)
         in_prompt = index < lengths
-        is_stop = (index == lengths + num_slots) & self.append_stop
+        is_stop = (index == lengths + num_placeholders) & self.append_stop
         ids = F.pad(inputs.prompt_ids, (0, len(index) - width)).where(in_prompt, self.pad_token_id)
         ids = ids.masked_fill(is_stop, self.stop_token_id)
         tokens = self.language_model.model.embed_tokens(ids)
@@ -296,21 +305,21 @@ def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
     return out
 
 
-Choose = Callable[[int, Tensor], Tensor]
+ChooseBin = Callable[[int, Tensor], Tensor]
 """Function from (token index, logits [B, 1, bins]) to the index of the chosen bin [B, 1]."""
 
 
-def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
+def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: ChooseBin) -> tuple[Tensor, Tensor, Tensor]:
     """Predict the action tokens one by one with a key-value cache.
 
     Returns:
         Logits [B, L, bins], chosen bins [B, L] and values [B, V], equal to those of `model(inputs, tokens)`.
     """
     body = model.language_model.model
-    embeddings, key_mask, last_prompt = model.embed(model.prefix(inputs), inputs, num_slots=0)
+    embeddings, key_mask, last_prompt = model.embed(model.prefix(inputs), inputs, num_placeholders=0)
     cache = KeyValueCache()
     hidden = body(embeddings, model.attention_mask(key_mask), rows=last_prompt[:, None], cache=cache)
-    logits, value = model.read_out(hidden, model.action_columns)
+    logits, value = model.compute_logits(hidden, model.action_columns)
     all_logits, bins = [logits], [choose(0, logits)]
     for index in range(1, model.options.num_action_tokens):
         # The token chosen last becomes a key.
@@ -319,7 +328,7 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
         # Padding is between a short prompt and its new tokens, so cache indices are not positions.
         position = (last_prompt + index)[:, None]
         hidden = body(token, key_mask[:, None, None, :], positions=position, cache=cache)
-        logits, _ = model.read_out(hidden, model.action_columns)
+        logits, _ = model.compute_logits(hidden, model.action_columns)
         all_logits.append(logits)
         bins.append(choose(index, logits))
     return torch.cat(all_logits, dim=1), torch.cat(bins, dim=1), value
@@ -335,6 +344,6 @@ def noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: 
     """Return hidden states [B, L, D] that predict the noise in chunks [B, K, A] at training steps [B]."""
     assert model.noisy_action_projector is not None
     # Each scalar becomes the embedding of its action position.
-    slots = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])
+    placeholders = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])
     time = time_embedding(step, prefix.shape[-1]).to(prefix)[:, None]
-    return model.action_hidden(torch.cat([prefix, time], dim=1), inputs, slots)
+    return model.action_hidden(torch.cat([prefix, time], dim=1), inputs, placeholders)

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.policies.openvla_oft.checkpoint import (
-    FRESH,
-    OF_RL,
+    RL_COMPONENTS,
+    SFT_COMPONENTS,
     VALUE_HEAD,
-    Change,
+    WeightTransform,
     base_state,
     load_components,
-    load_into,
+    load_model,
     read_side_files,
     save_components,
-    save_from,
+    save_model,
     save_side_files,
     weight_files,
 )
@@ -36,13 +36,13 @@ from embodyrl.policies.openvla_oft.config import (
 )
 from embodyrl.policies.openvla_oft.continuous import Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.discrete import DiscreteTokens
-from embodyrl.policies.openvla_oft.graphs import Recorded
+from embodyrl.policies.openvla_oft.graphs import GraphedForward
 from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess
 from embodyrl.policies.openvla_oft.model import GuidedInputs, ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.adapter import find_adapter, given_adapter, lora_spec
+from embodyrl.policies.vla.adapter import find_adapter, get_given_adapter, lora_spec
 from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.sampling import pad_per_action
@@ -66,7 +66,7 @@ class OpenVlaOftPolicy:
         self._device = torch.device(request.device)
         self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
         self._head = self._build_head()
-        self._adopt(config)
+        self._load_statistics(config)
         self._prompts = PromptEncoder(
             config.folder / TOKENIZER_FILE,
             bos_token_id=config.llama.bos_token_id,
@@ -88,10 +88,10 @@ class OpenVlaOftPolicy:
         float32 values; greedy actions have zero tokens and zero log-probabilities.
         """
         with self._autocast:
-            chosen, value = self._head.act(self._acting(obs), noise, temperature or self._temperature)
-        tokens, logprob = chosen.pad_to_spec(self.spec)
+            sampled, value = self._head.act(self._acting(obs), noise, temperature or self._temperature)
+        tokens, logprob = sampled.pad_to_spec(self.spec)
         return PolicyOutput(
-            actions=unnormalise(chosen.state.double().cpu().numpy(), self._bounds),
+            actions=unnormalise(sampled.state.double().cpu().numpy(), self._bounds),
             tokens=tokens,
             logprob=logprob,
             value=value.cpu().numpy(),
@@ -158,7 +158,7 @@ class OpenVlaOftPolicy:
         if self.conditioning is not None:
             self.conditioning.save(folder)
         if self._adapter is None:
-            save_from(self._model, folder, self._side_files)
+            save_model(self._model, folder, self._side_files)
             return
         from embodyrl.policies.openvla_oft.lora import save_adapter
 
@@ -175,17 +175,17 @@ class OpenVlaOftPolicy:
         """
         adapter, model, base = None if weight_files(folder) else find_adapter(folder), self._model, self._config.folder
         if adapter is None:
-            load_into(model, folder)
+            load_model(model, folder)
         elif self._adapter is None:
-            load_into(model, base, change=_merging(model, base, adapter), beside=folder)
+            load_model(model, base, transform=_build_merge_transform(model, base, adapter), components_folder=folder)
         else:
             from embodyrl.policies.openvla_oft.lora import load_adapter
 
             load_adapter(model, adapter)
             load_components(model, folder)
-        self._adopt(read_config(folder))
+        self._load_statistics(read_config(folder))
 
-    def _adopt(self, config: OftConfig) -> None:
+    def _load_statistics(self, config: OftConfig) -> None:
         """Use the statistics and conditioning of a folder; keep its tokenizer and JSON files for `save`."""
         self.conditioning = read_conditioning(config.folder)
         statistics, kind = config.statistics, self._cfg.action_normalization
@@ -204,25 +204,25 @@ class OpenVlaOftPolicy:
         return self._conditioning
 
     @conditioning.setter
-    def conditioning(self, rule: Conditioning | None) -> None:
+    def conditioning(self, conditioning: Conditioning | None) -> None:
         in_parallel = self._cfg.action_head is ActionHead.discrete and not self._model.options.autoregressive
-        if rule is not None and rule.guidance not in (0, 1) and not in_parallel:
+        if conditioning is not None and conditioning.guidance not in (0, 1) and not in_parallel:
             raise ConfigError(
-                f"Guidance {rule.guidance:g} requires a discrete action head with parallel decoding, but model "
+                f"Guidance {conditioning.guidance:g} requires a discrete action head with parallel decoding, but model "
                 f"'{self.spec.name}' does not decode in parallel or has no discrete head. Use guidance 0 or 1."
             )
-        self._conditioning = rule
+        self._conditioning = conditioning
 
     def _acting(self, obs: Observation) -> ModelInputs:
         """Return the inputs for acting; with guidance, also the inputs without the suffix."""
-        rule = self.conditioning
-        if rule is None:
+        conditioning = self.conditioning
+        if conditioning is None:
             return self._inputs(obs)
-        if rule.guidance in (0, 1):
-            return self._inputs(rule.conditioned(obs) if rule.guidance else rule.null(obs))
-        own, null = self._inputs(rule.conditioned(obs)), self._inputs(rule.null(obs))
-        named = {field.name: getattr(own, field.name) for field in fields(own)}
-        return GuidedInputs(**named, null=null, weight=rule.guidance)
+        if conditioning.guidance in (0, 1):
+            return self._inputs(conditioning.conditioned(obs) if conditioning.guidance else conditioning.null(obs))
+        conditioned, null = self._inputs(conditioning.conditioned(obs)), self._inputs(conditioning.null(obs))
+        named = {field.name: getattr(conditioned, field.name) for field in fields(conditioned)}
+        return GuidedInputs(**named, null=null, weight=conditioning.guidance)
 
     @property
     def vocabulary(self) -> tuple[int, Bounds]:
@@ -236,7 +236,7 @@ class OpenVlaOftPolicy:
         if self._cfg.action_head is ActionHead.diffusion:
             return Diffusion(self._model, self._cfg, self._actions)
         graphs = self._cfg.cuda_graphs and self._device.type == "cuda"
-        acting = Recorded(self._forward) if graphs else self._forward
+        acting = GraphedForward(self._forward) if graphs else self._forward
         return DiscreteTokens(self._model, self._forward, acting, self._actions)
 
     def _inputs(self, obs: Observation) -> ModelInputs:
@@ -272,7 +272,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
         module.requires_grad_(False)
     if cfg.precision == Precision.bf16 and (trains_adapter or not request.trainable):
         # Before memory is allocated: 7 B weights never exist in float32.
-        _halve(module, keep_trained=request.trainable)
+        _cast_to_bfloat16(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
     # Always initialised, because a checkpoint may lack a value head; a value head of the checkpoint is loaded later.
     module.init_weights(request.seed, (VALUE_HEAD,))
@@ -283,8 +283,8 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     if config.random_init:
         module.init_weights(request.seed, source=request.device if config.random_on_device else "cpu")
     elif request.fresh_heads:
-        module.init_weights(request.seed, FRESH)
-    _load(module, cfg, config, request)
+        module.init_weights(request.seed, SFT_COMPONENTS)
+    _load_initial_weights(module, cfg, config, request)
     # After adapters were injected, which changes the trained weights.
     freeze(module, cfg.freeze)
     if request.gradient_checkpointing:
@@ -292,14 +292,14 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     return module
 
 
-def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: PolicyRequest) -> None:
+def _load_initial_weights(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: PolicyRequest) -> None:
     """Read the weights of `model.path`; add adapters, or merge the adapter of `model.lora.path`."""
-    trains_adapter, adapter = cfg.is_lora and request.trainable, given_adapter(cfg)
+    trains_adapter, adapter = cfg.is_lora and request.trainable, get_given_adapter(cfg)
     if adapter is not None and not trains_adapter:
-        change = _merging(module, config.folder, adapter)
-        load_into(module, config.folder, change=change, fresh_heads=request.fresh_heads)
+        transform = _build_merge_transform(module, config.folder, adapter)
+        load_model(module, config.folder, transform=transform, fresh_heads=request.fresh_heads)
     elif not config.random_init:
-        load_into(module, config.folder, fresh_heads=request.fresh_heads)
+        load_model(module, config.folder, fresh_heads=request.fresh_heads)
     if trains_adapter:
         from embodyrl.policies.openvla_oft.lora import inject, load_adapter
 
@@ -308,17 +308,17 @@ def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: Poli
             load_adapter(module, adapter)
 
 
-def _merging(module: OpenVlaOft, base: Path, adapter: Path) -> Change:
+def _build_merge_transform(module: OpenVlaOft, base: Path, adapter: Path) -> WeightTransform:
     # Imported only if needed: importing peft takes seconds.
-    from embodyrl.policies.openvla_oft.lora import merging
+    from embodyrl.policies.openvla_oft.lora import build_merge_transform
 
-    return merging(adapter, base_state(module), base)
+    return build_merge_transform(adapter, base_state(module), base)
 
 
-def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
+def _cast_to_bfloat16(module: OpenVlaOft, *, keep_trained: bool) -> None:
     """Cast all weights to bfloat16, except RL heads and weights that are fully trained next to adapters."""
     module.to(torch.bfloat16)
-    for name in (*OF_RL, *FRESH) if keep_trained else OF_RL:
+    for name in (*RL_COMPONENTS, *SFT_COMPONENTS) if keep_trained else RL_COMPONENTS:
         if (part := getattr(module, name)) is not None:
             part.float()
 

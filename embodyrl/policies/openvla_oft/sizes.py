@@ -70,12 +70,12 @@ def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
     sample = _sample_costs(config, weights, images=images, tokens=tokens, half=cfg.half, adapters=cfg.is_lora)
     body = {name: weight for name, weight in weights.items() if name.startswith(_BODY)}
     heads = count(weights) - count(body)
-    sides = sum(weight.sides for weight in body.values() if weight.adaptable and weight.trained)
+    adapter_sides = sum(weight.fan_in_plus_fan_out for weight in body.values() if weight.adaptable and weight.trained)
     return replace(
         sample,
         num_parameters=count(weights),
         # Adapters on all layers (an upper bound for selected targets), and fully trained heads.
-        num_trained=lora_spec(cfg).r * sides + heads if cfg.is_lora else None,
+        num_trained=lora_spec(cfg).r * adapter_sides + heads if cfg.is_lora else None,
         # A frozen model stores no activations for backward.
         activation_bytes=sample.acting_bytes if cfg.corrects else passes * sample.activation_bytes,
         recomputed_bytes=sample.acting_bytes if cfg.corrects else passes * sample.recomputed_bytes,

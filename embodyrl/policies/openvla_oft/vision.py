@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embodyrl.policies.openvla_oft.config import VitSpec
-from embodyrl.policies.openvla_oft.llama import linears
+from embodyrl.policies.openvla_oft.llama import apply_linears
 
 LAYER_NORM_EPS = 1e-6
 
@@ -25,8 +25,8 @@ class PatchEmbed(nn.Module):
         # The same sums as a matrix product, on a CPU in two thirds of the time.
         size = self.proj.weight.shape[-1]
         rows, columns = (side // size for side in pixels.shape[2:])
-        cut = pixels[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
-        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), rows * columns, -1)
+        blocks = pixels[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
+        patches = blocks.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), rows * columns, -1)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(spec.width, 3 * spec.width)
         self.proj = nn.Linear(spec.width, spec.width)
 
-    def mix(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         """Return the attention output [B, T, width] before the output projection."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
@@ -100,14 +100,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, width] to the same shape."""
-        x = _onto(x, self.attn.proj, self.attn.mix(self.norm1(x)), self.ls1)
-        return _onto(x, self.mlp.fc2, F.gelu(self.mlp.fc1(self.norm2(x))), self.ls2)
+        x = _add_scaled(x, self.attn.proj, self.attn.attend(self.norm1(x)), self.ls1)
+        return _add_scaled(x, self.mlp.fc2, F.gelu(self.mlp.fc1(self.norm2(x))), self.ls2)
 
 
-def _onto(x: Tensor, layer: nn.Module, inputs: Tensor, scale: nn.Module) -> Tensor:
+def _add_scaled(x: Tensor, layer: nn.Module, inputs: Tensor, scale: nn.Module) -> Tensor:
     """Return x + scale(layer(inputs)), computed with fewer kernels on a GPU."""
     if not isinstance(scale, LayerScale):
-        return linears([layer], inputs, x)[0]
+        return apply_linears([layer], inputs, x)[0]
     out = layer(inputs)
     return torch.addcmul(x, out, scale.scale_factor) if x.is_cuda and x.dtype == out.dtype else x + scale(out)
 

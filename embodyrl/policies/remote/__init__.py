@@ -31,11 +31,11 @@ class RemoteFactory:
         """Return the policy spec, which uses the first cameras and the actions of the environment."""
         from embodyrl.policies.remote.dialects import names_of
 
-        named = len(names_of(cfg).images)
+        num_images = len(names_of(cfg).images)
         return PolicySpec(
             inputs=InputSpec(
                 instructions=True,
-                num_images=named if cfg.image_names is not None else min(named, len(env.cameras.names)),
+                num_images=num_images if cfg.image_names is not None else min(num_images, len(env.cameras.names)),
                 rotates_images=True,
             ),
             name="remote",

@@ -17,11 +17,11 @@ from embodyrl.types import ByteArray, FloatArray
 
 _KINDS = "biuf"
 """Accepted numpy kinds: booleans and numbers. Object arrays would be pickled, and text arrays are not needed."""
-_MOST_PIXELS = 1 << 26
+_MAX_PIXELS = 1 << 26
 """Maximum number of pixels of all images of a message."""
-_MOST_PARTS = 1 << 16
+_MAX_PARTS = 1 << 16
 """Maximum number of entries of all lists and mappings of a message; an array counts as one entry."""
-_LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16
+_MAX_LIST_LENGTH, _MAX_TEXT_LENGTH = 1 << 14, 1 << 16
 
 
 class MessageError(EmbodyError, ValueError):
@@ -78,7 +78,7 @@ def unpack(data: bytes | str) -> Any:
     if isinstance(data, str):
         raise MessageError(f"A message must be bytes, but this message is the string {data[:2000]!r}.")
     read = _Reader()
-    limits = {"max_array_len": _LONGEST_LIST, "max_map_len": _LONGEST_LIST, "max_str_len": _LONGEST_TEXT}
+    limits = {"max_array_len": _MAX_LIST_LENGTH, "max_map_len": _MAX_LIST_LENGTH, "max_str_len": _MAX_TEXT_LENGTH}
     try:
         return msgpack.unpackb(data, object_hook=read.mapping, list_hook=read.list, raw=False, max_ext_len=16, **limits)
     except MessageError:
@@ -93,42 +93,42 @@ class _Reader:
     def __init__(self) -> None:
         self._parts = self._pixels = 0
 
-    def list(self, found: list[Any]) -> list[Any]:
+    def list(self, content: list[Any]) -> list[Any]:
         """Count the entries of a decoded list towards the limit of a message, and return the list."""
-        self._count(found)
-        return found
+        self._count(content)
+        return content
 
-    def mapping(self, found: dict[Any, Any]) -> Any:
+    def mapping(self, content: dict[Any, Any]) -> Any:
         """Count the entries of a decoded mapping; return the mapping, or the image, array or number that it encodes."""
-        self._count(found)
-        if "__image__" in found and found.get("format") != "raw":
-            return self._picture(found)
-        if "__image__" in found or "__ndarray__" in found or b"__ndarray__" in found:
-            return _array(found)
-        if b"__npgeneric__" not in found:
-            return found
-        value = _field(found, "data")
+        self._count(content)
+        if "__image__" in content and content.get("format") != "raw":
+            return self._decode_image(content)
+        if "__image__" in content or "__ndarray__" in content or b"__ndarray__" in content:
+            return _array(content)
+        if b"__npgeneric__" not in content:
+            return content
+        value = _field(content, "data")
         if not isinstance(value, int | float):
             raise MessageError(f"Values of type {type(value).__name__} are not supported in messages.")
         return value
 
-    def _count(self, found: Sized) -> None:
-        self._parts += 1 + len(found)
-        if self._parts > _MOST_PARTS:
+    def _count(self, content: Sized) -> None:
+        self._parts += 1 + len(content)
+        if self._parts > _MAX_PARTS:
             raise MessageError(
-                f"The message has more than {_MOST_PARTS} list and mapping entries; encode numeric data as arrays."
+                f"The message has more than {_MAX_PARTS} list and mapping entries; encode numeric data as arrays."
             )
 
-    def _picture(self, found: Mapping[Any, Any]) -> np.ndarray:
+    def _decode_image(self, content: Mapping[Any, Any]) -> np.ndarray:
         """Decode a PNG or JPEG image after checking its size."""
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(_field(found, "data")), formats=("PNG", "JPEG")) as image:
+            with Image.open(io.BytesIO(_field(content, "data")), formats=("PNG", "JPEG")) as image:
                 self._pixels += math.prod(image.size)
-                if self._pixels > _MOST_PIXELS:
+                if self._pixels > _MAX_PIXELS:
                     raise MessageError(
-                        f"The images of a message have more than {_MOST_PIXELS} pixels in total; the size of the last "
+                        f"The images of a message have more than {_MAX_PIXELS} pixels in total; the size of the last "
                         f"image is {image.size}. Send smaller images."
                     )
                 return np.asarray(image)
@@ -136,12 +136,12 @@ class _Reader:
             raise MessageError(f"An image is neither PNG nor JPEG: {error}.") from error
 
 
-def _array(found: Mapping[Any, Any]) -> np.ndarray:
+def _array(content: Mapping[Any, Any]) -> np.ndarray:
     try:
-        dtype, shape = np.dtype(_field(found, "dtype")), tuple(map(int, _field(found, "shape")))
+        dtype, shape = np.dtype(_field(content, "dtype")), tuple(map(int, _field(content, "shape")))
     except (TypeError, ValueError) as error:
         raise MessageError(f"An array has an unknown type or shape: {error}.") from error
-    data = _field(found, "data")
+    data = _field(content, "data")
     if dtype.kind not in _KINDS:
         raise MessageError(f"An array has type {dtype}; only booleans, integers and floats are supported.")
     # Before the array is allocated: a false size must not cause a read or an allocation.
@@ -150,15 +150,15 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _field(found: Mapping[Any, Any], name: str) -> Any:
-    key = name if name in found else name.encode()
-    if key not in found:
+def _field(content: Mapping[Any, Any], name: str) -> Any:
+    key = name if name in content else name.encode()
+    if key not in content:
         raise MessageError(f"An encoded array of the reply has no '{name}'. Check the server's protocol.")
-    return found[key]
+    return content[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class RemoteObservation:
     """Received observation. Its images are upright for any image orientation of the simulator."""
 
     images: tuple[ByteArray, ...]
@@ -182,15 +182,15 @@ class Names:
     by_position: bool = False
     """True if images are read by position instead of by name."""
 
-    def write(self, seen: Seen) -> dict[str, Any]:
+    def write(self, observation: RemoteObservation) -> dict[str, Any]:
         """Encode the observation as a message; cameras without a name are dropped."""
-        pictures: dict[str, Any] = dict(zip(self.images, seen.images, strict=False))
-        # `pictures` becomes the message itself where there is no group, so the other parts are added to it.
-        message = {self.group: pictures} if self.group else pictures
-        message |= {self.prompt[0]: seen.prompt}
-        return message if seen.state is None else message | {self.state[0]: seen.state}
+        image_fields: dict[str, Any] = dict(zip(self.images, observation.images, strict=False))
+        # `image_fields` becomes the message itself where there is no group, so the other parts are added to it.
+        message = {self.group: image_fields} if self.group else image_fields
+        message |= {self.prompt[0]: observation.prompt}
+        return message if observation.state is None else message | {self.state[0]: observation.state}
 
-    def read(self, message: object, *, images: int, states: int) -> Seen:
+    def read(self, message: object, *, images: int, states: int) -> RemoteObservation:
         """Return the observation that a message contains.
 
         Args:
@@ -203,37 +203,40 @@ class Names:
         """
         if not isinstance(message, Mapping):
             raise MessageError(f"The observation is a {type(message).__name__}, expected a mapping.")
-        prompt = _first(message, self.prompt)
+        prompt = _get_first(message, self.prompt)
         if not isinstance(prompt, str):
-            raise MessageError(f"'{self.prompt[0]}' must be a string. {_received(message)}")
+            raise MessageError(f"'{self.prompt[0]}' must be a string. {_list_received_fields(message)}")
         state = None
         if states:
-            state = np.asarray(_first(message, self.state), np.float32)
+            state = np.asarray(_get_first(message, self.state), np.float32)
             if state.shape != (states,):
                 raise MessageError(
-                    f"'{self.state[0]}' must have {states} numbers, but has shape {state.shape}. {_received(message)}"
+                    f"'{self.state[0]}' must have {states} numbers, but has shape {state.shape}. "
+                    f"{_list_received_fields(message)}"
                 )
-        return Seen(images=self._pictures(message, images), state=state, prompt=prompt)
+        return RemoteObservation(images=self._get_images(message, images), state=state, prompt=prompt)
 
-    def _pictures(self, message: Mapping[Any, Any], count: int) -> tuple[ByteArray, ...]:
+    def _get_images(self, message: Mapping[Any, Any], count: int) -> tuple[ByteArray, ...]:
         held = message.get(self.group) if self.group else message
         if not isinstance(held, Mapping):
-            raise MessageError(f"'{self.group}' must be a mapping of images. {_received(message)}")
+            raise MessageError(f"'{self.group}' must be a mapping of images. {_list_received_fields(message)}")
         names: Sequence[Any] = list(held) if self.by_position else self.images
         if len(names) < count or any(name not in held for name in names[:count]):
-            wanted = f"{count} image{'s' * (count > 1)}" if self.by_position else ", ".join(map(repr, names[:count]))
-            raise MessageError(f"The observation lacks {wanted}. {_received(held)} Fix: list the keys in image_names.")
-        pictures = tuple(np.asarray(held[name]) for name in names[:count])
-        for name, picture in zip(names, pictures, strict=False):
-            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3 or 0 in picture.shape:
+            missing = f"{count} image{'s' * (count > 1)}" if self.by_position else ", ".join(map(repr, names[:count]))
+            raise MessageError(
+                f"The observation lacks {missing}. {_list_received_fields(held)} Fix: list the keys in image_names."
+            )
+        images = tuple(np.asarray(held[name]) for name in names[:count])
+        for name, image in zip(names, images, strict=False):
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
                 raise MessageError(
-                    f"Image '{name}' has type {picture.dtype} and shape {list(picture.shape)}, "
+                    f"Image '{name}' has type {image.dtype} and shape {list(image.shape)}, "
                     "expected uint8 [height, width, 3]."
                 )
-        if len({picture.shape for picture in pictures}) > 1:
-            shapes = ", ".join(str(list(picture.shape)) for picture in pictures)
+        if len({image.shape for image in images}) > 1:
+            shapes = ", ".join(str(list(image.shape)) for image in images)
             raise MessageError(f"The images differ in size: {shapes}. Send images of the same size.")
-        return pictures
+        return images
 
 
 OPENPI = Names(
@@ -262,11 +265,11 @@ def names_of(cfg: ConversationSettings) -> Names:
     )
 
 
-def _first(message: Mapping[Any, Any], names: Sequence[str]) -> Any:
+def _get_first(message: Mapping[Any, Any], names: Sequence[str]) -> Any:
     return next((message[name] for name in names if name in message), None)
 
 
-def _received(message: Mapping[Any, Any]) -> str:
+def _list_received_fields(message: Mapping[Any, Any]) -> str:
     return f"Received: {', '.join(sorted(map(repr, message))) or 'nothing'}."
 
 

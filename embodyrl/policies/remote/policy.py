@@ -13,7 +13,7 @@ from embodyrl.clock import RunClock
 from embodyrl.errors import EmbodyError
 from embodyrl.policies.remote.dialects import (
     MessageError,
-    Seen,
+    RemoteObservation,
     bytes_keyed,
     names_of,
     need,
@@ -23,15 +23,15 @@ from embodyrl.policies.remote.dialects import (
     upright,
 )
 from embodyrl.policies.remote.settings import RemoteSettings
-from embodyrl.policies.untrained.policy import OnlyActs
+from embodyrl.policies.untrained.policy import InferenceOnlyPolicy
 from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
 _RETRY_S = 0.2
-_MOST_BYTES = 1 << 24
+_MAX_BYTES = 1 << 24
 """Maximum size of a reply in bytes; a chunk of actions is small."""
 
 
-class RemotePolicy(OnlyActs):
+class RemotePolicy(InferenceOnlyPolicy):
     """Inference-only policy that requests chunks from a server and executes K actions; implements `Policy`."""
 
     def __init__(self, cfg: RemoteSettings, spec: PolicySpec, env: EnvSpec) -> None:
@@ -47,7 +47,7 @@ class RemotePolicy(OnlyActs):
         self._socket = _connect(cfg, connection)
         # Policies have no `close`: the connection ends with the object or the process.
         weakref.finalize(self, connection.close)
-        self.server = self._greet()
+        self.server = self._handshake()
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Request a chunk for each observation, one by one (see `Policy.act`). The server samples the actions.
@@ -57,8 +57,8 @@ class RemotePolicy(OnlyActs):
         """
         images = np.ascontiguousarray(upright(obs.images, self._env.cameras.rotation_deg))
         rows = [
-            self._ask(
-                Seen(
+            self._request_actions(
+                RemoteObservation(
                     images=tuple(images[row, : self.spec.inputs.num_images]),
                     state=obs.state[row] if self._env.state_dim else None,
                     prompt=obs.instructions[row],
@@ -68,63 +68,65 @@ class RemotePolicy(OnlyActs):
         ]
         return self.output(np.stack(rows))
 
-    def _greet(self) -> dict[str, Any]:
+    def _handshake(self) -> dict[str, Any]:
         """Return the server's metadata. openpi sends them on connection, vla-eval after a first message."""
         if self._cfg.protocol == "vla_eval":
-            self._tell("hello", {"harness_version": "0", "protocol_version": 1})
-            return self._hear("hello")
-        said = self._receive()
-        return said if isinstance(said, dict) else {}
+            self._send_message("hello", {"harness_version": "0", "protocol_version": 1})
+            return self._receive_reply("hello")
+        reply = self._receive()
+        return reply if isinstance(reply, dict) else {}
 
-    def _ask(self, seen: Seen) -> FloatArray:
+    def _request_actions(self, observation: RemoteObservation) -> FloatArray:
         """Return actions [K, A] for one observation."""
-        message = self._names.write(seen)
+        message = self._names.write(observation)
         if self._cfg.protocol == "vla_eval":
             # Otherwise the server would continue the chunk of another observation.
-            self._tell("episode_start", {"task": {"name": seen.prompt}})
-            self._tell("observation", message)
-            answer = self._hear("action")
+            self._send_message("episode_start", {"task": {"name": observation.prompt}})
+            self._send_message("observation", message)
+            reply = self._receive_reply("action")
         else:
             self._send(pack(message, bytes_keyed))
-            answer = self._receive()
-        return self._actions(answer)
+            reply = self._receive()
+        return self._parse_actions(reply)
 
-    def _actions(self, answer: object) -> FloatArray:
-        wanted, found = (self.spec.num_action_chunks, self.spec.action_dim), None
-        if isinstance(answer, dict):
-            found = answer.get("actions", answer.get("action"))
+    def _parse_actions(self, reply: object) -> FloatArray:
+        expected_shape, raw_actions = (self.spec.num_action_chunks, self.spec.action_dim), None
+        if isinstance(reply, dict):
+            raw_actions = reply.get("actions", reply.get("action"))
         actions: FloatArray
         try:
-            actions = np.asarray(found, np.float32)
+            actions = np.asarray(raw_actions, np.float32)
         except (TypeError, ValueError):
             actions = np.zeros(0, np.float32)
         # A server that returns one action at a time may omit the chunk's axis.
         actions = actions[None] if actions.ndim == 1 and actions.size else actions
-        if actions.ndim != 2 or actions.shape[1] != wanted[1]:
-            raise self._error(f"the reply has actions of shape {list(actions.shape)}, expected [n, {wanted[1]}].")
-        if len(actions) < wanted[0]:
+        if actions.ndim != 2 or actions.shape[1] != expected_shape[1]:
+            raise self._error(
+                f"the reply has actions of shape {list(actions.shape)}, expected [n, {expected_shape[1]}]."
+            )
+        if len(actions) < expected_shape[0]:
             raise self._error(
                 f"the server returns {len(actions)} action{'s' * (len(actions) > 1)} per reply, but "
-                f"model.num_action_chunks={wanted[0]}. Fix: model.num_action_chunks={len(actions)}."
+                f"model.num_action_chunks={expected_shape[0]}. Fix: model.num_action_chunks={len(actions)}."
             )
-        return actions[: wanted[0]]
+        return actions[: expected_shape[0]]
 
-    def _tell(self, kind: str, payload: dict[str, Any]) -> None:
+    def _send_message(self, kind: str, payload: dict[str, Any]) -> None:
         self._sequence += 1
         message = {"type": kind, "payload": payload, "seq": self._sequence, "timestamp": time.time()}
         self._send(pack(message, text_keyed))
 
-    def _hear(self, kind: str) -> dict[str, Any]:
+    def _receive_reply(self, kind: str) -> dict[str, Any]:
         """Return the payload of the reply to the last message; late replies to earlier messages are skipped."""
-        due = time.monotonic() + self._cfg.answer_timeout_s
-        while time.monotonic() < due:
-            said = self._receive()
-            if not isinstance(said, dict) or not isinstance(payload := said.get("payload"), dict):
+        deadline = time.monotonic() + self._cfg.answer_timeout_s
+        while time.monotonic() < deadline:
+            reply = self._receive()
+            if not isinstance(reply, dict) or not isinstance(payload := reply.get("payload"), dict):
                 raise self._error("the server does not support vla-eval's protocol. Fix: model.protocol=openpi.")
-            if said.get("type") == "error":
+            if reply.get("type") == "error":
                 raise self._error(f"the server reports: {str(payload.get('error', payload))[:2000]}")
             # By sequence number: a late reply to an earlier request must be ignored.
-            if said.get("type") == kind and said.get("seq") == self._sequence:
+            if reply.get("type") == kind and reply.get("seq") == self._sequence:
                 return payload
         raise self._error(f"no {kind} reply arrived within {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
 
@@ -160,19 +162,19 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
     clock = RunClock()
     while True:
         # Only time in which this process ran counts, so that a suspended laptop does not time out.
-        left = cfg.connect_timeout_s - clock.now()
+        remaining = cfg.connect_timeout_s - clock.now()
         try:
-            opened = client.connect(
+            websocket = client.connect(
                 cfg.url,
                 compression=None,
-                max_size=_MOST_BYTES,
-                open_timeout=max(left, 1.0),
+                max_size=_MAX_BYTES,
+                open_timeout=max(remaining, 1.0),
                 ping_interval=None,  # a busy server may not answer pings; every reply has a deadline anyway
                 proxy=None,
             )
-            return connection.enter_context(opened)
+            return connection.enter_context(websocket)
         except ConnectionRefusedError as error:
-            if left <= 0:
+            if remaining <= 0:
                 raise EmbodyError(
                     f"No server answered at model.url={cfg.url} for {cfg.connect_timeout_s:g} s "
                     "(model.connect_timeout_s). Fix: start the server, for example `embodyrl serve RUN`, or correct "

@@ -21,7 +21,7 @@ from embodyrl.types import (
 )
 
 
-class OnlyActs:
+class InferenceOnlyPolicy:
     """Base class of inference-only policies, with no weights in this process and no log-probabilities or values."""
 
     spec: PolicySpec
@@ -35,11 +35,11 @@ class OnlyActs:
     def output(self, actions: FloatArray) -> PolicyOutput:
         """Return chunks [B, K, A] whose tokens and log-probabilities are 0."""
         shape = len(actions), self.spec.tokens_per_chunk
-        nothing = np.zeros(shape, np.float32)
+        zeros = np.zeros(shape, np.float32)
         return PolicyOutput(
             actions=actions,
             tokens=np.zeros(shape, np.int64),
-            logprob=nothing,
+            logprob=zeros,
             value=np.zeros((len(actions), 0), np.float32),
         )
 
@@ -55,7 +55,7 @@ class OnlyActs:
         """
         raise CheckpointError(f"model '{self.spec.name}': {self.spec.untrainable}; remove ckpt={folder}.")
 
-    def refuse(self, *_: object) -> NoReturn:
+    def reject_training(self, *_: object) -> NoReturn:
         """Raise an error: the policy cannot be trained.
 
         Raises:
@@ -63,10 +63,10 @@ class OnlyActs:
         """
         raise ConfigError(f"model '{self.spec.name}' cannot be trained: {self.spec.untrainable}.")
 
-    score = imitate = save = refuse
+    score = imitate = save = reject_training
 
 
-class UntrainedPolicy(OnlyActs):
+class UntrainedPolicy(InferenceOnlyPolicy):
     """Uniform random policy: any category, or any number between the bounds (-1..1 without bounds).
 
     Greedy or scripted: the centre of the range.
@@ -80,9 +80,9 @@ class UntrainedPolicy(OnlyActs):
         """Return a chunk for each observation (see `Policy.act`)."""
         shape = len(obs), self.spec.num_action_chunks, self.spec.action_dim
         uniform = np.full(shape, 0.5, np.float32) if noise is None or self.spec.scripted else noise.reshape(shape)
-        return self.output(self._spread(uniform))
+        return self.output(self._scale_to_actions(uniform))
 
-    def _spread(self, uniform: FloatArray) -> FloatArray:
+    def _scale_to_actions(self, uniform: FloatArray) -> FloatArray:
         """Map uniforms in [0, 1) to actions [B, K, A]."""
         if self._space.sizes:
             sizes = np.asarray(self._space.sizes)
@@ -136,7 +136,7 @@ class UntrainedFactory:
         """
         policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request.env.action)
         if request.trainable:
-            policy.refuse()
+            policy.reject_training()
         return policy
 
 

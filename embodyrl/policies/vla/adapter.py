@@ -39,10 +39,12 @@ class AdapterSpec:
 
 def find_adapter(folder: Path) -> Path | None:
     """Return the adapter folder, which is `folder` or a subfolder; None: there is no adapter."""
-    return next((f for f in (folder, folder / ADAPTER_FOLDER) if (f / ADAPTER_CONFIG).exists()), None)
+    return next(
+        (candidate for candidate in (folder, folder / ADAPTER_FOLDER) if (candidate / ADAPTER_CONFIG).exists()), None
+    )
 
 
-def given_adapter(cfg: AdapterSettings) -> Path | None:
+def get_given_adapter(cfg: AdapterSettings) -> Path | None:
     """Return the adapter folder of `model.lora.path`."""
     return None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
 
@@ -97,13 +99,13 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
     """Return errors of adapter keys: keys without effect, and missing adapters."""
     problems = []
     lora = cfg.lora
-    untouched = {**to_builtin(lora), "path": None} == to_builtin(LoraSettings())
-    if not untouched and lora.path is not None:
+    is_default = {**to_builtin(lora), "path": None} == to_builtin(LoraSettings())
+    if not is_default and lora.path is not None:
         problems.append(
             "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "
             "lora_alpha, use_rslora, target_modules and init_lora_weights."
         )
-    elif not untouched and not cfg.is_lora:
+    elif not is_default and not cfg.is_lora:
         problems.append("model.lora has values but model.is_lora=false; set model.is_lora=true, or remove them.")
     if lora.path is not None:
         folder = resolve_asset(lora.path)
@@ -119,10 +121,12 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
                 problems.append(f"model.lora.path: {merged}")
             # Written by a run that trained these modules in full in addition to its adapters; a value head is not
             # needed to act.
-            beside = [p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"]
-            if beside and not merged:
+            other_weights = [
+                p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"
+            ]
+            if other_weights and not merged:
                 problems.append(
-                    f"model.lora.path: {folder} also contains {', '.join(sorted(beside))}, trained together with its "
-                    "adapter; load both with ckpt= of that run, or name its folder lora_adapter."
+                    f"model.lora.path: {folder} also contains {', '.join(sorted(other_weights))}, trained together "
+                    "with its adapter; load both with ckpt= of that run, or name its folder lora_adapter."
                 )
     return problems

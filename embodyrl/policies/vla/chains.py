@@ -11,7 +11,7 @@ from torch import Tensor
 
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.policies.vla.sampling import PLACE, START, STEP, SampledChunks, normals, uniforms
+from embodyrl.policies.vla.sampling import START, STEP, STEP_INDEX, SampledChunks, normals, uniforms
 from embodyrl.types import IntArray
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -28,16 +28,16 @@ class Transition:
 
     def log_prob(self, after: Tensor) -> Tensor:
         """Return the log-density of each element of `after` [B, H, D]; 0 for a deterministic step."""
-        certain = self.std == 0
-        std = self.std.masked_fill(certain, 1.0)
+        deterministic = self.std == 0
+        std = self.std.masked_fill(deterministic, 1.0)
         density = -0.5 * ((after - self.mean) / std).square() - std.log() - HALF_LOG_TWO_PI
-        return density.masked_fill(certain, 0.0)
+        return density.masked_fill(deterministic, 0.0)
 
     def entropy(self) -> Tensor:
         """Return the differential entropy 0.5 ln(2 pi e std^2) of each element [B, H, D]; 0 if deterministic."""
-        certain = self.std == 0
-        entropy = self.std.masked_fill(certain, 1.0).log() + HALF_LOG_TWO_PI + 0.5
-        return entropy.masked_fill(certain, 0.0).expand_as(self.mean)
+        deterministic = self.std == 0
+        entropy = self.std.masked_fill(deterministic, 1.0).log() + HALF_LOG_TWO_PI + 0.5
+        return entropy.masked_fill(deterministic, 0.0).expand_as(self.mean)
 
 
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -62,7 +62,7 @@ class GaussianChain(ABC):
         Without `every_step`, one random step among the first `sampled_steps` steps is stochastic.
         """
         self.record = record
-        self._shape, self._num_steps, self._every = record.shape, num_steps, every_step
+        self._shape, self._num_steps, self._every_step = record.shape, num_steps, every_step
         self._sampled_steps, self._terms = sampled_steps, terms
 
     @abstractmethod
@@ -73,29 +73,35 @@ class GaussianChain(ABC):
         """Sample one chunk per seed [B] from noise, without gradients; no chunk depends on the others."""
         size = (self._shape.horizon, self._shape.width)
         # Each chunk samples its own step: one step per batch would make rows depend on the batch composition.
-        place = (uniforms(seeds, PLACE, 1)[:, 0] * self._sampled_steps).astype(np.int64)
-        chosen = on_device(place, device)[:, None, None]
+        step_index = (uniforms(seeds, STEP_INDEX, 1)[:, 0] * self._sampled_steps).astype(np.int64)
+        stochastic_step = on_device(step_index, device)[:, None, None]
         x = normals(seeds, START, size, device)
         logprob = self._first_step(x)[0]
-        begun, last = [], x
+        starts, last = [], x
         # One noise for the single stochastic step, else one for each step.
         noise = normals(seeds, STEP, size, device)
         for k in range(self._num_steps):
-            here = torch.full_like(chosen, True, dtype=torch.bool) if self._every else chosen == k
+            is_stochastic = (
+                torch.full_like(stochastic_step, True, dtype=torch.bool) if self._every_step else stochastic_step == k
+            )
             # One forward pass gives both steps; each row uses one of them.
-            step, certain = self._tempered(velocity, x, torch.full((len(x),), k, device=device), temperature)
-            if self._every and k:
+            step, deterministic = self._build_step(velocity, x, torch.full((len(x),), k, device=device), temperature)
+            if self._every_step and k:
                 noise = normals(seeds, STEP + k, size, device)
-            after = torch.where(here, step.mean + step.std * noise, certain.mean)
-            logprob = logprob + self._executed(step).log_prob(self._part(after)) * here
-            begun.append(x)
-            last = torch.where(here, after, last)
+            after = torch.where(is_stochastic, step.mean + step.std * noise, deterministic.mean)
+            logprob = logprob + self._select_executed_step(step).log_prob(self._select_executed(after)) * is_stochastic
+            starts.append(x)
+            last = torch.where(is_stochastic, after, last)
             x = after
-        states = torch.stack(begun, 1)  # [B, steps, H, D]
-        kept = states[:, 1:] if self._every else states[torch.arange(len(x), device=device), chosen.flatten(), None]
+        states = torch.stack(starts, 1)  # [B, steps, H, D]
+        stored_states = (
+            states[:, 1:]
+            if self._every_step
+            else states[torch.arange(len(x), device=device), stochastic_step.flatten(), None]
+        )
         # Full states where the network is evaluated again; only the scored numbers of the state after a step.
-        floats = torch.cat([kept.flatten(1), self._part(last).flatten(1)], 1)
-        tokens = self.record.layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
+        floats = torch.cat([stored_states.flatten(1), self._select_executed(last).flatten(1)], 1)
+        tokens = self.record.layout.pack((seeds if self._every_step else step_index)[:, None], floats.cpu().numpy())
         return SampledChunks(state=x, tokens=tokens, logprob=logprob / self._terms)
 
     def score(
@@ -105,36 +111,36 @@ class GaussianChain(ABC):
         whole, floats = self.record.layout.unpack(tokens)
         shape, values = self._shape, on_device(floats, device)
         last = shape.executed * shape.action_dim
-        begun = list(values[:, :-last].unflatten(1, (-1, shape.horizon, shape.width)).unbind(1))
-        afters = [values[:, -last:].unflatten(1, (shape.executed, shape.action_dim))]
+        starts = list(values[:, :-last].unflatten(1, (-1, shape.horizon, shape.width)).unbind(1))
+        ends = [values[:, -last:].unflatten(1, (shape.executed, shape.action_dim))]
         indices = [on_device(whole[:, 0], device)]
         logprob = entropy = values.new_zeros(())
-        if self._every:
-            afters = [*(self._part(state) for state in begun), *afters]
+        if self._every_step:
+            ends = [*(self._select_executed(state) for state in starts), *ends]
             # Only the seed of the first state is stored.
-            begun = [normals(whole[:, 0], START, (shape.horizon, shape.width), device), *begun]
-            indices = [torch.full((len(values),), k, device=device) for k in range(len(begun))]
-            logprob, entropy = self._first_step(begun[0])
-        for x, after, index in zip(begun, afters, indices, strict=True):
-            step = self._executed(self._tempered(velocity, x, index, temperature)[0])
+            starts = [normals(whole[:, 0], START, (shape.horizon, shape.width), device), *starts]
+            indices = [torch.full((len(values),), k, device=device) for k in range(len(starts))]
+            logprob, entropy = self._first_step(starts[0])
+        for x, after, index in zip(starts, ends, indices, strict=True):
+            step = self._select_executed_step(self._build_step(velocity, x, index, temperature)[0])
             logprob, entropy = logprob + step.log_prob(after), entropy + step.entropy()
         return logprob / self._terms, entropy / self._terms
 
-    def _tempered(
+    def _build_step(
         self, velocity: Velocity, x: Tensor, index: Tensor, temperature: float
     ) -> tuple[Transition, Transition]:
-        step, certain = self._step(velocity, x, index)
-        return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), certain
+        step, deterministic = self._step(velocity, x, index)
+        return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), deterministic
 
     def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [B, K, A] of the initial noise; both 0 if only one step is stochastic."""
-        prior = self._executed(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
-        weight = float(self._every)
-        return prior.log_prob(self._part(x)) * weight, prior.entropy() * weight
+        prior = self._select_executed_step(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
+        weight = float(self._every_step)
+        return prior.log_prob(self._select_executed(x)) * weight, prior.entropy() * weight
 
-    def _part(self, x: Tensor) -> Tensor:
+    def _select_executed(self, x: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] in a denoising state x [B, H, D]."""
         return x[:, : self._shape.executed, : self._shape.action_dim]
 
-    def _executed(self, step: Transition) -> Transition:
-        return Transition(mean=self._part(step.mean), std=self._part(step.std))
+    def _select_executed_step(self, step: Transition) -> Transition:
+        return Transition(mean=self._select_executed(step.mean), std=self._select_executed(step.std))

@@ -42,18 +42,18 @@ class Conditioning:
 
     def conditioned(self, obs: Observation) -> Observation:
         """Return observations whose instructions have the suffix."""
-        return _with(obs, self.suffix)
+        return _replace_suffix(obs, self.suffix)
 
     def null(self, obs: Observation) -> Observation:
         """Return observations whose instructions have no suffix."""
-        return _with(obs, "")
+        return _replace_suffix(obs, "")
 
     def save(self, folder: Path) -> None:
         """Write suffix and guidance into `CONDITIONING_FILE` of a policy's folder."""
         (folder / CONDITIONING_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
 
-def _with(obs: Observation, suffix: str) -> Observation:
+def _replace_suffix(obs: Observation, suffix: str) -> Observation:
     return replace(obs, instructions=tuple(tagged(text, suffix) for text in obs.instructions))
 
 
@@ -65,17 +65,17 @@ def read_conditioning(folder: Path) -> Conditioning | None:
     """
     path = folder / CONDITIONING_FILE
     try:
-        found = Conditioning(**read_json(path))
-        valid = found.suffix in (POSITIVE, NEGATIVE) and 0 <= float(found.guidance) < 1000
+        conditioning = Conditioning(**read_json(path))
+        valid = conditioning.suffix in (POSITIVE, NEGATIVE) and 0 <= float(conditioning.guidance) < 1000
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({reason_of(error)}). Export the policy again.") from error
     if not valid:
         raise CheckpointError(
-            f"{path} contains {found}, expected a known suffix and guidance. Export the policy again."
+            f"{path} contains {conditioning}, expected a known suffix and guidance. Export the policy again."
         )
-    return found
+    return conditioning
 
 
 @runtime_checkable

@@ -34,7 +34,7 @@ def read_side_file(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error}. Download the checkpoint again.") from error
 
 
-def starts_random(folder: Path) -> bool:
+def has_random_init(folder: Path) -> bool:
     """Return True if the folder requests random initial weights instead of containing weights."""
     try:
         return read_json(folder / CONFIG_FILE).get(RANDOM_INIT_KEY) == "random"
@@ -58,7 +58,7 @@ def find_missing_files(folder: Path, *, tokenizer: str, adapted: bool) -> Iterat
     """
     if not (folder / TOKENIZER_FILE).exists():
         yield f"model.path: {folder} has no {TOKENIZER_FILE}{tokenizer}"
-    if not starts_random(folder):
+    if not has_random_init(folder):
         if problem := missing_weights(folder, "model*.safetensors"):
             yield f"model.path: {problem}"
     elif adapted:
@@ -72,18 +72,18 @@ _SUFFIX = "_no_noops"
 """Suffix of data sets without idle steps; statistics may be named with or without it."""
 
 
-def find_data_set(wanted: str, known: Collection[str], where: Path) -> str:
-    """Return the known data set whose name equals `wanted`, with or without the suffix `_no_noops`.
+def find_data_set(requested: str, known: Collection[str], where: Path) -> str:
+    """Return the known data set whose name equals `requested`, with or without the suffix `_no_noops`.
 
     Raises:
         CheckpointError: there is no such data set.
     """
-    plain = wanted.removesuffix(_SUFFIX)
-    for key in (wanted, plain, f"{plain}{_SUFFIX}"):
+    base_name = requested.removesuffix(_SUFFIX)
+    for key in (requested, base_name, f"{base_name}{_SUFFIX}"):
         if key in known:
             return key
     raise CheckpointError(
-        f"No statistics '{wanted}' (with or without '{_SUFFIX}') in {where}.{closest(wanted, known)} "
+        f"No statistics '{requested}' (with or without '{_SUFFIX}') in {where}.{closest(requested, known)} "
         f"Known: {', '.join(sorted(known))}. Set model.unnorm_key to the data set of the checkpoint's training, or "
         f"use another model.path."
     )
@@ -100,33 +100,33 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     Raises:
         CheckpointError: a number is not finite, lengths differ, a spread is negative, or no dimension varies.
     """
-    cure = "The file, or its data, is damaged; download or compute it again."
+    fix = "The file, or its data, is damaged; download or compute it again."
     rows = {name: np.asarray(row, np.float64).reshape(-1) for name, row in numbers.items()}
     for name, row in rows.items():
         if not np.isfinite(row).all():
-            place = int(np.flatnonzero(~np.isfinite(row))[0])
-            raise CheckpointError(f"{where}: {name}[{place}] is {row[place]}, which is not finite. {cure}")
+            index = int(np.flatnonzero(~np.isfinite(row))[0])
+            raise CheckpointError(f"{where}: {name}[{index}] is {row[index]}, which is not finite. {fix}")
     lengths = {name: len(row) for name, row in rows.items() if name != "count"}
     if len(set(lengths.values())) > 1:
-        raise CheckpointError(f"{where} has lists of different lengths: {lengths}. {cure}")
+        raise CheckpointError(f"{where} has lists of different lengths: {lengths}. {fix}")
     # Equal min and max mean constant data; otherwise scaling would be impossible.
-    ends = [rows[name] for name in ("min", "max") if name in rows]
-    varies = varies and not (len(ends) == 2 and np.array_equal(ends[0], ends[1]))
+    limits = [rows[name] for name in ("min", "max") if name in rows]
+    varies = varies and not (len(limits) == 2 and np.array_equal(limits[0], limits[1]))
     pairs = [(low, high) for low, high in (("min", "max"), ("q01", "q99")) if low in rows and high in rows]
     spreads = {f"{low} and {high}": rows[high] - rows[low] for low, high in pairs}
     spreads |= {"std": rows["std"]} if "std" in rows else {}
     for name, spread in spreads.items():
         if (spread < 0).any():
-            place = int(np.flatnonzero(spread < 0)[0])
-            raise CheckpointError(f"{where}: dimension {place} has a negative range or deviation ({name}). {cure}")
+            index = int(np.flatnonzero(spread < 0)[0])
+            raise CheckpointError(f"{where}: dimension {index} has a negative range or deviation ({name}). {fix}")
         if varies and len(spread) and not spread.any():
-            raise CheckpointError(f"{where} is degenerate: no dimension varies ({name}). {cure}")
+            raise CheckpointError(f"{where} is degenerate: no dimension varies ({name}). {fix}")
 
 
 STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
 
 
-def own_statistics(path: Path) -> dict[str, dict[str, list[float]]]:
+def read_sft_statistics(path: Path) -> dict[str, dict[str, list[float]]]:
     """Read the statistics that `embodyrl sft` wrote, by part (action, proprio) and name (see `STATISTICS`).
 
     Raises:
@@ -135,14 +135,14 @@ def own_statistics(path: Path) -> dict[str, dict[str, list[float]]]:
     try:
         (entry,) = read_json(path).values()
         parts = ["action", *(["proprio"] if "proprio" in entry else [])]
-        found = {part: {name: entry[part][name] for name in STATISTICS if name in entry[part]} for part in parts}
-        for part, numbers in found.items():
+        statistics = {part: {name: entry[part][name] for name in STATISTICS if name in entry[part]} for part in parts}
+        for part, numbers in statistics.items():
             check_statistics(numbers, f"{path}: {part}", varies=part == "action")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again, or use another checkpoint."
         ) from error
-    return found
+    return statistics
 
 
 Clip = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]

@@ -47,7 +47,7 @@ class Processors:
     eps: float
     """Minimum denominator in the normalizer."""
 
-    def config_of(self, *kinds: str) -> Mapping[str, Any] | None:
+    def get_config(self, *kinds: str) -> Mapping[str, Any] | None:
         """Return the config of the first step with one of the names, or None."""
         rows = (step for steps in self.steps.values() for step in steps if step.get("registry_name") in kinds)
         return next((step.get("config", {}) for step in rows), None)
@@ -77,23 +77,23 @@ def read_processors(
         CheckpointError: a file is damaged, or a processor does something that the policy does not implement.
     """
     kinds = {PREPROCESSOR: {*_COMMON, *before}, POSTPROCESSOR: {*_AFTER, *after}}
-    found: dict[str, tuple[ArrayStatistics, float]] = {}
-    steps_of: dict[str, list[Mapping[str, Any]]] = {}
+    contents: dict[str, tuple[ArrayStatistics, float]] = {}
+    steps_by_processor: dict[str, list[Mapping[str, Any]]] = {}
     for name in kinds:
         if f"{name}.json" not in files:
             continue
         try:
             content = json.loads(files[f"{name}.json"])
             check_keys(content, f"{folder}/{name}.json", ignored=("name", "steps"), fix=_FIX)
-            steps = steps_of[name] = content["steps"]
+            steps = steps_by_processor[name] = content["steps"]
             (step,) = (step for step in steps if str(step.get("registry_name")).endswith("normalizer_processor"))
-            flat = load(files[step["state_file"]]) if "state_file" in step else {}
-            found[name] = _by_feature(flat), float(step["config"].get("eps", 1e-8))
-            differs = _unknown_step(steps, kinds[name]) or next(
-                _differences(name, step["config"], found[name][0], modes), None
+            tensors = load(files[step["state_file"]]) if "state_file" in step else {}
+            contents[name] = _group_by_feature(tensors), float(step["config"].get("eps", 1e-8))
+            problem = _find_unknown_step(steps, kinds[name]) or next(
+                _find_differences(name, step["config"], contents[name][0], modes), None
             )
-            differs = differs or _renaming(steps, mapped=mapped)
-            for step in () if differs else steps:
+            problem = problem or _find_renaming_problem(steps, mapped=mapped)
+            for step in () if problem else steps:
                 where = f"{folder}/{name}.json: {step['registry_name']}"
                 check_keys(step, where, ignored=("config", "registry_name", "state_file"), fix=_FIX)
                 check_keys(step.get("config", {}), where, ignored=_STEP_FIELDS, only=_STEP_ONLY, fix=_FIX)
@@ -102,49 +102,49 @@ def read_processors(
                 f"{folder}/{name}.json or the file of its normalizer is damaged ({reason_of(error)}). Download both "
                 "files again."
             ) from error
-        if differs:
-            raise CheckpointError(f"{folder}/{name}.json {differs} {_FIX}")
-    first, second = (found[name][0].get(_ACTION) if name in found else None for name in kinds)
+        if problem:
+            raise CheckpointError(f"{folder}/{name}.json {problem} {_FIX}")
+    first, second = (contents[name][0].get(_ACTION) if name in contents else None for name in kinds)
     if first and second and any(key in second and not np.array_equal(second[key], first[key]) for key in first):
         raise CheckpointError(
             f"{folder}: {PREPROCESSOR} and {POSTPROCESSOR} have different statistics of '{_ACTION}'. Download both "
             f"files again, or {_FIX[0].lower()}{_FIX[1:]}"
         )
-    statistics, eps = found.get(PREPROCESSOR, ({}, 1e-8))
-    return Processors(steps=steps_of, statistics=statistics, eps=eps)
+    statistics, eps = contents.get(PREPROCESSOR, ({}, 1e-8))
+    return Processors(steps=steps_by_processor, statistics=statistics, eps=eps)
 
 
-def _by_feature(flat: Mapping[str, npt.NDArray[Any]]) -> ArrayStatistics:
-    found: dict[str, dict[str, npt.NDArray[Any]]] = {}
-    for key, tensor in flat.items():
+def _group_by_feature(tensors: Mapping[str, npt.NDArray[Any]]) -> ArrayStatistics:
+    contents: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    for key, tensor in tensors.items():
         feature, _, statistic = key.rpartition(".")
-        found.setdefault(feature, {})[statistic] = tensor
-    return found
+        contents.setdefault(feature, {})[statistic] = tensor
+    return contents
 
 
-def _unknown_step(steps: Sequence[Mapping[str, Any]], known: Collection[str]) -> str | None:
+def _find_unknown_step(steps: Sequence[Mapping[str, Any]], known: Collection[str]) -> str | None:
     kinds = [step.get("registry_name", step.get("class")) for step in steps]
     unknown = [kind for kind in kinds if kind not in known]
     return f"has the step '{unknown[0]}', which is not supported." if unknown else None
 
 
-def _differences(
+def _find_differences(
     name: str, scaling: Mapping[str, Any], statistics: ArrayStatistics, modes: Mapping[str, str | None]
 ) -> Iterator[str]:
     """Yield an error for each feature whose kind of normalization differs from the policy's."""
-    chosen = scaling.get("normalize_observation_keys")
+    normalized_features = scaling.get("normalize_observation_keys")
     for feature in statistics:
         if name == POSTPROCESSOR and feature != _ACTION:
             continue
-        mine = modes.get(feature, IDENTITY)
-        theirs = scaling["norm_map"].get(scaling["features"].get(feature, {}).get("type"), IDENTITY)
-        if chosen is not None and feature != _ACTION and feature not in chosen:
-            theirs = IDENTITY
-        if mine is not None and mine != theirs:
-            yield f"normalizes '{feature}' by {theirs}, and normalization_mapping in {CONFIG_FILE} contains {mine}."
+        expected = modes.get(feature, IDENTITY)
+        actual = scaling["norm_map"].get(scaling["features"].get(feature, {}).get("type"), IDENTITY)
+        if normalized_features is not None and feature != _ACTION and feature not in normalized_features:
+            actual = IDENTITY
+        if expected is not None and expected != actual:
+            yield f"normalizes '{feature}' by {actual}, and normalization_mapping in {CONFIG_FILE} contains {expected}."
 
 
-def _renaming(steps: Sequence[Mapping[str, Any]], *, mapped: bool) -> str | None:
+def _find_renaming_problem(steps: Sequence[Mapping[str, Any]], *, mapped: bool) -> str | None:
     """Return an error if a step renames observations, unless `model.cameras` maps the renamed cameras."""
     for step in steps:
         renamed = step.get("config", {}).get("rename_map", {}) if step.get("registry_name") == RENAMING else {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
-START, PLACE, PAIRS, TIMES, STEP = range(5)
+START, STEP_INDEX, PAIRS, TIMES, STEP = range(5)
 """Indices of random streams: initial noise (START), choice of the stochastic step (PLACE), noise and times of FPO's
 pairs (PAIRS, TIMES), and noise of step i (STEP + i)."""
 

@@ -25,7 +25,7 @@ from {__name__} import measure
 args, named = pickle.load(sys.stdin.buffer)
 json.dump(measure(sys.argv[1], *args, **named), sys.stdout)
 """
-_known: dict[str, Mapping[str, "WeightSize"]] = {}
+_sizes_by_request: dict[str, Mapping[str, "WeightSize"]] = {}
 
 
 class WeightSize(NamedTuple):
@@ -43,7 +43,7 @@ class WeightSize(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def sides(self) -> int:
+    def fan_in_plus_fan_out(self) -> int:
         """Number of inputs plus outputs, which is the number of parameters of an adapter of rank 1."""
         return self.shape[0] + math.prod(self.shape[1:])
 
@@ -53,7 +53,7 @@ def count(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
     return sum(size.count for name, size in weights.items() if name.startswith(prefixes or ""))
 
 
-def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightSize]:
+def weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, WeightSize]:
     """Return the size and use of each parameter of a network by name.
 
     Without torch in this process, as in the driver of a run, a child process measures the sizes once per network.
@@ -61,24 +61,24 @@ def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightS
     Args:
         network: package.module:class of the module.
         args: arguments of its constructor.
-        named: additional arguments of its constructor, by name.
+        kwargs: additional arguments of its constructor, by name.
 
     Raises:
         EmbodyError: the process failed.
     """
-    request = f"{network} {args} {named}"
-    if request not in _known:
+    request = f"{network} {args} {kwargs}"
+    if request not in _sizes_by_request:
         if "torch" in sys.modules:
-            _known[request] = measure(network, *args, **named)
+            _sizes_by_request[request] = measure(network, *args, **kwargs)
         else:
-            _known[request] = _cached(request, network, pickle.dumps((args, named)))
-    return _known[request]
+            _sizes_by_request[request] = _load_or_measure(request, network, pickle.dumps((args, kwargs)))
+    return _sizes_by_request[request]
 
 
-def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]:
-    key = f"{request} {_sources(network.partition('.')[0])}"
+def _load_or_measure(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]:
+    key = f"{request} {_list_source_files(network.partition('.')[0])}"
     file = cache_dir() / "weights" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    text = file.read_bytes() if file.is_file() else _measure_apart(network, args)
+    text = file.read_bytes() if file.is_file() else _measure_in_subprocess(network, args)
     sizes = {name: WeightSize(tuple(shape), *more) for name, (shape, *more) in json.loads(text).items()}
     if not file.is_file():
         with contextlib.suppress(OSError):  # a cache that is not writable costs only time
@@ -87,16 +87,16 @@ def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]
     return sizes
 
 
-def _sources(package: str) -> list[tuple[str, int, int]]:
+def _list_source_files(package: str) -> list[tuple[str, int, int]]:
     """Return the name, modification time and size of each source file of a package, as the cache key of sizes."""
-    found = importlib.util.find_spec(package)
-    assert found is not None and found.origin is not None, package
-    files = [path for path in [Path(found.origin)] if path.name != "__init__.py"]
-    files = files or sorted(Path(found.origin).parent.rglob("*.py"))
+    module_spec = importlib.util.find_spec(package)
+    assert module_spec is not None and module_spec.origin is not None, package
+    files = [path for path in [Path(module_spec.origin)] if path.name != "__init__.py"]
+    files = files or sorted(Path(module_spec.origin).parent.rglob("*.py"))
     return [(str(path), stat.st_mtime_ns, stat.st_size) for path in files for stat in (path.stat(),)]
 
 
-def _measure_apart(network: str, args: bytes) -> bytes:
+def _measure_in_subprocess(network: str, args: bytes) -> bytes:
     try:
         return subprocess.run(
             [sys.executable, "-c", _PROGRAM, network],
@@ -111,13 +111,13 @@ def _measure_apart(network: str, args: bytes) -> bytes:
         raise EmbodyError(f"The weights of {network} cannot be counted: {reason or error}") from error
 
 
-def measure(network: str, *args: Any, **named: Any) -> dict[str, WeightSize]:
+def measure(network: str, *args: Any, **kwargs: Any) -> dict[str, WeightSize]:
     """Build the network on the meta device and return the sizes of its parameters."""
     import torch
     from torch import nn
 
     with torch.device("meta"):
-        module = pkgutil.resolve_name(network)(*args, **named)
+        module = pkgutil.resolve_name(network)(*args, **kwargs)
     layers = {
         f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d)
     }

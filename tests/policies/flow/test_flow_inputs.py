@@ -137,7 +137,7 @@ def test_batches_are_padded_on_the_right(tokenizer_file):
 
 
 def test_prompts_beyond_the_token_limit_are_refused(tokenizer_file):
-    prompts = FlowPrompts(tokenizer_file, PromptFormat(template="{task}", limit=48))
+    prompts = FlowPrompts(tokenizer_file, PromptFormat(template="{task}", max_tokens=48))
     assert prompts.batch(["x" * 48])[0].shape == (1, 48)
     with pytest.raises(ConfigError, match="has 49 tokens, but this model supports 48"):
         prompts.batch(["x" * 49])
@@ -145,7 +145,7 @@ def test_prompts_beyond_the_token_limit_are_refused(tokenizer_file):
 
 def test_unusable_tokenizers_are_refused(tokenizer_file, tmp_path):
     with pytest.raises(CheckpointError, match="no token '<s>'"):
-        FlowPrompts(tokenizer_file, PromptFormat(template="{task}", limit=48, bos="<s>"))
+        FlowPrompts(tokenizer_file, PromptFormat(template="{task}", max_tokens=48, bos="<s>"))
     with pytest.raises(CheckpointError, match="PaliGemma's"):
         FlowPrompts(tmp_path / "none.json", PI0_PROMPT)
 

@@ -180,8 +180,8 @@ def test_pi05_without_state_uses_the_pi0_prompt(tmp_path):
     obs = observe(2)
     moved = replace(obs, state=obs.state + 5.0)
     reader = policy.module.network.processor
-    assert torch.equal(reader.read(obs).tokens, reader.read(moved).tokens)
-    assert reader.read(obs).tokens.shape[1] == 2 + len(ENV.tasks[0])
+    assert torch.equal(reader.encode(obs).tokens, reader.encode(moved).tokens)
+    assert reader.encode(obs).tokens.shape[1] == 2 + len(ENV.tasks[0])
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -192,8 +192,8 @@ def test_pi05_accepts_states_of_any_length(told, tmp_path):
     path = write_checkpoint(tmp_path / "pi05", "pi05", state_dim=15, action_dim=7)
     policy = build("pi05", path, env=wide, state_in_prompt=told)
     assert policy.act(obs, noise=None).actions.shape == (2, 3, 7)
-    changed = policy.module.network.processor.read(replace(obs, state=-obs.state)).tokens
-    assert torch.equal(policy.module.network.processor.read(obs).tokens, changed) is not told
+    changed = policy.module.network.processor.encode(replace(obs, state=-obs.state)).tokens
+    assert torch.equal(policy.module.network.processor.encode(obs).tokens, changed) is not told
 
 
 def test_relative_actions_use_the_state(tmp_path):
@@ -214,7 +214,7 @@ def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
         noise = normals(np.arange(4), START, (6, 12), torch.device("cpu"))
         t = torch.from_numpy(0.001 + 0.999 * uniforms(np.arange(4), TIMES, 1)[:, 0] ** (2 / 3)).float()
         target = torch.from_numpy(network.processor.from_actions(actions, obs))
-        prefix = network.model.prefix(network.processor.read(obs))
+        prefix = network.model.prefix(network.processor.encode(obs))
         at = t[:, None, None]
         v = network.model.denoise(network.model.memory(prefix), at * noise + (1 - at) * target, t).velocity
         loss = (v - (noise - target)).square().flatten(1).mean(1)

@@ -103,7 +103,7 @@ def test_act_losses_and_gradients_match_lerobot(cases, case, monkeypatch):
     network, obs = policy.module.network, observation(config, data, "raw.")
     target, padding = policy._from_actions(data["raw.action"].numpy()), data["action_is_pad"]
     inputs = policy._inputs(obs)
-    tokens, latent = network.read(inputs), torch.zeros(len(target), config.latent_dim)
+    tokens, latent = network.embed(inputs), torch.zeros(len(target), config.latent_dim)
     if config.use_vae:
         posterior = network.posterior(inputs, target, padding)
         close(posterior.mean, data["train.mu"], "mu")
@@ -129,7 +129,7 @@ def test_act_losses_and_gradients_match_lerobot(cases, case, monkeypatch):
 def test_act_embeddings_match_lerobot(cases, case):
     policy, config, data = cases[case]
     network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
-    tokens = network.read(inputs)
+    tokens = network.embed(inputs)
     start = 1 + (inputs.state is not None) + (inputs.environment is not None)
     for index in range(len(config.cameras)):
         grid = network.backbone(inputs.images[:, 0, index])

@@ -10,7 +10,7 @@ from settings import model_of
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
-from embodyrl.policies.openvla_oft.graphs import Recorded, bucket, fill
+from embodyrl.policies.openvla_oft.graphs import GraphedForward, bucket, pad_batch
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
@@ -48,7 +48,7 @@ def test_cuda_graphs_use_a_small_number_of_batch_sizes():
 @torch.no_grad()
 def test_padded_graph_batch_matches_the_unpadded_batch(policy):
     inputs = policy._inputs(observe(5))
-    filled = fill(inputs, bucket(5))
+    filled = pad_batch(inputs, bucket(5))
     assert len(filled.pixels) == len(filled.state) == 6
     for whole, part in zip(policy._forward(filled), policy._forward(inputs), strict=True):
         torch.testing.assert_close(whole[:5], part, rtol=1e-5, atol=1e-5)
@@ -56,7 +56,7 @@ def test_padded_graph_batch_matches_the_unpadded_batch(policy):
 
 @torch.no_grad()
 def test_failed_graph_capture_falls_back_with_a_warning(policy):
-    inputs, recorded = policy._inputs(observe(5)), Recorded(policy._forward)
+    inputs, recorded = policy._inputs(observe(5)), GraphedForward(policy._forward)
     with pytest.warns(UserWarning, match=r"model\.cuda_graphs: not used, because .*CUDAGraph"):
         first = recorded(inputs)
     second = recorded(inputs)
@@ -71,4 +71,4 @@ def test_graph_capture_out_of_memory_is_raised(policy, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", full)
     with pytest.raises(torch.OutOfMemoryError):
-        Recorded(policy._forward)(policy._inputs(observe(5)))
+        GraphedForward(policy._forward)(policy._inputs(observe(5)))

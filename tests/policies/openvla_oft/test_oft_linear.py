@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from embodyrl.policies.openvla_oft.llama import _rotate, _Rotation, adapted, rope_tables
+from embodyrl.policies.openvla_oft.llama import _rotate, _Rotation, apply_adapted_linears, rope_tables
 
 
 class Pair(nn.Module):
@@ -38,7 +38,7 @@ def test_fused_adapted_layers_match_separate_layers(names, bias, alpha):
     onto = torch.randn(3, 4, 5, requires_grad=True) if len(names) == 1 else None
     want = [layer(x) for layer in layers]
     want = want if onto is None else [onto + want[0]]
-    got = adapted(layers, x, onto)
+    got = apply_adapted_linears(layers, x, onto)
     of_want, of_got = gradients(want, x, module, onto), gradients(got, x, module, onto)
     for a, b in zip([*want, *of_want], [*got, *of_got], strict=True):
         assert (a is None) == (b is None)

@@ -61,7 +61,7 @@ def test_sharing_action_token_slots_does_not_change_outputs(checkpoint, make_pol
     first.register_forward_hook(lambda layer, inputs, out: widths.append(inputs[0].shape[1]))
     for once in (True, False):
         if not once:
-            monkeypatch.setattr(OpenVlaOft, "_gives_slots_once", lambda self, prefix: False)
+            monkeypatch.setattr(OpenVlaOft, "_can_merge_placeholders", lambda self, prefix: False)
         logits, value = module(batch, whole_vocabulary=True)
         parameters = [p for p in module.parameters() if p.requires_grad]
         loss = logits.log_softmax(-1)[..., ::97].square().mean() + value.square().mean()

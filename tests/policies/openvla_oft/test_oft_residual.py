@@ -21,7 +21,7 @@ from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 from embodyrl.policies.soft_actor.protocol import SoftActor
-from embodyrl.policies.steering.actor import executed
+from embodyrl.policies.steering.actor import apply_corrections
 from embodyrl.scheduler.start import build_policy_init
 from embodyrl.types import BenchmarkSpec
 from embodyrl.workers.policy_host import PolicyHost
@@ -89,7 +89,7 @@ def test_oft_record_contains_the_executed_correction(build, repeated):
     moved = 0.3 * chosen.detach().numpy().reshape(6, 2, 7) * half_span(policy)
     theirs = build(trainable=False).act(obs, noise=None).actions
     np.testing.assert_allclose(out.actions, theirs + moved, atol=1e-5)
-    seen = executed(features, chosen, policy._actor.shape).detach().numpy()
+    seen = apply_corrections(features, chosen, policy._actor.shape).detach().numpy()
     inside = (np.abs(seen) < 1) | ~np.asarray(policy._bounds.mask)
     assert inside.mean() > 0.5
     np.testing.assert_allclose(np.where(inside, normalise(out.actions, policy._bounds), seen), seen, atol=1e-4)
@@ -195,7 +195,9 @@ def test_demonstrations_are_stored_as_residual_actions(tmp_path):
         assert isinstance(actor, SacLearner)
         kept = actor._demonstrations
         assert kept is not None
-        seen = executed(torch.tensor(kept[FEATURES]), torch.tensor(kept["action"]), policy._actor.shape).numpy()
+        seen = apply_corrections(
+            torch.tensor(kept[FEATURES]), torch.tensor(kept["action"]), policy._actor.shape
+        ).numpy()
         held = actor._trainer.optimization.optimizer.param_groups
         assert sum(p.numel() for group in held for p in group["params"]) == run_plan.policy_costs.num_trained
         assert plan_memory(run_plan).optimizer == 8 * run_plan.policy_costs.num_trained

@@ -13,7 +13,7 @@ from embodyrl.policies.remote.dialects import (
     OPENPI,
     VLA_EVAL,
     MessageError,
-    Seen,
+    RemoteObservation,
     bytes_keyed,
     names_of,
     pack,
@@ -126,7 +126,9 @@ def test_unsupported_objects_are_not_pickled():
         pack({"a": Bomb()}, bytes_keyed)
 
 
-SEEN = Seen(images=(PICTURE, PICTURE[:, ::-1]), state=np.arange(8, dtype=np.float32), prompt="pick up the bowl")
+SEEN = RemoteObservation(
+    images=(PICTURE, PICTURE[:, ::-1]), state=np.arange(8, dtype=np.float32), prompt="pick up the bowl"
+)
 
 
 def test_default_field_names_match_openpi_libero_policies():

@@ -9,7 +9,7 @@ import numpy as np
 
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, own_statistics
+from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, read_sft_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
 
@@ -96,7 +96,7 @@ def read_bounds(env: EnvSpec, gripper: GripperConvention | None, folder: Path | 
 
 
 def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]:
-    statistics = own_statistics(folder / STATISTICS_FILE).get(part, {})
+    statistics = read_sft_statistics(folder / STATISTICS_FILE).get(part, {})
     low, high = (np.array(statistics.get(name, ()), np.float32) for name in ("q01", "q99"))
     if low.shape != (size,):
         raise CheckpointError(

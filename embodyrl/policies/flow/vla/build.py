@@ -33,17 +33,17 @@ from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
+from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, WeightTransform, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
+from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_given_adapter, lora_spec
 from embodyrl.policies.vla.conditioning import read_conditioning
-from embodyrl.policies.vla.folder import starts_random
+from embodyrl.policies.vla.folder import has_random_init
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec
 
 
-def load_weights(target: Mapping[str, Tensor], folder: Path, transform: Change | None = None) -> StorageFormat:
+def load_weights(target: Mapping[str, Tensor], folder: Path, transform: WeightTransform | None = None) -> StorageFormat:
     """Copy a folder's weights into a model's weights in place, cast to the model's dtypes; return the storage format.
 
     All checks run before the first weight is changed. RL heads are optional in the model and in the folder.
@@ -71,7 +71,9 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, transform: Change |
     weights, storage = to_local_names(stored, folder)
     # RLinf's value heads have another architecture: ignore them.
     to_external = storage.layout.to_external
-    check_weights(target, weights, folder, may_lack=HEADS, may_hold=HEADS, shown=lambda key: f"'{to_external(key)}'")
+    check_weights(
+        target, weights, folder, may_lack=HEADS, may_hold=HEADS, format_name=lambda key: f"'{to_external(key)}'"
+    )
     with torch.no_grad():
         for key, tensor in weights.items():
             if key in target:
@@ -181,10 +183,10 @@ class VlaFiles:
         Raises:
             CheckpointError: the adapter belongs to another model.
         """
-        from embodyrl.policies.openvla_oft.lora import merging
+        from embodyrl.policies.openvla_oft.lora import build_merge_transform
 
         state = _get_base_weights(module)
-        self._storage = load_weights(state, self._base, merging(adapter, state, self._base, MODEL_PREFIX))
+        self._storage = load_weights(state, self._base, build_merge_transform(adapter, state, self._base, MODEL_PREFIX))
 
 
 def _get_base_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -249,8 +251,8 @@ def _load_initial_weights(
     module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest
 ) -> None:
     """Load the weights of `model.path`, with the adapter of `model.lora.path` merged unless adapters are trained."""
-    adapter = given_adapter(cfg)
-    if starts_random(folder):
+    adapter = get_given_adapter(cfg)
+    if has_random_init(folder):
         module.network.model.initialise(request.seed)
     elif adapter is not None and not (cfg.is_lora and request.trainable):
         files.load_merged(module, adapter)
@@ -262,5 +264,5 @@ def _add_adapters(module: nn.Module, cfg: VlaSettings, prefixes: tuple[str, ...]
     from embodyrl.policies.openvla_oft.lora import inject, load_adapter
 
     inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, prefixes=prefixes)
-    if (adapter := given_adapter(cfg)) is not None:
+    if (adapter := get_given_adapter(cfg)) is not None:
         load_adapter(module, adapter)

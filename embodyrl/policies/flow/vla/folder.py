@@ -35,10 +35,10 @@ from embodyrl.policies.vla.folder import (
     STATISTICS_FILE,
     TOKENIZER_FILE,
     find_data_set,
-    own_statistics,
+    has_random_init,
+    read_sft_statistics,
     read_side_file,
     saved_config,
-    starts_random,
 )
 from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR
 from embodyrl.types import FloatArray
@@ -197,7 +197,7 @@ def read_normalizer(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: 
         raise ConfigError(problems)
     statistics_by_part, eps = _find_statistics(folder, cfg, action_dim)
     if not statistics_by_part:
-        if starts_random(folder):
+        if has_random_init(folder):
             return Normalizer(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
         raise CheckpointError(
             f"{folder} has no statistics of states and actions: neither {OPENPI_FILE} (openpi; also in assets/) "
@@ -237,7 +237,7 @@ def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[M
     key = cfg.unnorm_key
     processors = check_processors(folder, cfg, action_dim)
     if (folder / STATISTICS_FILE).exists():
-        sft_statistics = own_statistics(folder / STATISTICS_FILE)
+        sft_statistics = read_sft_statistics(folder / STATISTICS_FILE)
         parts = {"proprio": "state", "action": "actions"}
         return {
             name: to_statistics(sft_statistics[part], f"{folder}: {name}")

@@ -72,7 +72,7 @@ def _find_problem(processors: Processors, cfg: VlaSettings, folder: Path, action
                 f"writes the state into the prompt before it is normalized, which is not supported. Correct the order "
                 f"of its steps, {_LEROBOT_HINT}"
             )
-    prompt = processors.config_of(TOKENIZER) or {}
+    prompt = processors.get_config(TOKENIZER) or {}
     if prompt.get("task_key", "task") != "task":
         return f"reads the instruction from '{prompt['task_key']}' instead of 'task'. Use 'task', {_LEROBOT_HINT}"
     return _find_relative_problem(processors, cfg, action_dim)
@@ -80,8 +80,8 @@ def _find_problem(processors: Processors, cfg: VlaSettings, folder: Path, action
 
 def _find_relative_problem(processors: Processors, cfg: VlaSettings, action_dim: int) -> str | None:
     """Return an error if the relative action dimensions differ from `model.delta_dims`."""
-    steps = processors.config_of(*RELATIVE) or {}
-    after = bool((processors.config_of(ABSOLUTE) or {}).get("enabled"))
+    steps = processors.get_config(*RELATIVE) or {}
+    after = bool((processors.get_config(ABSOLUTE) or {}).get("enabled"))
     relative = bool(steps.get("enabled"))
     if relative != after:
         return f"has relative actions (enabled: {relative}) unlike {POSTPROCESSOR} ({after}). Download both again."

@@ -25,7 +25,12 @@ def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
     trained = total - backbone if expert_only else None
     if cfg.is_lora:  # adapters on all layers, and the fully trained projections of the flow
         adapted = [w for name, w in weights.items() if w.adaptable and name.startswith(layers)]
-        trained = total - backbone - count(weights, "expert.") + lora_spec(cfg).r * sum(w.sides for w in adapted)
+        trained = (
+            total
+            - backbone
+            - count(weights, "expert.")
+            + lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
+        )
     activation_bytes = int(
         (_HALF if cfg.half else 4) * _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
     )

@@ -138,6 +138,6 @@ class DenoisingChain(GaussianChain):
             x, predicted, timestep
         )
 
-    def _part(self, x: Tensor) -> Tensor:
+    def _select_executed(self, x: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] of a chunk x [B, H, A]; earlier actions belong to past steps."""
         return x[:, self._first_executed : self._first_executed + self._shape.executed]

@@ -14,11 +14,11 @@ from embodyrl.policies.lerobot.process import worker
 from embodyrl.policies.lerobot.process.checkpoint import Checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.untrained.policy import OnlyActs
+from embodyrl.policies.untrained.policy import InferenceOnlyPolicy
 from embodyrl.types import FloatArray, Observation, PolicyOutput, PolicySpec
 
 
-class LeRobotPolicy(OnlyActs):
+class LeRobotPolicy(InferenceOnlyPolicy):
     """Inference-only policy that requests chunks from a LeRobot process; implements `Policy`."""
 
     def __init__(
