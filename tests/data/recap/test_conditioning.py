@@ -67,7 +67,7 @@ def test_guidance_matches_its_formula(one: FlowPolicy):
     def velocity(rule: Conditioning | None, words: str) -> torch.Tensor:
         one.conditioning = rule
         with torch.no_grad():
-            return one._acting(observation(one, words))[1](x, t)[0]
+            return one._encode_for_acting(observation(one, words))[1](x, t)[0]
 
     words = obs.instructions[0]
     null, positive = velocity(None, words), velocity(None, tagged(words, POSITIVE))

@@ -31,7 +31,7 @@ from embodyrl.plan.saved import find_ckpt_config
 ENV = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6", "env.train.max_episode_steps=8", "env.eval.max_episode_steps=8")
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
 SMALL = ("model.num_action_chunks=2", "model.num_images_in_input=0", "data.image_aug=false", "actor.micro_batch_size=8")
-STEP_INDEX = tuple(word for word in TOY if word.startswith("env"))
+PLACE = tuple(word for word in TOY if word.startswith("env"))
 INTERRUPTING = """
 import os, signal
 from embodyrl.monitor import Monitor
@@ -49,7 +49,7 @@ class Interrupting(Monitor):
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Collect demonstrations and train initial weights."""
     folder = tmp_path_factory.mktemp("start")
-    words = [*STEP_INDEX, *ENV, *QUIET, f"runner.output_dir={folder}", f"collect.out={folder}/demos"]
+    words = [*PLACE, *ENV, *QUIET, f"runner.output_dir={folder}", f"collect.out={folder}/demos"]
     collect(load_config("collect", [*words, "collect.episodes=4"]))
     learned = ["model=flow_small", *SMALL, *QUIET, f"data.path={folder}/demos", f"runner.output_dir={folder}"]
     few = ["runner.max_steps=2", "actor.global_batch_size=8", "runner.experiment_name=start"]
@@ -61,7 +61,7 @@ def words(start: Path, out: Path, *more: str) -> list[str]:
     few = ("collect.episodes=4", "runner.max_steps=11", "actor.global_batch_size=8", "recap.value_steps=3")
     shown = ("eval.episodes=4", "recap.value_batch_size=16", "recap.rounds=1", "runner.val_check_interval=-1")
     policy = f"model.path={start}/start/checkpoints/step_000002/policy"
-    return [*STEP_INDEX, "model=flow_small", *ENV, *QUIET, *SMALL, policy, f"data.path={start}/demos", *few, *shown,
+    return [*PLACE, "model=flow_small", *ENV, *QUIET, *SMALL, policy, f"data.path={start}/demos", *few, *shown,
             f"recap.out={out}", *more]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> None:
 def test_a_policy_without_instructions_is_refused_before_the_first_episode(start: Path, tmp_path: Path) -> None:
     policy = ("model=act", "model.path=assets/act", "model.num_action_chunks=2", f"data.path={start}/demos")
     with pytest.raises(ConfigError, match="'act' has no instruction input"):
-        run([*STEP_INDEX, *ENV, *QUIET, *policy, f"recap.out={tmp_path / 'out'}"])
+        run([*PLACE, *ENV, *QUIET, *policy, f"recap.out={tmp_path / 'out'}"])
     assert not (tmp_path / "out").exists()
 
 
