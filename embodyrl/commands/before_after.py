@@ -104,11 +104,13 @@ def record_changes(
         episode_ids = select_episodes_to_record(before, after, int(cfg.video.removeprefix("changed:")))
         videos.mkdir(parents=True, exist_ok=True)
         first, last = (record(run_plan, workers, end, episode_ids, videos, monitor) for end in (first, last))
-        order = {episode: place for place, episode in enumerate(episode_ids)}
-        last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda found: order[found[0]])))
-    joined = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, monitor=monitor)
+        order = {episode: index for index, episode in enumerate(episode_ids)}
+        last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda recording: order[recording[0]])))
+    joined_videos = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, monitor=monitor)
     episodes = (read_episodes(end.folder / EPISODES_FILE) for end in (first, last))
-    return ValidationComparison(first=first, last=last, videos=tuple(joined), paired=tuple(pair_suites(*episodes)))
+    return ValidationComparison(
+        first=first, last=last, videos=tuple(joined_videos), paired=tuple(pair_suites(*episodes))
+    )
 
 
 def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, monitor: Monitor) -> list[Path]:

@@ -107,7 +107,7 @@ def precision_facts(cfg: Config) -> list[tuple[str, str]]:
 
 def preset_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return a banner line about the presets of other groups that set values of `model`, `env` or `eval`."""
-    found = Counter[str]()
+    num_keys = Counter[str]()
     for key, source in cfg.sources.items():
         section, file = key.partition(".")[0], Path(source)
         unused = key.startswith(tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys()))
@@ -117,9 +117,9 @@ def preset_banner_lines(cfg: Config) -> list[tuple[str, str]]:
             and section in ("model", "env", "eval")
             and file.parent.name in _PRESET_GROUPS
         ):
-            found[source] += 1
-    text = "; ".join(f"{source} sets {count} keys" for source, count in found.items())
-    return [("presets", f"{text} (--print-config prints the values)")] if found else []
+            num_keys[source] += 1
+    text = "; ".join(f"{source} sets {count} keys" for source, count in num_keys.items())
+    return [("presets", f"{text} (--print-config prints the values)")] if num_keys else []
 
 
 _PRESET_GROUPS = ("start", "experiment", "algorithm")
