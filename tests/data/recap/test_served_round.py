@@ -25,12 +25,12 @@ from embodyrl.plan.config import load_config
 
 CLIENTS = os.environ.get("EMBODYRL_TEST_CLIENTS")
 """Python of an environment with openpi-client."""
-STEP_INDEX = "env.init_params"
+PLACE = "env.init_params"
 VIEW = (
     "env=tabletop",
-    f"{STEP_INDEX}.camera_heights=56",
-    f"{STEP_INDEX}.camera_widths=56",
-    f"{STEP_INDEX}.camera_names=[front]",
+    f"{PLACE}.camera_heights=56",
+    f"{PLACE}.camera_widths=56",
+    f"{PLACE}.camera_names=[front]",
 )
 SMALL = (*VIEW, "env.eval.task_ids=[0,1]", "env.eval.max_episode_steps=24")
 EPISODES = 12

@@ -136,7 +136,7 @@ def test_act_embeddings_match_lerobot(cases, case):
         close(grid, data[f"train.feature_map.{index}"], "feature map")
         count = grid[0, 0].numel()
         first, expected = start + index * count, data[f"train.image_pos.{index}"].flatten(2)[0].T
-        close(tokens.places[first : first + count, 0], expected, "places")
+        close(tokens.positions[first : first + count, 0], expected, "places")
         seen = data[f"train.image_tokens.{index}"].flatten(2).permute(2, 0, 1)
         close(tokens.content[first - 1 : first - 1 + count], seen, "tokens")
 
