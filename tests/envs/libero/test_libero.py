@@ -131,6 +131,8 @@ def test_suites_declare_tasks_states_and_horizons():
 def test_rollout_is_bit_identical_to_the_original_environment(roomy):
     from libero.libero.envs import OffScreenRenderEnv
 
+    from embodyrl.envs.libero.rendering import set_linear_colorspace
+
     index, actions = 3, actions_of(1, chunks=6, length=1)
     ours = play(roomy, 0, STOVE, index, actions, stove_on_before=3)
     assert roomy.env.instruction(0) == "turn on the stove"
@@ -144,6 +146,7 @@ def test_rollout_is_bit_identical_to_the_original_environment(roomy):
         stock.env.object_property_initializers.clear()
         stock.seed(7)
         stock.reset()
+    set_linear_colorspace(stock.env.sim._render_context_offscreen)  # the colours of the benchmark's own MuJoCo
     stock.set_init_state(install.load_init_states("libero_goal", STOVE)[index])
     for _ in range(10):
         stock.step([0, 0, 0, 0, 0, 0, -1])
