@@ -8,7 +8,10 @@ from embodyrl.commands.facts import (
     training_banner_lines,
 )
 from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.monitor.phases import rough_duration
 from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.rates import predict
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import prompt_banner_lines
 from embodyrl.policies import POLICIES
@@ -34,7 +37,20 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
         read_baseline(cfg)
     lines = [*common_banner_lines(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
     lines += training_banner_lines(run_plan) if training else run_plan.resources.get_banner_lines(run_plan)
-    return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan)]
+    return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan), *_verdict(run_plan)]
+
+
+def _verdict(run_plan: RunPlan) -> list[tuple[str, str]]:
+    """Return the last line of `--dry-run`: a run that does not fit has raised an error before."""
+    if run_plan.algorithm is None:
+        return [("verdict", "fits on this machine")]
+    rates, steps = predict(run_plan), run_plan.total_steps
+    if rates is None:
+        return [
+            ("verdict", "fits on this machine · time: each step line shows the time left (predicted with GPUs only)")
+        ]
+    total = rough_duration(rates.seconds * steps)
+    return [("verdict", f"fits on this machine · about {total} for {steps} steps, without validations")]
 
 
 def _lines(cfg: Config) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import importlib
 import os
 import shlex
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
@@ -117,7 +118,7 @@ def _dispatch(arguments: list[str]) -> int:
     parser = _Parser(
         prog=f"embodyrl {name}",
         usage=command.usage,
-        description=command.summary,
+        description=textwrap.fill(command.summary, 80),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,

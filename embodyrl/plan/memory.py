@@ -81,14 +81,23 @@ class MemoryPlan:
     @property
     def policy(self) -> int:
         """Peak memory of one policy process."""
-        constant_bytes = self.weights + self.reference + self.replay + self.optimizer + self.process
-        training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
-        acting = self.gathered + self.acting_batch + self.engine
+        return sum(self.peak_parts().values())
+
+    def peak_parts(self) -> dict[str, int]:
+        """Return the bytes of each part of a policy process's memory at its peak, by name."""
+        constant = self._parts("weights", "reference", "replay", "optimizer", "process")
+        training = self._parts("gradients", "activations", "in_use", *(() if self.sleeps else ("engine",)))
+        acting = self._parts("gathered", "acting_batch", "engine")
         # Gathered weights are freed for training, but the C library does not return the memory.
-        running = max(acting, training) if self.on_gpu else max(acting, self.gathered + training)
+        update = training if self.on_gpu else self._parts("gathered") | training
+        running = max(acting, update, key=lambda parts: sum(parts.values()))
         # CUDA graphs keep the memory in which they were recorded.
-        running = acting + training if self.keeps_acting else running
-        return max(constant_bytes + running, self.building + self.process)
+        running = acting | training if self.keeps_acting else running
+        building = self._parts("building", "process")
+        return max(constant | running, building, key=lambda parts: sum(parts.values()))
+
+    def _parts(self, *names: str) -> dict[str, int]:
+        return {name: getattr(self, name) for name in names}
 
     def host(self, ranks: int) -> int:
         """Return the additional peak host memory of policy processes on GPUs."""
@@ -96,16 +105,16 @@ class MemoryPlan:
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
         """Return the memory lines of `--dry-run`, as pairs of name and text."""
-        parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
-        sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
-        size_texts = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
-        size_texts += ["vLLM sleeps while weights are trained"] * self.sleeps
+        hundredths = {name.replace("_", " "): round(100 * size / GIB) for name, size in self.peak_parts().items()}
+        policy = sum(hundredths.values())  # the sum of the printed numbers
+        size_text = " + ".join(f"{name} {size / 100:.2f}" for name, size in hundredths.items() if size)
+        size_text += "; vLLM sleeps while weights are trained" * self.sleeps
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
         acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
         acting += f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
         return [
-            ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(size_texts)}"),
+            ("memory", f"{policy / 100:.2f} GiB for each of {ranks} policy processes at its peak: {size_text}"),
             ("", f"{acting}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
         ]
 

@@ -41,6 +41,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
         gpu, needed = run_plan.gpus.free, fullest_gpu(run_plan, plan)
         if gpu and needed > gpu:
             raise ConfigError(
+                "The run does not fit on this machine. "
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, and all processes on its GPU need "
                 f"{needed / GIB:.1f} GiB, but the smallest GPU has only {gpu / GIB:.1f} GiB free. "
                 f"{_advice(run_plan, plan, needed - plan.policy)}"
@@ -50,6 +51,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
     needed, free = policies + envs + plan.arena, available_bytes()
     if needed > free:
         raise ConfigError(
+            "The run does not fit on this machine. "
             f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
             f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), but "
             f"only {free / GIB:.1f} GiB are free. {_advice(run_plan, plan)}"

@@ -281,3 +281,15 @@ def test_a_dry_run_starts_nvidia_smi_once(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(H100_MIB), more=f"echo >> {tmp_path}/starts")
     assert "predicted" in dry_run("gsm8k_vllm_1gpu", folder, monkeypatch)
     assert len((tmp_path / "starts").read_text()) == 1
+
+
+def test_printed_parts_of_memory_add_up_to_the_printed_sum():
+    for file in GOLDEN.glob("*.txt"):
+        line = re.search(r"memory +([\d.]+) GiB for each of \d+ policy processes at its peak: (.*)", file.read_text())
+        assert line is not None, file
+        parts = [float(part.split()[-1]) for part in line[2].partition(";")[0].split(" + ")]
+        assert sum(parts) == pytest.approx(float(line[1])), file
+
+
+def test_dry_run_ends_with_a_verdict():
+    assert describe(load_config("train", [])).splitlines()[-1].startswith("  verdict      fits on this machine")
