@@ -330,6 +330,7 @@ def test_ckpt_of_a_run_sets_model_and_image_settings(tmp_path: Path) -> None:
     ("words", "expected"),
     [
         ("env=libero_object", "linear"),
+        ("experiment=libero_laptop_flow", "linear"),
         ("experiment=libero_laptop", "auto"),  # the colours of the demonstrations of its weights
         ("experiment=libero_laptop eval=libero_standard", "linear"),
         ("experiment=libero_laptop eval=libero_standard env.texture_colorspace=auto", "auto"),
