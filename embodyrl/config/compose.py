@@ -151,14 +151,15 @@ def parse_override(text: str) -> tuple[str, Any]:
     except (HydraException, ValueError, RecursionError):
         raise ConfigError(
             f"Cannot parse '{short(text)}'. Write key=value or group=option without spaces, and quote special "
-            "characters: 'key=\"a, b\"'."
+            f"characters: {_quoted_example(text)}."
         ) from None
     name = override.key_or_group
     if override.is_add() or override.is_force_add() or override.is_delete():
         raise ConfigError(f"{short(text)}: keys are never added or removed ('+', '++', '~'); write {name}=VALUE.")
     if override.is_sweep_override():
         raise ConfigError(
-            f"{short(text)}: one value per key; for a list write [a,b], for text with commas quote it: 'key=\"a,b\"'."
+            f"{short(text)}: one value per key; for a list write [a,b], for text with commas quote it: 'key=\"a,b\"'; "
+            f"for one run for each value use embodyrl train -m {short(text)}."
         )
     if override.package is not None:
         raise ConfigError(f"{short(text)}: '@' is not supported; write {name}=...")
@@ -166,6 +167,14 @@ def parse_override(text: str) -> tuple[str, Any]:
         number = text_value.replace(".", "")
         raise ConfigError(f"{short(text)}: {text_value} is YAML. Write {name}={number}, or quotes for text.")
     return name, value
+
+
+def _quoted_example(text: str) -> str:
+    """Return the shell argument that sets a key to the text after `=`; for other arguments, an example."""
+    name, _, value = text.partition("=")
+    if re.fullmatch(r"[\w.]+", name) and value and len(text) < 200 and not {"'", '"'} & {*value}:
+        return f"'{name}=\"{value}\"'"
+    return "'key=\"a, b\"'"
 
 
 def format_override(name: str, value: object) -> str:

@@ -233,6 +233,11 @@ def _unknown_key_errors(schema: Schema, setting: Setting) -> list[str]:
         if setting.value == {}:
             return []
         return [f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."]
+    if name.startswith("experiment.") and setting.where:
+        return [
+            f"{setting.where}unknown key '{short(name)}'. Add the line `# @package _global_` at the top of the file: "
+            "without this line, all keys of the file get the prefix `experiment.`."
+        ]
     hint = suggest(name, schema) or " `embodyrl show train` lists all keys."
     return [f"{setting.where}unknown key '{short(name)}'.{hint}"]
 

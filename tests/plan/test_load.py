@@ -37,7 +37,8 @@ BAD = [
     ("++seed=3", ["seed=VALUE"]),
     ("~seed", ["never added or removed"]),
     ("custom.foo=1", ["custom.foo"]),
-    ("seed=1,2", ["one value per key"]),
+    ("seed=1,2", ["one value per key", "embodyrl train -m seed=1,2"]),
+    ("data.prompt_template={prompt}", ["""'data.prompt_template="{prompt}"'"""]),
     ("env@eval_env=libero_10", ["'@' is not supported"]),
     ("env.id=[1", ["Cannot parse 'env.id=[1'"]),
     ("seed", ["Cannot parse 'seed'", "key=value"]),
@@ -434,3 +435,15 @@ def test_run_with_keys_of_its_own_loss_can_be_evaluated(tmp_path: Path, monkeypa
     saved.write_text(saved.read_text().replace("softness", "softnes"))
     with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.softnes'"):
         load_config("eval", [f"ckpt={run}", "trust=true"], base=saved)
+
+
+def test_experiment_without_package_line_names_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("seed: 3\n")
+    with pytest.raises(ConfigError, match="# @package _global_"):
+        load_config("train", ["experiment=mine"], config_dirs=[tmp_path])
+
+
+def test_quoted_braces_are_text() -> None:
+    """The argument that the error message for an unquoted value suggests is valid."""
+    assert compose.parse_override('data.prompt_template="{prompt}"') == ("data.prompt_template", "{prompt}")
