@@ -93,7 +93,11 @@ class LoadedPolicy:
         array = np.asarray(observation[name]) if name in observation else None
         kinds = "u" if name == "images" else "biuf"
         if array is None or array[: shape[0]].shape != shape or array.dtype.kind not in kinds:
-            received = f"only {', '.join(observation)}" if array is None else f"{name} {array.shape} {array.dtype}"
+            received = (
+                f"only {', '.join(observation) or 'an empty observation'}"
+                if array is None
+                else f"{name} {array.shape} {array.dtype}"
+            )
             raise ConfigError(
                 f"{self!r} received {received}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
                 "policy.make_env(), which has the cameras and sizes of the policy; or convert your observations "

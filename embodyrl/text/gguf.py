@@ -15,7 +15,9 @@ from embodyrl.files import read_json, replacing
 from embodyrl.text.chat import ChatTemplate, turn_ends
 
 _PACKAGE = "package:"
-_CONVERSION_S = 1800.0
+_CONVERSION_S = 1800
+_PROGRESS_S = 30
+"""Number of seconds between two lines about a running conversion."""
 
 
 def language_model_folder(model_path: str) -> Path:
@@ -79,17 +81,21 @@ def convert_cached(file: Path) -> Path:
     sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
     command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
     stderr = None if sys.stderr.isatty() else subprocess.PIPE
-    try:
-        process = subprocess.run(
-            command, stdout=sys.stderr, stderr=stderr, text=True, timeout=_CONVERSION_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CheckpointError(
-            f"{file}: the conversion took longer than {_CONVERSION_S:.0f} s. "
-            "Use a smaller model, or a Hugging Face folder."
-        ) from error
+    with subprocess.Popen(command, stdout=sys.stderr, stderr=stderr, text=True) as process:
+        for seconds in range(_PROGRESS_S, _CONVERSION_S + _PROGRESS_S, _PROGRESS_S):
+            try:
+                _, output = process.communicate(timeout=_PROGRESS_S)
+                break
+            except subprocess.TimeoutExpired:
+                sys.stderr.write(f"converting {file.name}: {seconds} s so far\n")
+        else:
+            process.kill()
+            raise CheckpointError(
+                f"{file}: the conversion took longer than {_CONVERSION_S} s. "
+                "Use a smaller model, or a Hugging Face folder."
+            )
     if not (folder / "config.json").is_file():  # two runs may convert at the same time; one of them writes it
-        reason = (process.stderr or "see above").strip().splitlines()[-1:]
+        reason = (output or "see above").strip().splitlines()[-1:]
         raise CheckpointError(
             f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}. Use a Hugging Face folder."
         )
