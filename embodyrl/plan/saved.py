@@ -100,7 +100,7 @@ def read_saved(file: Path) -> list[Setting]:
     saved = flat(read_plain_yaml(file))
     if (env_type := saved.get("env.env_type")) in FORMER_NAMES:
         saved["env.env_type"] = FORMER_NAMES[env_type]
-    saved = FORMER_SETTINGS.get(saved.get("env.env_type"), {}) | saved
+    saved = FORMER_SETTINGS.get(str(saved.get("env.env_type")), {}) | saved
     return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
 
 

@@ -63,7 +63,7 @@ def get_variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]
     base, axis = remove_plus_axis(suite), suite.rpartition("_")[2]
     if base == suite:
         return None, state
-    variants = _variants()[base][task][axis]
+    variants = _load_variants()[base][task][axis]
     base_state, position = divmod(state, len(variants))
     parameters = variants[-1 - position if base_state % 2 else position]
     if axis == "camera":
@@ -74,7 +74,7 @@ def get_variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]
 
 
 @cache
-def _variants() -> dict[str, list[dict[str, list[Any]]]]:
+def _load_variants() -> dict[str, list[dict[str, list[Any]]]]:
     return json.loads(Path(__file__).with_name("plus.json").read_text(encoding="utf-8"))
 
 

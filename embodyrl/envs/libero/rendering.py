@@ -166,8 +166,8 @@ class LeanRenderer:
     def _get_layer(self, view: View, resting: tuple[_PosedObject, ...], *, with_sky: bool = True) -> _Image:
         """Return the image of the objects at rest, which is computed only if it is not stored."""
         data = self._data
-        place = (data.cam_xpos[view.camera], data.cam_xmat[view.camera], data.light_xpos, data.light_xdir)
-        key = (view, with_sky, *(value.tobytes() for value in place), resting)
+        view_poses = (data.cam_xpos[view.camera], data.cam_xmat[view.camera], data.light_xpos, data.light_xdir)
+        key = (view, with_sky, *(value.tobytes() for value in view_poses), resting)
         if key not in self._layers:
             # Objects start and stop moving one by one: each has its own image, merged by depth.
             objects = [posed for posed in resting if posed.root]
