@@ -42,7 +42,7 @@ from embodyrl.files import available_cores
 from embodyrl.process_cleanup import signal_at_parents_end
 
 SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "3.1 MB": 8 * 2 * 256 * 256 * 3, "25 MB": 64 * 2 * 256 * 256 * 3}
-"""Payload sizes; the last two are two 256x256 cameras of 8 and of 64 slots."""
+"""Payload sizes; the last two are two 256x256 cameras of 8 and of 64 environments."""
 BAR = "3.1 MB"
 """Payload size with performance goals."""
 SPAWN = mp.get_context("spawn")
@@ -108,16 +108,16 @@ def arena(source: np.ndarray, weight: Any = None, *, copied: bool = False) -> Li
     channel, last = PipeChannel(connection), [0]
 
     def round_trip() -> None:
-        ticket = pool.allocate()
-        with pool.write(ticket) as record:
+        record_ref = pool.allocate()
+        with pool.write(record_ref) as record:
             if copied:
                 np.copyto(pool[Record.images][record], source)
             elif weight is not None:
                 draw(pool[Record.images][record])
-        channel.put(ticket)
-        assert channel.get(DEADLINE_S) == ticket
-        pool.free([ticket])
-        last[0] = ticket.record
+        channel.put(record_ref)
+        assert channel.get(DEADLINE_S) == record_ref
+        pool.free([record_ref])
+        last[0] = record_ref.record
 
     def close() -> None:
         channel.put(None)

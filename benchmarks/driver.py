@@ -1,4 +1,4 @@
-"""Driver CPU time per action chunk, for 1 to 64 hosts and 8 to 65,536 slots.
+"""Driver CPU time per action chunk, for 1 to 64 hosts and 8 to 65,536 environments.
 
 The scheduler, supervisor and policy client are real; workers are simulated with known durations. A simulated clock
 jumps to the next event when the driver waits, and advances by the driver's own time while it works. Each host has one
@@ -150,8 +150,8 @@ class SimulatedLauncher:
             report = EnvReport(sequence=request.sequence, stage=request.stage, sim_s=0.0, render_s=0.0, reset_s=0.0)
             return report, STEP_S
         assert isinstance(request, InferRequest)
-        self.observations[worker] += len(request.tickets)
-        return Done(sequence=request.sequence, seconds=0.0, metrics={}), ACT_S * len(request.tickets)
+        self.observations[worker] += len(request.record_refs)
+        return Done(sequence=request.sequence, seconds=0.0, metrics={}), ACT_S * len(request.record_refs)
 
     def _reply(self, worker: str, reply: Reply, seconds: float) -> None:
         self._count += 1
@@ -164,7 +164,7 @@ class Cost:
     """Result of one run."""
 
     hosts: int
-    slots: int
+    num_envs: int
     workers: int
     chunks: int
     us_per_chunk: float
@@ -178,25 +178,25 @@ class Cost:
     """Observations of the busiest rollout process, relative to the mean."""
 
 
-def plan(slots: int, workers: int) -> RunPlan:
+def plan(num_envs: int, workers: int) -> RunPlan:
     """Return the run plan of an evaluation with simulated workers."""
     words = [
-        "env=libero_10", "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={slots}",
-        f"eval.episodes={slots}", "env.env_type=driver:ENV", "env.eval.state_ids=null", "model=random",
+        "env=libero_10", "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={num_envs}",
+        f"eval.episodes={num_envs}", "env.env_type=driver:ENV", "env.eval.state_ids=null", "model=random",
         "model.model_type=driver:POLICY", "model.num_action_chunks=1", f"env.eval.max_episode_steps={EPISODE}",
     ]  # fmt: skip
     return build_run_plan(load_config("eval", words), training=False)
 
 
-def measure(hosts: int, slots: int, rounds: int, per_host: int) -> Cost:
-    """Run every slot for `rounds` chunks with up to `per_host` env workers per host."""
-    workers = min(slots, hosts * per_host, 4096)
-    run_plan = plan(slots, workers)
-    arena, clock = Arena.create(run_plan.layout, slots * (rounds + 3)), SimulatedClock()
+def measure(hosts: int, num_envs: int, rounds: int, per_host: int) -> Cost:
+    """Run every environment for `rounds` chunks with up to `per_host` env workers per host."""
+    workers = min(num_envs, hosts * per_host, 4096)
+    run_plan = plan(num_envs, workers)
+    arena, clock = Arena.create(run_plan.layout, num_envs * (rounds + 3)), SimulatedClock()
     scheduling.time = SimpleNamespace(monotonic=clock, perf_counter=clock)  # pyright: ignore[reportAttributeAccessIssue]
     launcher = SimulatedLauncher(arena, clock)
     names = [worker.name for worker in run_plan.env_workers]
-    timeline = Timeline(num_slots=slots, env_workers=names, arena=arena, clock=clock)
+    timeline = Timeline(num_envs=num_envs, env_workers=names, arena=arena, clock=clock)
     supervisor = Supervisor(launcher, run_plan.cfg.faults, print, [timeline])  # pyright: ignore[reportArgumentType]
     init = WorkerInit(arena=arena.handle)
     acting = [WorkerSpec(name=f"rollout_{n}", entry="", init=init, component="rollout") for n in range(hosts)]
@@ -210,14 +210,16 @@ def measure(hosts: int, slots: int, rounds: int, per_host: int) -> Cost:
     rollouts.run_until(lambda: not supervisor.starting)
     episodes = [
         tuple(
-            EpisodeSpec(episode_id=k * slots + slot, reset_id=0, task_id=0, group_id=0, member=0, seed=0, noise_seed=k)
+            EpisodeSpec(
+                episode_id=k * num_envs + env_index, reset_id=0, task_id=0, group_id=0, member=0, seed=0, noise_seed=k
+            )
             for k in range(-(-rounds // EPISODE))
         )
-        for slot in range(slots)
+        for env_index in range(num_envs)
     ]
     wave = EpisodeBatch(queues=tuple(episodes), quota_chunks=rounds)
     listed = EpisodeList(
-        num_slots=slots, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
+        num_envs=num_envs, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
     )
     launcher.busy_s = 0.0
     launcher.messages = 0
@@ -228,7 +230,7 @@ def measure(hosts: int, slots: int, rounds: int, per_host: int) -> Cost:
     arena.close()
     return Cost(
         hosts=hosts,
-        slots=slots,
+        num_envs=num_envs,
         workers=workers,
         chunks=chunks,
         us_per_chunk=round(spent / chunks * 1e6, 1),
@@ -245,22 +247,22 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS)
     parser.add_argument("--slots", type=int, nargs="+", default=SLOTS)
     parser.add_argument(
-        "--rounds", type=int, default=16, help="chunks of each slot; up to 8 times as many with few slots"
+        "--rounds", type=int, default=16, help="chunks of each environment; up to 8 times as many with few environments"
     )
     parser.add_argument("--workers", type=int, default=16, help="maximum number of env workers per host")
     parser.add_argument("--profile", action="store_true", help="print the functions that take the most time")
     args = parser.parse_args()
     rows: list[Cost] = []
     profile = cProfile.Profile()
-    for slots in args.slots:
-        for hosts in (one for one in args.hosts if one <= slots):
+    for num_envs in args.env_indices:
+        for hosts in (one for one in args.hosts if one <= num_envs):
             if args.profile:
                 profile.enable()
-            cost = measure(hosts, slots, args.rounds * max(1, min(8, 4096 // slots)), args.workers)
+            cost = measure(hosts, num_envs, args.rounds * max(1, min(8, 4096 // num_envs)), args.workers)
             profile.disable()
             rows.append(cost)
             print(
-                f"{hosts:3} hosts {slots:6} slots {cost.workers:5} workers {cost.us_per_chunk:8.1f} us/chunk "
+                f"{hosts:3} hosts {num_envs:6} environments {cost.workers:5} workers {cost.us_per_chunk:8.1f} us/chunk "
                 f"{cost.chunks_per_s:9.1f} chunks/s {cost.messages_per_chunk:6.3f} messages/chunk "
                 f"{cost.driver_busy:6.1%} busy",
                 flush=True,

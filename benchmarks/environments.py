@@ -39,7 +39,7 @@ CASES = {
     "batched": (1024, 32, 4096, 4),
     "batched-torch": (4096, 32, 16384, 4),
 }
-"""Number of slots, steps per slot, samples per mini-batch, and epochs of each environment."""
+"""Number of environments, steps per environment, samples per mini-batch, and epochs of each environment."""
 ARRAYS = {"batched": "numpy", "batched-torch": "torch"}
 """Array library of the simulator of each batched case."""
 
@@ -55,23 +55,23 @@ def breakout() -> Any:
 
 
 class CartPoles:
-    """Gymnasium's CartPole-v1 for n slots as arrays of numpy or of torch, the module `xp`; state [n, 4]."""
+    """Gymnasium's CartPole-v1 for n environments as arrays of numpy or of torch, the module `xp`; state [n, 4]."""
 
     def __init__(self, count: int, xp: Any) -> None:
         self.xp, self.state = xp, xp.zeros((count, 4))
 
-    def begin(self, slots: np.ndarray, rng: np.random.Generator) -> None:
-        self.state[slots] = self.xp.asarray(rng.uniform(-0.05, 0.05, (len(slots), 4)), dtype=self.state.dtype)
+    def begin(self, num_envs: np.ndarray, rng: np.random.Generator) -> None:
+        self.state[num_envs] = self.xp.asarray(rng.uniform(-0.05, 0.05, (len(num_envs), 4)), dtype=self.state.dtype)
 
-    def step(self, slots: np.ndarray, right: np.ndarray) -> np.ndarray:
+    def step(self, num_envs: np.ndarray, right: np.ndarray) -> np.ndarray:
         """Push the carts; return a mask [n] of fallen poles."""
         xp = self.xp
-        x, v, angle, spin = self.state[slots].T
+        x, v, angle, spin = self.state[num_envs].T
         force, cos, sin = xp.where(xp.asarray(right), 10.0, -10.0), xp.cos(angle), xp.sin(angle)
         part = (force + 0.05 * spin**2 * sin) / 1.1
         turn = (9.8 * sin - cos * part) / (0.5 * (4.0 / 3.0 - 0.1 * cos**2 / 1.1))
         moved = x + 0.02 * v, v + 0.02 * (part - 0.05 * turn * cos / 1.1), angle + 0.02 * spin, spin + 0.02 * turn
-        self.state[slots] = xp.stack(moved, 1)
+        self.state[num_envs] = xp.stack(moved, 1)
         return np.asarray((abs(moved[0]) > 2.4) | (abs(moved[2]) > 12 * 2 * math.pi / 360))
 
 
@@ -80,15 +80,15 @@ class Sims(Simulators):
         super().__init__(spec)
         self.poles = CartPoles(count, xp)
 
-    def reset(self, slots: np.ndarray, reset_ids: np.ndarray, seeds: np.ndarray) -> None:
-        self.poles.begin(slots, np.random.default_rng(reset_ids))
+    def reset(self, num_envs: np.ndarray, reset_ids: np.ndarray, seeds: np.ndarray) -> None:
+        self.poles.begin(num_envs, np.random.default_rng(reset_ids))
 
-    def step(self, slots: np.ndarray, actions: np.ndarray) -> SimSteps:
-        fell, no = self.poles.step(slots, actions[:, 0] > 0.5), np.zeros(len(slots), np.bool_)
-        return SimSteps(reward=np.ones(len(slots), np.float32), terminated=fell, success=no, truncated=no)
+    def step(self, num_envs: np.ndarray, actions: np.ndarray) -> SimSteps:
+        fell, no = self.poles.step(num_envs, actions[:, 0] > 0.5), np.zeros(len(num_envs), np.bool_)
+        return SimSteps(reward=np.ones(len(num_envs), np.float32), terminated=fell, success=no, truncated=no)
 
-    def observe(self, slots: np.ndarray, images: np.ndarray, state: np.ndarray, rows: np.ndarray) -> None:
-        state[rows] = self.poles.state[slots]
+    def observe(self, num_envs: np.ndarray, images: np.ndarray, state: np.ndarray, rows: np.ndarray) -> None:
+        state[rows] = self.poles.state[num_envs]
 
 
 class BatchedSettings(EnvSettings, RewardSettings):
@@ -113,7 +113,7 @@ class BatchedFactory(SimFactory[BatchedSettings]):
         )
 
     def simulators(self, cfg: BatchedSettings, context: EnvContext) -> Sims:
-        return Sims(self.describe(cfg, context), context.num_slots, importlib.import_module(self.arrays))
+        return Sims(self.describe(cfg, context), context.num_envs, importlib.import_module(self.arrays))
 
 
 NUMPY, TORCH = (BatchedFactory(arrays) for arrays in ARRAYS.values())
@@ -124,7 +124,7 @@ def ours(case: str, steps: int) -> float:
     from embodyrl.commands.train import train
     from embodyrl.plan.config import load_config
 
-    slots, each, batch, epochs = CASES[case]
+    num_envs, each, batch, epochs = CASES[case]
     if case in ARRAYS:
         factory = f"env.env_type=environments:{ARRAYS[case].upper()}"
         env = ("model=mlp", factory, "env.use_rel_reward=false", "env.train.state_ids=[0,89999]")
@@ -143,14 +143,14 @@ def ours(case: str, steps: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = [
             "env=gym", *env, "algorithm=ppo",
-            "launcher=inline", f"env.train.total_num_envs={slots}", f"env.train.max_steps_per_rollout_epoch={each}",
+            "launcher=inline", f"env.train.total_num_envs={num_envs}", f"env.train.max_steps_per_rollout_epoch={each}",
             "env.train.max_episode_steps=500", "env.train.use_fixed_reset_state_ids=false",
             f"actor.global_batch_size={batch}", f"actor.micro_batch_size={batch}", f"algorithm.update_epoch={epochs}",
             f"runner.max_steps={steps + 1}", "runner.save_interval=-1", "runner.logger.backends=[jsonl]",
             "algorithm.normalize_returns=false", f"runner.output_dir={folder}",
         ]  # fmt: skip
         train(load_config("train", words), on_step=look)
-    return steps * slots * each / (begun[-1] - begun[0])
+    return steps * num_envs * each / (begun[-1] - begun[0])
 
 
 def stable_baselines(case: str, steps: int) -> float:
@@ -159,14 +159,14 @@ def stable_baselines(case: str, steps: int) -> float:
     from stable_baselines3.common.env_util import make_vec_env  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
-    slots, each, batch, epochs = CASES[case]
-    vec = make_vec_env(breakout if case == "Breakout" else case, n_envs=slots)
+    num_envs, each, batch, epochs = CASES[case]
+    vec = make_vec_env(breakout if case == "Breakout" else case, n_envs=num_envs)
     policy, kwargs = ("CnnPolicy", _our_networks()) if case == "Breakout" else ("MlpPolicy", {})
     model = PPO(policy, vec, n_steps=each, batch_size=batch, n_epochs=epochs, device="cpu", policy_kwargs=kwargs)
-    model.learn(slots * each)
+    model.learn(num_envs * each)
     began = time.process_time()
-    model.learn(steps * slots * each)
-    return steps * slots * each / (time.process_time() - began)
+    model.learn(steps * num_envs * each)
+    return steps * num_envs * each / (time.process_time() - began)
 
 
 def _our_networks() -> dict[str, Any]:
@@ -194,9 +194,9 @@ def plain_loop(case: str, steps: int) -> float:
     from torch import nn
 
     torch.set_num_threads(1)
-    slots, each, batch, epochs = CASES[case]
+    num_envs, each, batch, epochs = CASES[case]
     arrays = importlib.import_module(ARRAYS[case])
-    poles, rng, everyone = CartPoles(slots, arrays), np.random.default_rng(0), np.arange(slots)
+    poles, rng, everyone = CartPoles(num_envs, arrays), np.random.default_rng(0), np.arange(num_envs)
     nets = [
         nn.Sequential(*(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))) for n in (2, 1)
     ]
@@ -204,18 +204,18 @@ def plain_loop(case: str, steps: int) -> float:
     weights = [*policy.parameters(), *critic.parameters()]
     optimizer = torch.optim.AdamW(weights, 3e-4, eps=1e-5, weight_decay=0.0, fused=True)
     poles.begin(everyone, rng)
-    began, age = 0.0, np.zeros(slots, np.int64)
+    began, age = 0.0, np.zeros(num_envs, np.int64)
     for step in range(steps + 1):
         if step == 1:
             began = time.process_time()
-        shape = (each, slots)
+        shape = (each, num_envs)
         seen, action = torch.zeros((*shape, 4)), torch.zeros(shape, dtype=torch.long)
         logprob, value, over = (torch.zeros(shape) for _ in range(3))
         for t in range(each):
             seen[t] = torch.as_tensor(poles.state)
             with torch.inference_mode():
                 log_probs = policy(seen[t]).log_softmax(-1)
-                action[t] = (log_probs.exp().cumsum(-1) < torch.rand(slots, 1)).sum(-1).clamp_(max=1)
+                action[t] = (log_probs.exp().cumsum(-1) < torch.rand(num_envs, 1)).sum(-1).clamp_(max=1)
                 logprob[t], value[t] = log_probs.gather(1, action[t, :, None])[:, 0], critic(seen[t])[:, 0]
             fell = poles.step(everyone, action[t].numpy() == 1)
             age += 1
@@ -225,14 +225,14 @@ def plain_loop(case: str, steps: int) -> float:
             age[ended] = 0
         with torch.inference_mode():
             following = critic(torch.as_tensor(poles.state).float())[:, 0]
-        advantage, carried = torch.zeros(shape), torch.zeros(slots)
+        advantage, carried = torch.zeros(shape), torch.zeros(num_envs)
         for t in reversed(range(each)):
             carried = 1.0 + 0.99 * following * (1 - over[t]) - value[t] + 0.99 * 0.95 * (1 - over[t]) * carried
             advantage[t], following = carried, value[t]
         gains = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         flat = [one.flatten(0, 1) for one in (seen, action, logprob, gains, advantage + value)]
         for _ in range(epochs):
-            for rows in torch.randperm(slots * each).split(batch):
+            for rows in torch.randperm(num_envs * each).split(batch):
                 x, a, old, gain, target = (one[rows] for one in flat)
                 ratio = (policy(x).log_softmax(-1).gather(1, a[:, None])[:, 0] - old).exp()
                 surrogate = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
@@ -241,7 +241,7 @@ def plain_loop(case: str, steps: int) -> float:
                 (0.25 * error - surrogate).backward()
                 nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
                 optimizer.step()
-    return steps * slots * each / (time.process_time() - began)
+    return steps * num_envs * each / (time.process_time() - began)
 
 
 def main() -> None:
@@ -258,7 +258,7 @@ def main() -> None:
         mine, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
         rows.append(
             {
-                "what": f"{case}, {CASES[case][0]} slots x {CASES[case][1]} steps, whole PPO step",
+                "what": f"{case}, {CASES[case][0]} environments x {CASES[case][1]} steps, whole PPO step",
                 "unit": "environment steps per CPU second",
                 "ours": round(mine),
                 "against": "plain loop" if case in ARRAYS else "Stable-Baselines3, DummyVecEnv",

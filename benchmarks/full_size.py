@@ -146,21 +146,21 @@ class Job:
 
     def words(self, command: str) -> list[str]:
         """Return the arguments of a short job of this model; what trains is evaluated as exported."""
-        steps, slots = self.args.chunks * self.model.chunk, self.args.slots
+        steps, num_envs = self.args.chunks * self.model.chunk, self.args.env_indices
         path = self.exported if command == "eval" and self.trains else self.checkpoint
         words = [
             command, "env=libero_10", f"model={self.model.preset}", f"model.path={path}", "model.precision=bf16",
-            "env.fast_physics=true", f"env.eval.max_episode_steps={steps}", f"env.eval.total_num_envs={slots}",
+            "env.fast_physics=true", f"env.eval.max_episode_steps={steps}", f"env.eval.total_num_envs={num_envs}",
             f"runner.output_dir={self.args.folder / command}", "runner.logger.backends=[jsonl]",
         ]  # fmt: skip
         if command == "train":
             words += [
                 "model.is_lora=true", "runner.max_steps=1", f"env.train.max_episode_steps={steps}",
-                f"env.train.total_num_envs={slots}", f"algorithm.group_size={slots}", "env.train.task_ids=[0]",
+                f"env.train.total_num_envs={num_envs}", f"algorithm.group_size={num_envs}", "env.train.task_ids=[0]",
                 "reward.path=effort:effort",
             ]  # fmt: skip
         else:
-            words += ["env.eval.task_ids=[0]", f"eval.episodes={slots}"]
+            words += ["env.eval.task_ids=[0]", f"eval.episodes={num_envs}"]
         return words + self.args.set
 
 

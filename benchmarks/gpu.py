@@ -114,12 +114,15 @@ def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]
 
     def run() -> None:
         for parts in buckets:
-            ticket = bucket_arena.allocate()
+            record_ref = bucket_arena.allocate()
             publish(
-                PublishRequest(sequence=0, ticket=ticket, parts=parts), policy.module, Ranks(RankInfo()), bucket_arena
+                PublishRequest(sequence=0, record_ref=record_ref, parts=parts),
+                policy.module,
+                Ranks(RankInfo()),
+                bucket_arena,
             )
-            load_bucket(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), policy.module, bucket_arena)
-            bucket_arena.free([ticket])
+            load_bucket(LoadWeightsRequest(sequence=0, record_ref=record_ref, parts=parts), policy.module, bucket_arena)
+            bucket_arena.free([record_ref])
 
     def copy() -> None:
         for parts in buckets:

@@ -4,7 +4,7 @@
     python benchmarks/laptop.py --other ../before --json laptop.json
 
 Each side is a process with one thread that runs episodes of two groups of 8: the policy acts on 16 observations, then
-each slot executes its chunk of 8 actions and renders both cameras. Afterwards the policy trains on the last
+each environment executes its chunk of 8 actions and renders both cameras. Afterwards the policy trains on the last
 observations: optimizer steps on 128 samples in micro-batches of 32. The sides alternate after each round of chunks and
 after each optimizer step, because the speed of a shared machine varies. The results are medians of the ratios of all
 pairs, this checkout / other checkout. Both sides compute the same numbers: the benchmark compares images, actions,
@@ -61,7 +61,7 @@ def build() -> tuple[Any, Any, Any, str]:
     path = install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
     pool = SimPool(lambda _: TaskSimulator(path, lean=True, fast=True), max_models=1)
     cfg: Any = load_config("train", ["experiment=libero_laptop"])
-    spec = ENVS.get("libero").spec(cfg.env, EnvContext(num_slots=1))
+    spec = ENVS.get("libero").spec(cfg.env, EnvContext(num_envs=1))
     request = PolicyRequest(env=spec, device="cpu", seed=0)
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     return pool, policy, Optimization(policy.module, cfg.actor.optim, 8), spec.tasks[0]
@@ -73,14 +73,14 @@ def rounds(pool: Any, policy: Any, task: str, chunks: int, records: list[Any]) -
     from embodyrl.types import Observation
 
     states, rng = install.load_init_states(SUITE, 0), np.random.default_rng(0)
-    for slot in range(SLOTS):
-        pool.begin(slot, 0).reset(states[FIRST_STATE + slot // GROUP], slot // GROUP)
+    for env_index in range(SLOTS):
+        pool.begin(env_index, 0).reset(states[FIRST_STATE + env_index // GROUP], env_index // GROUP)
     for _ in range(chunks):
         images = np.zeros((SLOTS, len(CAMERAS), PIXELS, PIXELS, 3), np.uint8)
         state = np.zeros((SLOTS, 8), np.float32)
         times = [clock()]
-        for slot in range(SLOTS):
-            pool.use(slot).observe(CAMERAS, images[slot], state[slot])
+        for env_index in range(SLOTS):
+            pool.use(env_index).observe(CAMERAS, images[env_index], state[env_index])
         times.append(clock())
         obs = Observation(images=images, state=state, instructions=(task,) * SLOTS)
         noise = rng.random((SLOTS, policy.spec.tokens_per_chunk))
@@ -88,9 +88,9 @@ def rounds(pool: Any, policy: Any, task: str, chunks: int, records: list[Any]) -
         times.append(clock())
         # The policy's gripper opens at 1 and closes at 0, LIBERO's opens at -1 and closes at 1.
         actions = np.concatenate([out.actions[..., :6], 1.0 - 2.0 * out.actions[..., 6:]], axis=-1)
-        for slot in range(SLOTS):
-            for action in actions[slot].astype(np.float32):
-                pool.use(slot).step(action)
+        for env_index in range(SLOTS):
+            for action in actions[env_index].astype(np.float32):
+                pool.use(env_index).step(action)
         times.append(clock())
         render, act, simulate = np.diff(times).tolist()
         records.append((obs, out))

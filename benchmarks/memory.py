@@ -100,28 +100,28 @@ def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Con
     if twice:
         actor = PolicyHost(replace(init, trains=False))
         actor.policy.module.load_state_dict(trainer.policy.module.state_dict())
-    tickets = fill(arena, run_plan)
-    seeds, first = range(len(tickets)), [0] * len(tickets)
-    list(actor.handle(InferRequest(tickets=tickets, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
+    record_refs = fill(arena, run_plan)
+    seeds, first = range(len(record_refs)), [0] * len(record_refs)
+    list(actor.handle(InferRequest(record_refs=record_refs, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
     acted = peak()
-    episode = tuple(range(len(tickets)))
-    (done,) = trainer.handle(UpdateRequest(sequence=0, step=0, tickets=tickets, episode=episode))
+    episode = tuple(range(len(record_refs)))
+    (done,) = trainer.handle(UpdateRequest(sequence=0, step=0, record_refs=record_refs, episode=episode))
     assert done.metrics["optimizer_steps"] == 1
     out.send((acted, peak()))
     trainer.close()
 
 
 def fill(arena: Arena, run_plan: RunPlan) -> tuple[int, ...]:
-    rng, tickets = np.random.default_rng(0), tuple(arena.allocate() for _ in range(arena.capacity))
-    for ticket in tickets:
-        with arena.write(ticket) as record:
+    rng, record_refs = np.random.default_rng(0), tuple(arena.allocate() for _ in range(arena.capacity))
+    for record_ref in record_refs:
+        with arena.write(record_ref) as record:
             arena[Record.images][record] = rng.integers(0, 256, arena[Record.images].shape[1:])
             arena[Record.instruction][record] = encode_instruction(
                 run_plan.env.tasks[0], arena[Record.instruction].shape[1]
             )
             arena[Record.advantage][record] = rng.normal()
             arena[Record.valid][record] = True
-    return tickets
+    return record_refs
 
 
 def measure(folder: Path, case: Case, *, twice: bool = False) -> tuple[float, float]:

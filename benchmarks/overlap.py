@@ -2,9 +2,10 @@
 lock-step, with a simulator and a policy that take a known time and compute nothing.
 
 The times are sleeps, so that a few cores can emulate many simulators and an accelerator; the benchmark measures the
-scheduling, its messages and its wake-ups. Each of `--workers` processes has four slots and steps the slots one by one,
-`--sim` seconds per chunk. Inference takes `--sim` divided by the number of workers per observation, so that simulators
-and policy are balanced. A straggler is a worker, or an occasional chunk, that takes five times as long.
+scheduling, its messages and its wake-ups. Each of `--workers` processes has four environments and steps the
+environments one by one, `--sim` seconds per chunk. Inference takes `--sim` divided by the number of workers per
+observation, so that simulators and policy are balanced. A straggler is a worker, or an occasional chunk, that takes
+five times as long.
 
     python benchmarks/overlap.py --json overlap.json
 """
@@ -23,12 +24,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from embodyrl.scheduler.env_index import Phase
 
 from embodyrl.config.settings import Seconds
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.envs.simulators import PerSlot, SimStep
+from embodyrl.envs.simulators import SequentialSimulators, SimStep
 from embodyrl.files import available_cores
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
@@ -39,8 +41,7 @@ from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import UntrainedFactory, UntrainedPolicy
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.scheduler import RolloutScheduler
-from embodyrl.scheduler.slot import Phase
-from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.scheduler.start import RolloutWorkers, start_workers
 from embodyrl.types import (
     ActionSpec,
     CameraSpec,
@@ -54,7 +55,7 @@ from embodyrl.types import (
 )
 
 SLOTS = 4
-"""Number of slots of a worker."""
+"""Number of environments of a worker."""
 STRAGGLER = 5.0
 """Slow-down factor of a straggler."""
 SLOWNESS = (0.0, 1.0, 1.0 / 48.0)
@@ -63,7 +64,7 @@ EPISODE = 4
 """Chunks of an episode."""
 
 
-class SleepySims(PerSlot):
+class SleepySims(SequentialSimulators):
     """Simulator whose steps take `step_s` seconds; the reset id determines the fraction of slow steps."""
 
     def __init__(self, spec: EnvSpec, cost: float) -> None:
@@ -72,15 +73,15 @@ class SleepySims(PerSlot):
         self._slowness: dict[int, float] = {}
         self._rng = np.random.default_rng(os.getpid())
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        self._slowness[slot] = SLOWNESS[reset_id]
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
+        self._slowness[env_index] = SLOWNESS[reset_id]
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        slow = self._rng.random() < self._slowness[slot]
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
+        slow = self._rng.random() < self._slowness[env_index]
         time.sleep(self._cost * (STRAGGLER if slow else 1.0))
         return SimStep(reward=0.0, terminated=False, success=False)
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
         out.images[...] = 0
 
 
@@ -108,7 +109,7 @@ class SleepyEnv:
 
     def make(self, cfg: SleepySettings, context: EnvContext) -> ChunkedEnv:
         sims = SleepySims(self.spec(cfg, context), cfg.step_s)
-        return ChunkedEnv(sims, context.num_slots, use_rel_reward=False, reward_coef=1.0)
+        return ChunkedEnv(sims, context.num_envs, use_rel_reward=False, reward_coef=1.0)
 
 
 class SleepyPolicy(UntrainedPolicy):
@@ -131,20 +132,20 @@ POLICY = SleepyPolicyFactory(name="sleepy", scripted=False)
 
 
 class LockStep(RolloutScheduler):
-    """Scheduler in lock-step: all slots simulate, then inference runs for all slots."""
+    """Scheduler in lock-step: all environments simulate, then inference runs for all environments."""
 
     def _dispatch_inference(self) -> bool:
-        complete = np.isin(self._slots.phase, (Phase.READY, Phase.IDLE)).all()
+        complete = np.isin(self._envs.phase, (Phase.READY, Phase.IDLE)).all()
         return bool(complete) and super()._dispatch_inference()
 
 
-def start(workers: int, sim: float, logs: Path) -> tuple[Workers, RunPlan]:
+def start(workers: int, sim: float, logs: Path) -> tuple[RolloutWorkers, RunPlan]:
     """Start the real launcher, workers and policy process."""
     os.environ["OVERLAP_POLICY"] = str(sim / workers)
-    slots = workers * SLOTS
+    num_envs = workers * SLOTS
     words = [
-        "env=libero_10", "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={slots}",
-        f"eval.episodes={slots}", "env.env_type=overlap:ENV", "env.eval.state_ids=null", f"env.step_s={sim}",
+        "env=libero_10", "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={num_envs}",
+        f"eval.episodes={num_envs}", "env.env_type=overlap:ENV", "env.eval.state_ids=null", f"env.step_s={sim}",
         "model=random", "model.model_type=overlap:POLICY", "model.num_action_chunks=1",
         f"env.eval.max_episode_steps={EPISODE}",
     ]  # fmt: skip
@@ -152,7 +153,7 @@ def start(workers: int, sim: float, logs: Path) -> tuple[Workers, RunPlan]:
     return start_workers(run_plan, logs, print), run_plan
 
 
-def scheduler(running: Workers, run_plan: RunPlan, stages: int, *, lock_step: bool) -> RolloutScheduler:
+def scheduler(running: RolloutWorkers, run_plan: RunPlan, stages: int, *, lock_step: bool) -> RolloutScheduler:
     """Attach another scheduler to the running workers."""
     kind = LockStep if lock_step else RolloutScheduler
     changed = run_plan.cfg.updated({"rollout.pipeline_stage_num": stages})
@@ -163,28 +164,34 @@ def scheduler(running: Workers, run_plan: RunPlan, stages: int, *, lock_step: bo
 
 
 def chunks_per_second(rollouts: RolloutScheduler, straggle: str, chunks: int) -> float:
-    """Return the rate from the first end of an episode until the fastest slot begins its last episode."""
-    slots = len(rollouts._slots.each)
+    """Return the rate from the first end of an episode until the fastest environment begins its last episode."""
+    num_envs = len(rollouts._envs.each)
 
-    def queue(slot: int) -> tuple[EpisodeSpec, ...]:
-        kind = {"none": 0, "one": int(slot < SLOTS), "random": 2}[straggle]
+    def queue(env_index: int) -> tuple[EpisodeSpec, ...]:
+        kind = {"none": 0, "one": int(env_index < SLOTS), "random": 2}[straggle]
         return tuple(
             EpisodeSpec(
-                episode_id=i * slots + slot, reset_id=kind, task_id=0, group_id=0, member=0, seed=0, noise_seed=slot
+                episode_id=i * num_envs + env_index,
+                reset_id=kind,
+                task_id=0,
+                group_id=0,
+                member=0,
+                seed=0,
+                noise_seed=env_index,
             )
             for i in range(chunks // EPISODE)
         )
 
-    wave = EpisodeBatch(queues=tuple(queue(slot) for slot in range(slots)))
+    wave = EpisodeBatch(queues=tuple(queue(env_index) for env_index in range(num_envs)))
     plan = EpisodeList(
-        num_slots=slots, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
+        num_envs=num_envs, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
     )
     seen: list[tuple[float, int]] = []
     ended: Counter[int] = Counter()
 
     def note(episode: Episode) -> None:
         before = max(ended.values(), default=0)
-        ended[episode.spec.episode_id % slots] += 1
+        ended[episode.spec.episode_id % num_envs] += 1
         if max(ended.values()) > before:
             seen.append((time.perf_counter(), rollouts._stats.env_steps))
 
@@ -198,7 +205,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--sim", type=float, default=0.1, help="duration of a chunk in seconds")
-    parser.add_argument("--chunks", type=int, default=24, help="number of chunks per slot, at least three episodes")
+    parser.add_argument(
+        "--chunks", type=int, default=24, help="number of chunks per environment, at least three episodes"
+    )
     args = parser.parse_args()
     if args.workers < 1 or args.sim <= 0 or args.chunks < 3 * EPISODE:
         parser.error(f"expected --workers of at least 1, --sim above 0 and --chunks of at least {3 * EPISODE}")

@@ -45,12 +45,12 @@ def steps_per_s(step: Callable[[], int]) -> float:
     return done / max(cpu_s() - begun, 1e-6)
 
 
-def ours(factory: Any, cfg: Any, slots: int) -> Callable[[], int]:
-    env = factory.make(cfg, EnvContext(num_slots=slots, pictures=False))
-    spec, every = env.spec, list(range(slots))
-    images = np.zeros((slots, len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
-    state, episodes = np.zeros((slots, spec.state_dim), np.float32), [0]
-    actions = actions_of(spec.action, slots)
+def ours(factory: Any, cfg: Any, num_envs: int) -> Callable[[], int]:
+    env = factory.make(cfg, EnvContext(num_envs=num_envs, renders_images=False))
+    spec, every = env.spec, list(range(num_envs))
+    images = np.zeros((num_envs, len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
+    state, episodes = np.zeros((num_envs, spec.state_dim), np.float32), [0]
+    actions = actions_of(spec.action, num_envs)
 
     def begin(chosen: list[int]) -> None:
         episodes[0] += 1
@@ -62,15 +62,15 @@ def ours(factory: Any, cfg: Any, slots: int) -> Callable[[], int]:
         if over := np.flatnonzero(result.done).tolist():
             begin(over)
         env.observe(every, images, state)
-        return slots
+        return num_envs
 
     begin(every)
     return step
 
 
-def actions_of(action: Any, slots: int) -> Callable[[], np.ndarray]:
+def actions_of(action: Any, num_envs: int) -> Callable[[], np.ndarray]:
     rng, (low, high) = np.random.default_rng(0), action.bounds
-    table = rng.uniform(low, high, (64, slots, 1, action.dim)).astype(np.float32)
+    table = rng.uniform(low, high, (64, num_envs, 1, action.dim)).astype(np.float32)
     table = table if not action.sizes else rng.integers(0, action.sizes, table.shape).astype(np.float32)
     return lambda: table[rng.integers(64)]
 

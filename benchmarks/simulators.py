@@ -43,7 +43,7 @@ SUITE, TASK = "libero_spatial", 0
 LIBERO_CAMERAS = ("agentview", "robot0_eye_in_hand")
 SETTLE_STEPS = 15
 SLOTS = 4
-"""Number of slots per process of embodyrl."""
+"""Number of environments per process of embodyrl."""
 MANISKILL_PIXELS = 128
 CORES = available_cores()
 
@@ -147,12 +147,12 @@ def libero_ours(cameras: tuple[str, ...], profile: str, fast: bool, seconds: flo
 
 
 def ours(cfg: Any, seconds: float, chunk_length: int = CHUNK) -> dict[str, float]:
-    """Measure slots in one process: a chunk and one observation at its end."""
+    """Measure environments in one process: a chunk and one observation at its end."""
     from embodyrl.envs import ENVS
     from embodyrl.envs.protocol import EnvContext
     from embodyrl.types import EpisodeStart, ObservationOut
 
-    env = ENVS.get(cfg.env_type).make(cfg, EnvContext(num_slots=SLOTS))
+    env = ENVS.get(cfg.env_type).make(cfg, EnvContext(num_envs=SLOTS))
     spec = env.spec
     out = ObservationOut(
         images=np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8),

@@ -82,22 +82,22 @@ class OurVector:
         self._arena = Arena.create(record_layout(spec, policy), 2 * count)
         self._folder = tempfile.TemporaryDirectory()
         self._launcher = LocalLauncher(Path(self._folder.name))
-        self._slots = {worker.name: worker.slots for worker in split_envs(count, min(CORES, count))}
-        for worker, slots in self._slots.items():
+        self._envs = {worker.name: worker.env_indices for worker in split_envs(count, min(CORES, count))}
+        for worker, num_envs in self._envs.items():
             init = EnvWorkerInit(
-                env=cfg.env, context=replace(context, num_slots=len(slots)), video=cfg.video_cfg,
+                env=cfg.env, context=replace(context, num_envs=len(num_envs)), video=cfg.video_cfg,
                 arena=self._arena.handle,
             )  # fmt: skip
             spec = WorkerSpec(name=worker, entry="embodyrl.workers.env_worker:EnvWorker", init=init)
             self._launcher.start(spec, timeout_s=120.0)
-        self._answers(len(self._slots))
+        self._answers(len(self._envs))
         self._current = [self._arena.allocate() for _ in range(count)]
         self._next = [self._arena.allocate() for _ in range(count)]
-        self._order({slot: None for slot in range(count)})
+        self._order({env_index: None for env_index in range(count)})
 
     def step(self) -> None:
         """Step all environments; ended environments are reset."""
-        records = [ticket.record for ticket in self._current]
+        records = [record_ref.record for record_ref in self._current]
         self._arena[self._columns.action][records] = np.random.randint(0, 2, (self.count, 1, 1))
         self._order(dict(enumerate(self._current)))
         ends = (self._arena[name][records].any(1) for name in (self._columns.terminated, self._columns.truncated))
@@ -109,24 +109,24 @@ class OurVector:
     def _order(self, work: dict[int, Any], reuse: bool = False) -> None:
         sent = 0
         targets = self._current if reuse or None in work.values() else self._next
-        for worker, slots in self._slots.items():
-            mine = {slot: source for slot, source in work.items() if slot in slots}
-            stepped = {slot: source for slot, source in mine.items() if source is not None}
+        for worker, num_envs in self._envs.items():
+            mine = {env_index: source for env_index, source in work.items() if env_index in num_envs}
+            stepped = {env_index: source for env_index, source in mine.items() if source is not None}
             resets = tuple(
                 ResetRequest(
-                    slot=slot - slots.start,
-                    start=EpisodeStart(reset_id=slot, seed=0, max_episode_steps=10**6),
-                    target=targets[slot],
+                    env_index=env_index - num_envs.start,
+                    start=EpisodeStart(reset_id=env_index, seed=0, max_episode_steps=10**6),
+                    target=targets[env_index],
                 )
-                for slot, source in mine.items()
+                for env_index, source in mine.items()
                 if source is None
             )
             if mine:
                 request = EnvRequest(
                     stage=0,
-                    slots=[slot - slots.start for slot in stepped],
+                    num_envs=[env_index - num_envs.start for env_index in stepped],
                     sources=list(stepped.values()),
-                    targets=[targets[slot] for slot in stepped],
+                    targets=[targets[env_index] for env_index in stepped],
                     resets=resets,
                 )
                 self._launcher.send(worker, request, timeout_s=60.0)

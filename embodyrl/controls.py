@@ -16,7 +16,7 @@ _INVERTED_AXES = ("axis1", "axis3")
 """Gamepad axes whose value is negative when the stick is pushed up."""
 
 
-def arm_controls(
+def build_arm_controls(
     *, right: Direction, away: Direction, up: Direction, gripper: GripperConvention, turns: Sequence[Direction] = ()
 ) -> tuple[Control, ...]:
     """Return the inputs of an arm with Cartesian actions, relative to the view of the camera.
@@ -40,7 +40,7 @@ def arm_controls(
     return (*controls, *(Control(label=n, index=gripper.index, value=v, key=k, pad=p) for n, v, k, p in gripper_inputs))
 
 
-def controls_of(action: ActionSpec) -> tuple[Control, ...]:
+def get_controls(action: ActionSpec) -> tuple[Control, ...]:
     """Return the declared inputs, or default keys: two per action dimension, or a digit key per discrete action."""
     if action.controls is not None:
         return action.controls

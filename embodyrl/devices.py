@@ -180,11 +180,11 @@ class Devices:
     simulators: tuple[str, ...] = ()
     """GPUs of the env workers, assigned round-robin."""
 
-    def of_policy(self, number: int) -> str | None:
+    def get_policy_gpu(self, number: int) -> str | None:
         """Return the GPU of a policy process; None: all GPUs of the driver."""
         return self.policies[number] if self.policies else None
 
-    def of_env_worker(self, number: int, *, on_gpu: bool | None) -> str | None:
+    def get_env_worker_gpu(self, number: int, *, on_gpu: bool | None) -> str | None:
         """Return the GPU of an env worker; empty string: no GPU; None: all GPUs of the driver.
 
         `on_gpu` is `SimulatorSpec.on_gpu`.

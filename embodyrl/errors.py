@@ -30,7 +30,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def reason_of(error: BaseException) -> str:
+def format_reason(error: BaseException) -> str:
     """Return the reason of another package's exception as text: the key of a `KeyError`, otherwise the message."""
     return f"no field {error}" if isinstance(error, KeyError) else one_line(error) or type(error).__name__
 
@@ -59,7 +59,7 @@ class MissingDependencyError(ConfigError):
     """An optional package or system library is not installed."""
 
     @classmethod
-    def of_import(cls, package: str, error: ImportError, install: str) -> Self:
+    def from_import_error(cls, package: str, error: ImportError, install: str) -> Self:
         """Return the error of a failed import; `install` is the command that installs the package."""
         if "shared object file" in str(error):  # OpenCV needs libraries that slim images lack
             install = "apt-get install libxcb1 libgl1 libglib2.0-0 libsm6 libxext6, or the package of that library"
@@ -100,8 +100,8 @@ class ChannelTimeout(EmbodyError):
     exit_code = 4
 
 
-class StaleTicketError(EmbodyError):
-    """The record of a ticket was freed or is not completely written, or the owner of the arena exited."""
+class StaleRecordError(EmbodyError):
+    """The record of a record reference was freed or is not completely written, or the owner of the arena exited."""
 
     exit_code = 4
 

@@ -7,12 +7,12 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.process_cleanup import owning
+from embodyrl.process_cleanup import mark_children
 
 _EXIT_TIMEOUT_S = 10.0
 
 
-class ForeignScript:
+class ExternalScript:
     """Script that runs in another Python interpreter.
 
     Its process ends when this object is deleted or the current process exits.
@@ -33,7 +33,7 @@ class ForeignScript:
         self._python, self._program = python, program
         self._pipe, script_end = Pipe()
         try:
-            with owning(program):
+            with mark_children(program):
                 self._process = subprocess.Popen(
                     # -P: modules of the script's folder must not hide packages of the other environment.
                     [python, "-P", script, str(script_end.fileno())],

@@ -19,7 +19,7 @@ SCRATCH = ".tmp-"
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def by_number(name: Path | str) -> list[str | int]:
+def natural_sort_key(name: Path | str) -> list[str | int]:
     """Return a sort key of names and paths that compares digits as numbers: step_1000000 follows step_999999.
 
     >>> sorted(["step_10", "step_9"], key=by_number)
@@ -29,17 +29,17 @@ def by_number(name: Path | str) -> list[str | int]:
 
 
 def visible_files(folder: Path, *suffixes: str) -> list[Path]:
-    """Return the files with one of the suffixes in a folder and its subfolders, sorted by `by_number`.
+    """Return the files with one of the suffixes in a folder and its subfolders, sorted by `natural_sort_key`.
 
     Hidden files and folders contain copies and metadata of editors and operating systems, and are skipped.
     """
     paths = [path for path in folder.rglob("*") if path.suffix.lower() in suffixes and path.is_file()]
     visible = (p for p in paths if not any(part.startswith(".") for part in p.relative_to(folder).parts))
-    return sorted(visible, key=by_number)
+    return sorted(visible, key=natural_sort_key)
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replace_atomically(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `target` at the end of the block.
 
     The temporary file is deleted if the block raises.
@@ -57,7 +57,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file completely and flush it to disk, or write nothing."""
-    with replacing(path) as scratch, open(scratch, "wb") as f:
+    with replace_atomically(path) as scratch, open(scratch, "wb") as f:
         f.write(content.encode("utf-8") if isinstance(content, str) else content)
         f.flush()
         os.fsync(f.fileno())

@@ -26,7 +26,7 @@ def download(key: str, path: str, kind: str, programs: bool = False, *, files: S
     from huggingface_hub import snapshot_download
 
     repo, _, revision = path.partition("@")
-    with hub_errors(
+    with convert_hub_errors(
         f"{key}={path}: no such folder here, and", "Completed downloads are kept; run the command again to continue."
     ):
         folder = snapshot_download(
@@ -41,7 +41,7 @@ def download(key: str, path: str, kind: str, programs: bool = False, *, files: S
 
 
 @contextmanager
-def hub_errors(prefix: str, suffix: str) -> Iterator[None]:
+def convert_hub_errors(prefix: str, suffix: str) -> Iterator[None]:
     """Convert errors of `huggingface_hub` in the block to a ConfigError.
 
     The message consists of `prefix`, the reason and `suffix`.

@@ -23,12 +23,12 @@ from pydantic import TypeAdapter
 from embodyrl import errors
 from embodyrl.errors import EmbodyError
 from embodyrl.process_cleanup import (
-    children_left,
     end_children_at_exit,
-    end_owned,
+    format_counts,
+    kill_marked_children,
+    list_remaining_children,
     list_remaining_threads,
-    listed,
-    owning,
+    mark_children,
     signal_at_parents_end,
     skip_destructors,
 )
@@ -48,7 +48,7 @@ run_call()
 """
 
 
-class NoAnswerError(Exception):
+class NoResultError(Exception):
     """Raised if the process crashed, exited or did not reply in time; the message contains the reason."""
 
 
@@ -83,7 +83,7 @@ def run_isolated(
         stdin.write(input_data)
         stdin.seek(0)
         name = f"isolated {secrets.token_hex(8)}"
-        with owning(name):
+        with mark_children(name):
             process = subprocess.Popen(
                 [sys.executable, *_QUIET_OPTIONS, "-c", code, *arguments],
                 stdin=stdin,
@@ -99,7 +99,7 @@ def run_isolated(
         finally:
             process.kill()
             process.wait()
-            end_owned(name)
+            kill_marked_children(name)
         output.seek(0)
         log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
         text, end = output.read().decode(), log.read().decode(errors="replace")
@@ -116,7 +116,7 @@ def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: floa
     input_data = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
     process_result = run_isolated(_CALL_CODE, input_data, timeout_s=timeout_s)
     if process_result.code != 0:
-        failure: Exception = NoAnswerError(process_result.reason)
+        failure: Exception = NoResultError(process_result.reason)
     else:
         reply = json.loads(process_result.output)
         if "result" in reply:
@@ -167,7 +167,9 @@ def _write_result(name: str, arguments: tuple[Any, ...]) -> None:
         skip_destructors(code)  # threads of foreign code would keep the process alive
 
 
-def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
+def wait_for_leftovers(
+    seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()
+) -> str:
     """Wait up to `seconds` for new threads and child processes to end, and describe those that still run.
 
     Threads in `threads` and processes in `children` are not new.
@@ -175,9 +177,9 @@ def left_after(seconds: float, threads: Collection[threading.Thread] = (), child
     deadline = time.monotonic() + seconds
     while remaining := [
         *(f"thread {name}" for name in list_remaining_threads(threads)),
-        *(f"process {pid} ({command})" for pid, command in children_left(children).items()),
+        *(f"process {pid} ({command})" for pid, command in list_remaining_children(children).items()),
     ]:
         if time.monotonic() >= deadline:
             break
         time.sleep(0.02)
-    return listed(remaining)
+    return format_counts(remaining)

@@ -42,7 +42,7 @@ def signal_at_parents_end(signum: int) -> None:
 
 
 @contextlib.contextmanager
-def owning(name: str) -> Iterator[None]:
+def mark_children(name: str) -> Iterator[None]:
     """Mark the processes started in the block, and their descendants, to be killed when this process ends.
 
     Children of a worker survive a killed worker. A separate process kills all marked processes when this process has
@@ -59,7 +59,7 @@ def owning(name: str) -> Iterator[None]:
             os.environ[_OWNER] = previous
 
 
-def end_owned(name: str) -> None:
+def kill_marked_children(name: str) -> None:
     """Kill the processes that were started in the block `owning(name)` and still run, and their descendants."""
     mark, forks = _start_watchdog(os.getpid())
     _kill_marked(f"{mark}/{name}", forks)
@@ -139,7 +139,7 @@ def list_remaining_threads(before: Collection[threading.Thread] = ()) -> list[st
     return [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in excluded]
 
 
-def children_left(before: Collection[int] = ()) -> dict[int, str]:
+def list_remaining_children(before: Collection[int] = ()) -> dict[int, str]:
     """Return {pid: command} of running child processes that are not in `before`, except Python's helper processes."""
     commands = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -159,7 +159,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
     return commands
 
 
-def listed(names: list[str]) -> str:
+def format_counts(names: list[str]) -> str:
     """Join names with their counts and shorten a long list, for example "3 x thread a, process b and 2 more"."""
     parts = [f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items()]
     return ", ".join(parts[:_MAX_LISTED]) + (
@@ -171,7 +171,7 @@ def end_children() -> None:
     """Kill the child processes of this process, and wait for them."""
     for child in multiprocessing.active_children():  # also those of a fork server
         child.kill()
-    for pid in children_left():
+    for pid in list_remaining_children():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has just ended
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -194,7 +194,7 @@ def skip_destructors(code: int) -> None:
     util.Finalize(None, os._exit, args=(code,), exitpriority=_LAST_PRIORITY)
 
 
-def exit_in_spite_of_leftovers(code: int) -> None:
+def exit_with_leftovers(code: int) -> None:
     """Start a watchdog that exits with `code` if threads or child processes keep the interpreter alive."""
 
     def watch() -> None:
@@ -206,7 +206,7 @@ def exit_in_spite_of_leftovers(code: int) -> None:
                 processes = [f"process {child.name}" for child in multiprocessing.active_children()]
                 for child in multiprocessing.active_children():
                     child.kill()
-                leftovers = listed([*(f"thread {name}" for name in threads), *processes])
+                leftovers = format_counts([*(f"thread {name}" for name in threads), *processes])
                 sys.stderr.write(
                     f"embodyrl: warning: {leftovers} did not end and would keep this process alive; exiting now. "
                     "Likely an environment's close() does not end them: fix it there.\n"

@@ -161,13 +161,13 @@ class SimulatorSpec:
     """Execution properties of the simulators of an env worker."""
 
     lockstep: bool = False
-    """True if the slots of a worker are one batched simulator, which steps all slots in one call."""
+    """True if the environments of a worker are one batched simulator, which steps all environments in one call."""
     on_gpu: bool | None = None
     """True if env workers compute or render on a GPU; None: unknown, so each worker has a visible GPU."""
     renders: bool = True
     """True if the environment can render frames for recordings and `embodyrl play`."""
     saves_state: bool = False
-    """True if the state of a slot can be saved and loaded (`Simulators.save`)."""
+    """True if the state of an environment can be saved and loaded (`Simulators.save`)."""
     may_truncate: bool = False
     """True if the environment may truncate an episode at any step; False: only the run's time limit truncates."""
 
@@ -215,7 +215,7 @@ class EnvSpec:
     warnings: tuple[str, ...] = field(default=(), compare=False)
     """Warnings for the banner, one line each; excluded from comparisons, because they may quote observations."""
 
-    def suite_of(self, task_id: int) -> str:
+    def get_suite(self, task_id: int) -> str:
         """Return the name of a task's suite."""
         return self.benchmark.suites[task_id] if self.benchmark.suites else self.name
 
@@ -238,14 +238,14 @@ class EnvSpec:
             index -= count
         raise ValueError(f"reset_id={reset_id}: env '{self.name}' has only reset ids 0 to {self.num_reset_ids - 1}.")
 
-    def reset_ids_of(self, task_id: int) -> range:
+    def get_reset_ids(self, task_id: int) -> range:
         """Return all reset ids of one task."""
         if not 0 <= task_id < len(self.tasks):
             raise ValueError(f"task_id={task_id}: env '{self.name}' has only tasks 0 to {len(self.tasks) - 1}.")
         return range(start := sum(self.states_per_task[:task_id]), start + self.states_per_task[task_id])
 
 
-def picture_names(count: int) -> tuple[str, ...]:
+def image_names(count: int) -> tuple[str, ...]:
     """Return the camera names for `count` images in a prompt: image_0, image_1, ..."""
     return tuple(f"image_{index}" for index in range(count))
 
@@ -268,7 +268,7 @@ class SteeringSpec:
 
     key: str
     """Config setting, key=value, that freezes the policy's weights."""
-    corrects: bool
+    is_residual: bool
     """True if the actor corrects actions, so that it can learn from demonstrations; False: the actor chooses noise."""
 
 
@@ -319,7 +319,7 @@ class EnvCosts:
     task_bytes: int = 0
     """Bytes of memory per loaded task, if a worker cannot hold all tasks; 0: negligible."""
     gpu_bytes: tuple[int, int] = (0, 0)
-    """GPU memory of an env worker in bytes: a fixed amount, and an amount per slot (with `task_bytes`: per task)."""
+    """GPU memory of an env worker in bytes: fixed, and per environment (with `task_bytes`: per task)."""
     chunk_s: float = 0.0
     """CPU seconds for simulating and rendering a chunk of 8 actions; 0: unknown or negligible."""
     gpu_s: float = 0.0
@@ -351,7 +351,7 @@ class PolicyCosts:
     """Bytes of the logits that log-probabilities need: per sample, and the maximum held at once."""
     scoring_bytes: tuple[int, int] = (0, 0)
     """Bytes of the gradient of the output matrix during scoring: (without, with) gradient checkpointing."""
-    acting_bytes: int = 0
+    inference_bytes: int = 0
     """Bytes per sample of an inference batch: activations of the widest layer, or the KV cache of replies."""
     sample_tokens: int = 1
     """Number of tokens of the longest sample, as in `Record.cost`."""
@@ -368,9 +368,9 @@ class PolicyCosts:
         """Return the bytes of activations that `samples` samples with `prompts` distinct prompts store for backward."""
         sample_bytes, prompt_bytes = self.shared_bytes
         remaining_tokens = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
-        shares_prompts = sample_bytes and remaining_tokens <= self.SHARED_FRACTION * samples * self.sample_tokens
+        reuses_prompts = sample_bytes and remaining_tokens <= self.SHARED_FRACTION * samples * self.sample_tokens
         return int(
-            samples * sample_bytes + prompts * prompt_bytes if shares_prompts else samples * self.activation_bytes
+            samples * sample_bytes + prompts * prompt_bytes if reuses_prompts else samples * self.activation_bytes
         )
 
     def scoring(self, samples: float) -> tuple[int, int]:

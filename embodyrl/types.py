@@ -1,8 +1,8 @@
 """Data classes passed between modules: frozen and keyword-only, with numpy arrays, or torch tensors if gradients are
 needed.
 
-Shapes: N env slots, T chunk steps, K actions per chunk, A action dims, L = K*A action tokens, V value outputs per chunk
-(1 or K), B samples, C cameras, H W image, S state dims.
+Shapes: N environments, T chunk steps, K actions per chunk, A action dims, L = K*A action tokens, V value outputs per
+chunk (1 or K), B samples, C cameras, H W image, S state dims.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationOut:
-    """Views into the arena for the observation of one slot."""
+    """Views into the arena for the observation of one environment."""
 
     images: ByteArray
     """[C, H, W, 3] uint8 view."""
@@ -72,7 +72,7 @@ class ObservationOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
-    """Initial state and limits of an episode in a slot."""
+    """Initial state and limits of an episode in an environment."""
 
     reset_id: int
     seed: int
@@ -82,7 +82,7 @@ class EpisodeStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkResult:
-    """Result of one action chunk for n slots; arrays are [n, K]. Entries with `valid` False were not executed."""
+    """Result of one action chunk of n environments; arrays are [n, K]. Entries with `valid` False were not executed."""
 
     reward: FloatArray
     terminated: BoolArray
@@ -95,24 +95,24 @@ class ChunkResult:
     components: FloatArray | None = None
     """[n, C] reward components of the chunk, in the order of `RewardSpec.components`."""
     reward_errors: dict[int, str] = field(default_factory=dict)
-    """Reward errors by slot; an unknown reward counts as 0."""
+    """Reward errors by environment; an unknown reward counts as 0."""
 
     @classmethod
-    def empty(cls, slots: int, actions: int, *, parts: int = 0) -> Self:
+    def empty(cls, env_indices: int, actions: int, *, parts: int = 0) -> Self:
         """Return a result whose entries are all zero or False."""
-        terminated, truncated, valid, success = np.zeros((4, slots, actions), np.bool_)
+        terminated, truncated, valid, success = np.zeros((4, env_indices, actions), np.bool_)
         return cls(
-            reward=np.zeros((slots, actions), np.float32),
+            reward=np.zeros((env_indices, actions), np.float32),
             terminated=terminated,
             truncated=truncated,
             valid=valid,
             success=success,
-            components=np.zeros((slots, parts), np.float32),
+            components=np.zeros((env_indices, parts), np.float32),
         )
 
     @property
     def done(self) -> BoolArray:
-        """[n] mask of slots whose episode ended inside this chunk."""
+        """[n] mask of environments whose episode ended inside this chunk."""
         return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 

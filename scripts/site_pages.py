@@ -128,16 +128,16 @@ API = tuple(
             class Line(PerSlot):
                 place: dict[int, float] = {}
 
-                def reset_slot(self, slot, reset_id, seed):
-                    self.place[slot] = reset_id / 10
+                def reset_slot(self, environment, reset_id, seed):
+                    self.place[environment] = reset_id / 10
 
-                def step_slot(self, slot, action):
-                    self.place[slot] += 0.1 * float(action[0])
-                    success = self.place[slot] >= 1
+                def step_slot(self, environment, action):
+                    self.place[environment] += 0.1 * float(action[0])
+                    success = self.place[environment] >= 1
                     return SimStep(reward=float(success), terminated=success, success=success)
 
-                def observe_slot(self, slot, out):
-                    out.state[:] = self.place[slot]
+                def observe_slot(self, environment, out):
+                    out.state[:] = self.place[environment]
 
 
             spec = EnvSpec(

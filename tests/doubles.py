@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps
+from embodyrl.envs.simulators import SequentialSimulators, SimStep, SimSteps
 from embodyrl.types import (
     ActionSpec,
     ByteArray,
@@ -28,11 +28,11 @@ def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminate
     ]
 
 
-class ScriptedSims(PerSlot):
+class ScriptedSims(SequentialSimulators):
     """Simulators that play one script of `SimStep`s per reset id; the last step repeats.
 
     Image pixels contain the number of executed steps, the state [2] contains (reset id, executed steps).
-    `log` records every call as ("reset", slot, reset_id, seed) or ("step", slot, first action value).
+    `log` records every call as ("reset", environment, reset_id, seed) or ("step", environment, first action value).
     """
 
     def __init__(self, scripts: Sequence[Sequence[SimStep]], *, states_per_task: int = 1, action_dim: int = 2) -> None:
@@ -53,47 +53,47 @@ class ScriptedSims(PerSlot):
         self.closed = False
         self._at: dict[int, tuple[int, int]] = {}
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        self.log.append(("reset", slot, reset_id, seed))
-        self._at[slot] = (reset_id, 0)
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
+        self.log.append(("reset", env_index, reset_id, seed))
+        self._at[env_index] = (reset_id, 0)
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         assert action.shape == (self.spec.action.dim,)
-        self.log.append(("step", slot, float(action[0])))
-        reset_id, index = self._at[slot]
-        self._at[slot] = (reset_id, index + 1)
+        self.log.append(("step", env_index, float(action[0])))
+        reset_id, index = self._at[env_index]
+        self._at[env_index] = (reset_id, index + 1)
         script = self.scripts[reset_id]
         return script[min(index, len(script) - 1)]
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        out.images[...] = self._at[slot][1]
-        out.state[:] = self._at[slot]
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
+        out.images[...] = self._at[env_index][1]
+        out.state[:] = self._at[env_index]
 
-    def render(self, slot: int) -> ByteArray:
-        return np.full((*self.spec.cameras.size, 3), self._at[slot][1], np.uint8)
+    def render(self, env_index: int) -> ByteArray:
+        return np.full((*self.spec.cameras.size, 3), self._at[env_index][1], np.uint8)
 
     def close(self) -> None:
         self.closed = True
 
 
 class ScriptedBatch(ScriptedSims):
-    """A batch of slots that step together, including ended and waiting slots."""
+    """A batch of environments that step together, including ended and waiting environments."""
 
     def __init__(self, scripts: Sequence[Sequence[SimStep]]) -> None:
         super().__init__(scripts)
         self.spec = replace(self.spec, simulator=SimulatorSpec(lockstep=True))
 
-    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
+    def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        starts = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
         self.log.append(("begin", starts))
-        self._at.update({slot: (reset_id, 0) for slot, reset_id in starts.items()})
+        self._at.update({env_index: (reset_id, 0) for env_index, reset_id in starts.items()})
 
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
         every = np.array(sorted(self._at))
         given = np.zeros((len(every), self.spec.action.dim), np.float32)
-        given[np.searchsorted(every, slots)] = actions
+        given[np.searchsorted(every, env_indices)] = actions
         steps = super().step(every, given)
-        chosen = np.searchsorted(every, slots)
+        chosen = np.searchsorted(every, env_indices)
         return SimSteps(
             reward=steps.reward[chosen],
             terminated=steps.terminated[chosen],

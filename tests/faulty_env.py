@@ -57,50 +57,50 @@ class FaultySims(ToySims):
         self.resets = 0
         self.closed = False
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
         if self.plant == "slots_share_a_world":
-            slot = 0
-        super().reset_slot(slot, reset_id, seed)
+            env_index = 0
+        super().reset_env(env_index, reset_id, seed)
         state = self.spec.task_of(reset_id)[1]
         if self.plant == "last_state_missing" and state == 3:
             raise KeyError(reset_id)
         if self.plant == "unseeded_reset":
             self.resets += 1
-            self._position[slot] += 0.02 * self.resets  # never the same twice, as a random shift might be
+            self._position[env_index] += 0.02 * self.resets  # never the same twice, as a random shift might be
         if self.plant == "reset_id_ignored":
-            self._position[slot] -= 0.1 * state
+            self._position[env_index] -= 0.1 * state
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         if self.plant == "slots_share_a_world":
-            slot = 0
+            env_index = 0
         self.steps += 1
         if self.plant == "memory_of_older_episodes":
             action = action * (1.0 + 0.01 * self.steps)
-        step = super().step_slot(slot, action)
+        step = super().step_env(env_index, action)
         return replace(step, reward=float("nan")) if self.plant == "reward_is_nan" else step
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
         if self.plant == "slots_share_a_world":
-            slot = 0
+            env_index = 0
         if self.plant == "row_not_written":
             kept = out.images[:, -1].copy()
-            super().observe_slot(slot, out)
+            super().observe_env(env_index, out)
             out.images[:, -1] = kept
             return
-        super().observe_slot(slot, out)
+        super().observe_env(env_index, out)
         if self.plant == "nan_in_state":
             out.state[0] = np.nan
         if self.plant == "floats_as_pixels":
             out.images[...] = (out.images / 255.0).astype(np.uint8)
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         factor = {"expert_out_of_range": 3.0, "expert_never_succeeds": -1.0}.get(self.plant, 1.0)
-        return super().expert(slot) * np.float32(factor)
+        return super().expert(env_index) * np.float32(factor)
 
-    def render(self, slot: int) -> ByteArray:
-        frame = super().render(slot)
+    def render(self, env_index: int) -> ByteArray:
+        frame = super().render(env_index)
         if self.plant == "rendering_moves_things":
-            self._position[slot] += 0.5
+            self._position[env_index] += 0.5
         return {"channels_first": frame.transpose(2, 0, 1), "upside_down": frame[::-1]}.get(self.plant, frame)
 
     def close(self) -> None:
@@ -110,27 +110,27 @@ class FaultySims(ToySims):
 
 
 class FaultyEnv(ChunkedEnv):
-    def __init__(self, sims: FaultySims, num_slots: int) -> None:
-        super().__init__(sims, num_slots, use_rel_reward=True, reward_coef=1.0)
+    def __init__(self, sims: FaultySims, num_envs: int) -> None:
+        super().__init__(sims, num_envs, use_rel_reward=True, reward_coef=1.0)
         self.plant = sims.plant
         if self.plant == "another_spec_when_made":
             self.spec = replace(self.spec, max_episode_steps=self.spec.max_episode_steps + 1)
 
-    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+    def reset(self, env_indices: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         if self.plant == "time_limit_ignored":
             starts = [replace(start, max_episode_steps=1000) for start in starts]
         if self.plant == "terminates_when_told_not_to":
             starts = [replace(start, ignore_terminations=False) for start in starts]
-        super().reset(slots, starts)
+        super().reset(env_indices, starts)
 
-    def instruction(self, slot: int) -> str:
-        return self.spec.tasks[0] if self.plant == "wrong_instruction" else super().instruction(slot)
+    def instruction(self, env_index: int) -> str:
+        return self.spec.tasks[0] if self.plant == "wrong_instruction" else super().instruction(env_index)
 
-    def step_chunk(self, slots, actions, *, after_step=None) -> ChunkResult:
+    def step_chunk(self, env_indices, actions, *, after_step=None) -> ChunkResult:
         if self.plant == "after_step_forgotten":
             after_step = None
         try:
-            result = super().step_chunk(slots, actions, after_step=after_step)
+            result = super().step_chunk(env_indices, actions, after_step=after_step)
         except EnvError:
             if self.plant != "goes_on_after_the_end":
                 raise
@@ -145,8 +145,10 @@ class FaultyEnv(ChunkedEnv):
             result = replace(result, valid=np.ones_like(result.valid))
         return result
 
-    def expert_chunk(self, slots, num_actions, *, noise, instead=None, after_step=None):
-        clean, result = super().expert_chunk(slots, num_actions, noise=noise, instead=instead, after_step=after_step)
+    def expert_chunk(self, env_indices, num_actions, *, noise, instead=None, after_step=None):
+        clean, result = super().expert_chunk(
+            env_indices, num_actions, noise=noise, instead=instead, after_step=after_step
+        )
         return clean * (0.9 if self.plant == "expert_reports_something_else" else 1.0), result
 
 
@@ -168,7 +170,7 @@ class FaultyFactory(ToyFactory):
         return spec
 
     def make(self, cfg: ToySettings, context: EnvContext) -> ChunkedEnv:
-        return FaultyEnv(FaultySims(self.spec(cfg, context), cfg.kwargs), context.num_slots)
+        return FaultyEnv(FaultySims(self.spec(cfg, context), cfg.kwargs), context.num_envs)
 
 
 FACTORY = FaultyFactory()

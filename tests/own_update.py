@@ -43,7 +43,7 @@ class Regression(Learner):
 
     def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         trainer, arena, policy = self.context.trainer, self.context.arena, self.context.trainer.policy
-        records = arena.read(request.tickets)
+        records = arena.read(request.record_refs)
         obs, actions = read_observation(arena, records), arena[Record.action][records].copy()
         convert_gripper(actions, self.context.env.action.gripper, policy.spec.gripper)
         weight = arena[Record.advantage][records].max(1)

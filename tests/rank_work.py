@@ -100,14 +100,16 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     run_plan = build_run_plan(cfg, training=True)
     arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
     host = PolicyHost(replace(build_policy_init(run_plan, arena, None), rank_info=rank_info))
-    tickets = fill(arena, run_plan, host)
+    record_refs = fill(arena, run_plan, host)
     if job.poison:
-        arena[Record.advantage][get_record_indices(tickets[0])] = np.nan
+        arena[Record.advantage][get_record_indices(record_refs[0])] = np.nan
     if job.load is not None:
         list(host.handle(LoadRequest(sequence=0, folder=str(job.load))))
     metrics = []
     for step in range(job.first, job.last):
-        request = UpdateRequest(sequence=0, step=step, tickets=tickets, episode=tuple(i // 3 for i in range(RECORDS)))
+        request = UpdateRequest(
+            sequence=0, step=step, record_refs=record_refs, episode=tuple(i // 3 for i in range(RECORDS))
+        )
         (done,) = host.handle(request)
         metrics.append(done.metrics)
     list(host.handle(SaveRequest(sequence=0, folder=str(folder / "saved"))))
@@ -120,9 +122,9 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
 def fill(arena: Arena, run_plan: RunPlan, host: PolicyHost, *, drift: float = 0.05) -> IntArray:
     """Fill records as in a rollout, sampled from one seed; `drift`: change of the log-probabilities."""
     rng = np.random.default_rng(0)
-    tickets = arena.allocate_all(RECORDS)
-    for ticket in tickets.tolist():
-        with arena.write(ticket) as record:
+    record_refs = arena.allocate_all(RECORDS)
+    for record_ref in record_refs.tolist():
+        with arena.write(record_ref) as record:
             arena[Record.images][record] = rng.integers(0, 256, arena[Record.images].shape[1:])
             arena[Record.observed_state][record] = rng.normal(size=arena[Record.observed_state].shape[1:])
             width = arena[Record.instruction].shape[1]
@@ -131,6 +133,6 @@ def fill(arena: Arena, run_plan: RunPlan, host: PolicyHost, *, drift: float = 0.
             arena[Record.returns][record] = rng.normal(size=arena[Record.returns].shape[1:])
             arena[Record.valid][record] = rng.random(arena[Record.valid].shape[1:]) < 0.9
     seeds, first = range(RECORDS), [0] * RECORDS
-    list(host.handle(InferRequest(tickets=tickets, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
+    list(host.handle(InferRequest(record_refs=record_refs, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
     arena[Record.logprob][:] += rng.normal(0, drift, arena[Record.logprob].shape)
-    return tickets
+    return record_refs

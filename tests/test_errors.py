@@ -26,7 +26,7 @@ def test_user_errors_are_not_python_errors(kind: type) -> None:
     ],
 )
 def test_reason_of_a_third_party_error_is_its_message(error: Exception, words: str) -> None:
-    assert errors.reason_of(error) == words
+    assert errors.format_reason(error) == words
 
 
 def test_error_messages_contain_no_exception_repr() -> None:
@@ -42,5 +42,7 @@ def test_error_messages_contain_no_exception_repr() -> None:
     ],
 )
 def test_missing_system_library_error_does_not_suggest_pip(reason: str, fix: str) -> None:
-    error = errors.MissingDependencyError.of_import("LIBERO", ImportError(reason), "pip install 'embodyrl[libero]'")
+    error = errors.MissingDependencyError.from_import_error(
+        "LIBERO", ImportError(reason), "pip install 'embodyrl[libero]'"
+    )
     assert re.search(f"Fix: {fix}", str(error))

@@ -28,7 +28,7 @@ import numpy as np
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
-from embodyrl.envs.simulators import PerSlot, SimStep
+from embodyrl.envs.simulators import SequentialSimulators, SimStep
 from embodyrl.types import (
     ActionSpec,
     BenchmarkSpec,
@@ -51,7 +51,7 @@ def wait_at_gate(marker: Path) -> None:
         time.sleep(0.02)
 
 
-class ToySims(PerSlot):
+class ToySims(SequentialSimulators):
     """The toy task."""
 
     def __init__(self, spec: EnvSpec, kwargs: Mapping[str, Any]) -> None:
@@ -66,21 +66,21 @@ class ToySims(PerSlot):
         self._calls: Counter[str] = Counter()
         self._maybe_misbehave("init")
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
         self._maybe_misbehave("reset")
-        self._task[slot], state = self.spec.task_of(reset_id)
-        self._state[slot] = state
-        self._position[slot] = 0.1 * state + 0.01 * (seed % 7)
+        self._task[env_index], state = self.spec.task_of(reset_id)
+        self._state[env_index] = state
+        self._position[env_index] = 0.1 * state + 0.01 * (seed % 7)
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        meant = self._kwargs.get("state", self._state[slot]) == self._state[slot]
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
+        meant = self._kwargs.get("state", self._state[env_index]) == self._state[env_index]
         fault = self._maybe_misbehave("step") if meant else None
         if "echo" in self._kwargs:
             echo = float("nan") if fault == "nonfinite" else float(action[0])
             return SimStep(reward=echo, terminated=False, success=False)
-        self._position[slot] += float(action[0])
-        sign = 1.0 if self._task[slot] == 0 else -1.0
-        success = sign * self._position[slot] > self._goal
+        self._position[env_index] += float(action[0])
+        sign = 1.0 if self._task[env_index] == 0 else -1.0
+        success = sign * self._position[env_index] > self._goal
         reward = float("nan") if fault == "nonfinite" else float(self._kwargs.get("reward", success))
         return SimStep(reward=reward, terminated=success, success=success)
 
@@ -118,9 +118,9 @@ class ToySims(PerSlot):
             raise RuntimeError(f"the toy broke at {time.perf_counter_ns()}")
         return fault
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         action = np.zeros(7, np.float32)
-        action[0] = 0.5 if self._task[slot] == 0 else -0.5
+        action[0] = 0.5 if self._task[env_index] == 0 else -0.5
         return action
 
     def _take_turn(self, call: int) -> bool:
@@ -133,21 +133,21 @@ class ToySims(PerSlot):
             return False
         return True
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
         height, width = self.spec.cameras.size
-        out.images[...] = np.uint8(40 * (1 + self._task[slot]))
+        out.images[...] = np.uint8(40 * (1 + self._task[env_index]))
         fault = self._maybe_misbehave("observe")
-        column = int(np.clip((self._position[slot] + 4) / 8, 0, 0.99) * width)
+        column = int(np.clip((self._position[env_index] + 4) / 8, 0, 0.99) * width)
         out.images[0, height // 2, column] = 255
-        out.state[:] = np.nan if fault == "nonfinite" else self._position[slot]
+        out.state[:] = np.nan if fault == "nonfinite" else self._position[env_index]
 
-    def render(self, slot: int) -> ByteArray:
+    def render(self, env_index: int) -> ByteArray:
         frame = np.zeros((1, *self.spec.cameras.size, 3), np.uint8)
-        self.observe_slot(slot, ObservationOut(images=frame, state=np.zeros(1, np.float32)))
+        self.observe_env(env_index, ObservationOut(images=frame, state=np.zeros(1, np.float32)))
         return frame[0]
 
-    def info(self, slot: int) -> dict[str, Any]:
-        return {"position": self._position[slot]}
+    def info(self, env_index: int) -> dict[str, Any]:
+        return {"position": self._position[env_index]}
 
 
 class ToySettings(EnvSettings, RewardSettings, CameraSettings):

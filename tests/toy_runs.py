@@ -15,7 +15,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.scheduler.start import RolloutWorkers, start_workers
 
 TOY_CNN = (
     *("model=random", "model.model_type=cnn", "model.precision=fp32", "eval.sampling_params.do_sample=false"),
@@ -102,7 +102,7 @@ class Stage:
     """Workers that wait for rollouts, without a run folder or a loop."""
 
     run_plan: RunPlan
-    workers: Workers
+    workers: RolloutWorkers
     said: list[str]
     """Messages of the supervisor for the user."""
 

@@ -41,7 +41,7 @@ from embodyrl.algorithms.settings import (
     TruncatedEpisodes,
     ValueSettings,
 )
-from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapt_beta, filter_groups, shape_rewards, subtract_kl
+from embodyrl.algorithms.shaping import ReturnScale, TaskOutcomes, adapt_beta, filter_groups, shape_rewards, subtract_kl
 from embodyrl.algorithms.terms import IMPORTANCE_WEIGHTED, MAX_KL, kl, value_loss
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScores, PreparedBatch
@@ -83,7 +83,7 @@ class Algorithm:
         self.scored = scored
         self._loss = LOSSES.get(cfg.loss_type)
         self.loss_settings = cfg.loss if isinstance(cfg.loss, self._loss.settings) else self._loss.settings()
-        self.needs_finals = self.estimator.needs_values or cfg.transitions
+        self.needs_final_observations = self.estimator.needs_values or cfg.transitions
         """True if the final observations of truncated episodes are needed."""
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward and self.needs_reference
@@ -91,7 +91,7 @@ class Algorithm:
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
         """True if the actor recomputes the old log-probabilities of the ratio before the update."""
         self._reward_kl_beta = cfg.kl_beta
-        self.seen: Outcomes = {}
+        self.task_outcomes: TaskOutcomes = {}
         """Outcomes of earlier training steps, from which the curriculum samples tasks; updated by the driver."""
         self._scale = None
         if isinstance(cfg, GaeSettings) and cfg.normalize_returns:
@@ -106,12 +106,16 @@ class Algorithm:
     def state(self) -> dict[str, Any]:
         """Return the state that changes during training, for a checkpoint."""
         scale = self._scale.state() if self._scale else {}
-        return {"reward_kl_beta": self._reward_kl_beta} | scale | ({"seen": self.seen} if self.seen else {})
+        return (
+            {"reward_kl_beta": self._reward_kl_beta}
+            | scale
+            | ({"seen": self.task_outcomes} if self.task_outcomes else {})
+        )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state returned by `state`."""
         self._reward_kl_beta = state["reward_kl_beta"]
-        self.seen = state.get("seen", {})
+        self.task_outcomes = state.get("seen", {})
         if self._scale:
             self._scale.load_state(state)
 

@@ -127,7 +127,7 @@ class AdvantageEstimator(Generic[A]):
     settings: type[A] = AlgorithmSettings  # pyright: ignore[reportAssignmentType]  # for estimators without own keys
     """Settings class of the estimator's keys under `algorithm`; `compute` receives an instance."""
     counts_chunk_steps: bool = False
-    """True if rollouts collect a fixed number of chunk steps per slot, which may cut episodes."""
+    """True if rollouts collect a fixed number of chunk steps per environment, which may cut episodes."""
     needs_states: bool = False
     """True if `compute` needs observation hashes (`Scores.states`)."""
     needs_greedy: bool = False

@@ -31,13 +31,13 @@ _AROUND_ZERO = valid_if(lambda v: len(v) == 2 and v[0] < 0 < v[1])
 _FRACTIONS = valid_if(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
 
 
-class ActingAlgorithm(Settings):
+class InferenceAlgorithm(Settings):
     """Config keys of `algorithm` that affect sampling."""
 
     sampling_params: SamplingSettings = SamplingSettings()
 
 
-class AlgorithmSettings(ActingAlgorithm):
+class AlgorithmSettings(InferenceAlgorithm):
     """Config keys for every estimator and loss."""
 
     needs = {
@@ -62,7 +62,7 @@ class AlgorithmSettings(ActingAlgorithm):
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
     """Number of episodes per group; all episodes of a group share a reset id."""
     rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Number of rollouts of all env slots per training step."""
+    """Number of rollouts of all environments per training step."""
     update_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Number of passes over the collected batch."""
     loss_agg_func: AggregationMode = "token-mean"
@@ -149,7 +149,7 @@ class AlgorithmSettings(ActingAlgorithm):
         return f"{self.adv_type} + {self.loss_type}"
 
     @property
-    def needs_all_ends(self) -> bool:
+    def needs_terminal_observations(self) -> bool:
         """Return True if terminated episodes need a final observation: relabelled goals may undo the termination."""
         return False
 

@@ -160,5 +160,5 @@ def _is_within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
     return bounds is None or bounds[0] <= float(np.mean(values)) <= bounds[1]
 
 
-Outcomes = dict[str, list[float]]
+TaskOutcomes = dict[str, list[float]]
 """Decayed counts [successes, episodes] by task id or reset id."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.api.environment import SingleEnv, env_of
-from embodyrl.commands.run_folder import first_weights
+from embodyrl.api.environment import SingleEnv, build_env_of_plan
+from embodyrl.commands.run_folder import resolve_initial_weights
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import ConfigError
@@ -45,7 +45,7 @@ class LoadedPolicy:
 
     def make_env(self) -> SingleEnv:
         """Build the environment of the run, with the cameras and image sizes of the policy."""
-        return env_of(self.run_plan)
+        return build_env_of_plan(self.run_plan)
 
     def act(
         self, obs: dict[str, Any], *, instruction: str | None = None, noise: FloatArray | None = None
@@ -148,20 +148,20 @@ def load_policy(
     # Compose without model.path first: the model determines whether this key exists.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
         cfg = load_config("eval", [ckpt_override, format_override("model.path", path), *overrides])
-    return policy_of(cfg, trainable=trainable, device=device)
+    return build_policy_of_config(cfg, trainable=trainable, device=device)
 
 
-def policy_of(cfg: Config, *, trainable: bool = False, device: str | None = None) -> LoadedPolicy:
+def build_policy_of_config(cfg: Config, *, trainable: bool = False, device: str | None = None) -> LoadedPolicy:
     """Load the policy of a config into this process (see `load_policy`)."""
     check_components(cfg)
     run_plan = build_run_plan(cfg, training=False)
-    weights = first_weights(cfg, run_plan.env)
-    from embodyrl.policies.tensors import best_device
+    weights = resolve_initial_weights(cfg, run_plan.env)
+    from embodyrl.policies.tensors import get_best_device
 
     sampling = cfg.algorithm.sampling_params
     request = PolicyRequest(
         env=run_plan.env,
-        device=device or best_device(),
+        device=device or get_best_device(),
         seed=cfg.seed,
         trainable=trainable,
         temperature=sampling.temperature,

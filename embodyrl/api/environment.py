@@ -25,7 +25,7 @@ from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 
 class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
-    """Gymnasium interface of an embodyrl environment with one slot.
+    """Gymnasium interface of an embodyrl environment with one environment.
 
     Observations: `images` [C, H, W, 3] uint8 (with cameras), `state` [S] float32 (with a state) and
     `instruction`, the task as text. Actions [A]: numbers in -1..1, or categories. `info["success"]`: goal reached.
@@ -88,7 +88,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one action (see `gymnasium.Env.step`)."""
-        # A chunk of one action in one slot.
+        # A chunk of one action in one environment.
         chunk = np.asarray(action, np.float32).reshape(1, 1, -1)
         result = self.env.step_chunk([0], chunk)
         terminated, truncated = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])
@@ -172,7 +172,7 @@ def make_env(env: str, *overrides: str, num_envs: int | None = None, config_dirs
     return _build_single_env(load_config("eval", arguments, config_dirs=config_dirs))
 
 
-def env_of(run_plan: RunPlan) -> SingleEnv:
+def build_env_of_plan(run_plan: RunPlan) -> SingleEnv:
     """Return the environment of a run, with the cameras of its policy."""
     return _build_single_env(run_plan.cfg, run_plan.env_settings)
 

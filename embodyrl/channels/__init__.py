@@ -1,1 +1,1 @@
-"""Data plane: records of arrays in shared memory, and pipe messages that refer to records by tickets."""
+"""Data plane: records of arrays in shared memory, and pipe messages that refer to records by record references."""

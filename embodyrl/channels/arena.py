@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.channels.layout import OBSERVATION, SEQUENCE, STATE, Record, RecordLayout, decode_instruction
-from embodyrl.errors import EmbodyError, StaleTicketError
+from embodyrl.errors import EmbodyError, StaleRecordError
 from embodyrl.files import available_bytes
 from embodyrl.types import IntArray, Observation
 
@@ -29,19 +29,19 @@ class RecordState:
     FREE, ALLOCATED, WRITING, READY = range(4)
 
 
-# A ticket is the handle of one record until the record is freed: the low bits are the record's index in the arena, the
-# high bits a sequence number, so all tickets of an arena are unique. A signed 64-bit integer has room for the index of
-# 67 million records and for 10^11 sequence numbers.
+# A record reference is the handle of one record until the record is freed: the low bits are the record's index in the
+# arena, the high bits a sequence number, so all record references of an arena are unique. A signed 64-bit integer has
+# room for the index of 67 million records and for 10^11 sequence numbers.
 _RECORD_BITS = 26
 _RECORD_MASK = (1 << _RECORD_BITS) - 1
 
 
-Tickets = Sequence[int] | npt.NDArray[np.int64]
+RecordRefs = Sequence[int] | npt.NDArray[np.int64]
 
 
-def get_record_indices(tickets: Tickets) -> npt.NDArray[np.int64]:
-    """Return the record indices [n] of tickets [n], which may be stale. They index the first axis of each field."""
-    return np.asarray(tickets, np.int64) & _RECORD_MASK
+def get_record_indices(record_refs: RecordRefs) -> npt.NDArray[np.int64]:
+    """Return the indices [n] of record references [n], which may be stale, in the first axis of each field."""
+    return np.asarray(record_refs, np.int64) & _RECORD_MASK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Arena:
     """Shared memory with a fixed number of records of one layout, and a list of free records.
 
     The owner (the process that created the arena) allocates and frees; any attached process may write and read records
-    by ticket. Fields are numpy arrays [capacity, *shape], accessed by `arena[Record.images]`.
+    by record reference. Fields are numpy arrays [capacity, *shape], accessed by `arena[Record.images]`.
     """
 
     def __init__(self, buffer: mmap.mmap, layout: RecordLayout, capacity: int, handle: ArenaHandle, fd: int) -> None:
@@ -97,7 +97,7 @@ class Arena:
         """
         _, size = layout.offsets(capacity)
         available = available_bytes()
-        # A ticket has a limited number of bits for the record.
+        # A record reference has a limited number of bits for the record.
         if size > available or capacity > _RECORD_MASK:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "
@@ -120,7 +120,7 @@ class Arena:
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise StaleTicketError(f"Cannot attach to the arena {handle.path}; its owner exited: {error}.") from error
+            raise StaleRecordError(f"Cannot attach to the arena {handle.path}; its owner exited: {error}.") from error
         _, size = handle.layout.offsets(handle.capacity)
         return cls(mmap.mmap(fd, size), handle.layout, handle.capacity, handle, fd)
 
@@ -133,7 +133,7 @@ class Arena:
         return self._num_free
 
     def allocate(self) -> int:
-        """Allocate a free record and return its ticket (owner only).
+        """Allocate a free record and return its record reference (owner only).
 
         Raises:
             ArenaFullError: no record is free.
@@ -141,26 +141,26 @@ class Arena:
         return int(self.allocate_all(1)[0])
 
     def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
-        """Allocate `count` free records and return their tickets [count] (owner only)."""
+        """Allocate `count` free records and return their record references [count] (owner only)."""
         if count > self._num_free:
             raise ArenaFullError(
                 f"Cannot allocate {count} records: {self._num_free} of {self.capacity} are free. Report this bug."
             )
         self._num_free -= count
-        # Reversed, so that tickets are in the order of single allocations.
+        # Reversed, so that record references are in the order of single allocations.
         records = self._free[self._num_free : self._num_free + count][::-1].copy()
         sequence_numbers = np.arange(self._next_sequence, self._next_sequence + count)
         self._next_sequence += count
         self._fields[STATE][records], self._fields[SEQUENCE][records] = RecordState.ALLOCATED, sequence_numbers
-        # Sequence numbers are unique, so a stale ticket is detected.
+        # Sequence numbers are unique, so a stale record reference is detected.
         return records | sequence_numbers << _RECORD_BITS
 
-    def free(self, tickets: Tickets) -> None:
-        """Free records (owner only); their tickets become stale.
+    def free(self, record_refs: RecordRefs) -> None:
+        """Free records (owner only); their record references become stale.
 
         This includes records whose writer died while writing.
         """
-        records = self._check_tickets(tickets)
+        records = self._check_record_refs(record_refs)
         # A record that is twice on the free list would be allocated twice.
         ordered = np.sort(records)
         assert (ordered[1:] != ordered[:-1]).all(), "a record was freed twice"
@@ -169,42 +169,43 @@ class Arena:
         self._num_free += len(records)
 
     @contextmanager
-    def write(self, ticket: int) -> Iterator[int]:
+    def write(self, record_ref: int) -> Iterator[int]:
         """Open a record for writing and yield its index; the record becomes readable if the block does not raise."""
-        with self.write_all([ticket]) as records:
+        with self.write_all([record_ref]) as records:
             yield int(records[0])
 
     @contextmanager
-    def write_all(self, tickets: Tickets) -> Iterator[npt.NDArray[np.int64]]:
+    def write_all(self, record_refs: RecordRefs) -> Iterator[npt.NDArray[np.int64]]:
         """Open several records for writing and yield their indices [n] (see `write`)."""
-        records, state = self._check_tickets(tickets), self._fields[STATE]
+        records, state = self._check_record_refs(record_refs), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
         # Not in a `finally`: after an error the record stays unreadable until it is freed.
         state[records] = RecordState.READY
 
-    def read(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Check that the records of tickets [n] are readable, and return the record indices [n].
+    def read(self, record_refs: RecordRefs) -> npt.NDArray[np.int64]:
+        """Check that the records of record references [n] are readable, and return the record indices [n].
 
         Raises:
             StaleTicketError: a record was freed, or not completely written.
         """
-        records = self._check_tickets(tickets)
+        records = self._check_record_refs(record_refs)
         not_ready = records[self._fields[STATE].take(records) != RecordState.READY]
         for record in not_ready[:1].tolist():
             state = ("FREE", "ALLOCATED", "WRITING", "READY")[self._fields[STATE][record]]
-            raise StaleTicketError(f"Record {record} cannot be read: its state is {state} instead of READY.")
+            raise StaleRecordError(f"Record {record} cannot be read: its state is {state} instead of READY.")
         return records
 
-    def _check_tickets(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Return the record indices of tickets after checking that no ticket is stale."""
-        numbers = np.asarray(tickets, np.int64)
+    def _check_record_refs(self, record_refs: RecordRefs) -> npt.NDArray[np.int64]:
+        """Return the record indices of record references after checking that no record reference is stale."""
+        numbers = np.asarray(record_refs, np.int64)
         records = numbers & _RECORD_MASK
         free, current = self._fields[STATE].take(records) == RecordState.FREE, self._fields[SEQUENCE].take(records)
         for i in np.flatnonzero(free | (current != numbers >> _RECORD_BITS))[:1].tolist():
             reason = "was freed" if free[i] else f"has sequence {current[i]}"
-            raise StaleTicketError(
-                f"The ticket of record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: the record "
+            raise StaleRecordError(
+                f"The record reference of record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: the "
+                "record "
                 f"{reason}."
             )
         return records

@@ -27,7 +27,7 @@ class Field:
 
 
 SEQUENCE, STATE = "sequence", "state"
-"""Names of the fields that the arena adds to each record: sequence number of the valid ticket, and record state."""
+"""Fields that the arena adds to each record: sequence number of the valid reference, and state of the record."""
 _HEADER = (Field(name=SEQUENCE, dtype="int64"), Field(name=STATE, dtype="uint8"))
 
 

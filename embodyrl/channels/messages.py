@@ -1,6 +1,6 @@
 """Messages between driver and workers. Messages are small, frozen and picklable; arrays stay in the arena.
 
-Messages have no slots: pickling frozen dataclasses with slots is several times slower.
+Messages have no environments: pickling frozen dataclasses with environments is several times slower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from embodyrl.channels.arena import Tickets
+from embodyrl.channels.arena import RecordRefs
 from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_RESULT, Record, WeightInfo, WeightPart
 from embodyrl.types import EpisodeStart, IntArray
 
@@ -24,7 +24,7 @@ class WorkerReady:
     """Message of a worker that is built and ready for requests."""
 
     task_limit: int | None = None
-    """Env workers: maximum number of distinct tasks in all slots at a time; None: unlimited."""
+    """Env workers: maximum number of distinct tasks in all environments at a time; None: unlimited."""
     weights: tuple[WeightInfo, ...] = ()
     """Disaggregated mode: names, dtypes and sizes of this process's weights."""
 
@@ -40,9 +40,9 @@ class WorkerFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class ResetRequest:
-    """Request to start an episode in a slot and to write the first observation to the record `target`."""
+    """Request to start an episode in an environment and to write the first observation to the record `target`."""
 
-    slot: int
+    env_index: int
     start: EpisodeStart
     target: int
     video_stem: str | None = None
@@ -57,9 +57,9 @@ def to_list_if_short(values: IntArray) -> Sequence[int] | IntArray:
 
 
 class RecordAccess(NamedTuple):
-    """Access of a request to records: the tickets of the records, and the fields that the worker reads or writes."""
+    """Access of a request to records: references, and the fields that the worker reads or writes."""
 
-    tickets: Tickets
+    record_refs: RecordRefs
     fields: tuple[str, ...] | None = ()
     """Names of the fields; None: all fields."""
     pool: int = 0
@@ -79,10 +79,10 @@ class Request:
     sequence: int = 0
     """Sequence number of the request, set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Record fields that the worker reads, by name of the request attribute that contains the records' tickets; None:
-    all fields. The state of a record is always included."""
+    """Record fields that the worker reads, by name of the request attribute that contains the records' record
+    references; None: all fields. The state of a record is always included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Record fields that the worker writes, by name of the request attribute that contains the records' tickets."""
+    """Record fields that the worker writes, by name of the request attribute that contains the references."""
     pool: ClassVar[int] = 0
     """Index of the shared memory that contains the records (see `RecordAccess.pool`)."""
 
@@ -107,13 +107,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRequest(Request):
-    """Request to one stage (a group of slots that step together) of an env worker: run chunks, then reset slots."""
+    """Request to one stage (environments that step together) of an env worker: run chunks, then reset environments."""
 
     stage: int
-    slots: Sequence[int] | IntArray = ()
-    """[n] slots that execute the chunks in the records of `sources`; the next observations are written to `targets`."""
-    sources: Tickets = ()
-    targets: Tickets = ()
+    env_indices: Sequence[int] | IntArray = ()
+    """[n] environments that execute the chunks in `sources`; the next observations are written to `targets`."""
+    sources: RecordRefs = ()
+    targets: RecordRefs = ()
     resets: tuple[ResetRequest, ...] = ()
 
     read_fields = {"sources": (Record.action, Record.reply, Record.cut_off), "observed": ()}
@@ -126,10 +126,10 @@ class EnvRequest(Request):
     @property
     def label(self) -> str:
         """Name of the request for log messages and traces: chunk or reset."""
-        return "chunk" if len(self.slots) else "reset"
+        return "chunk" if len(self.env_indices) else "reset"
 
     @property
-    def observed(self) -> Tickets:
+    def observed(self) -> RecordRefs:
         """Tickets of all records that receive an observation, after a chunk or a reset."""
         return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
@@ -138,7 +138,7 @@ class EnvRequest(Request):
 class Recording:
     """Path of an episode's finished video, or the problem that prevented the recording."""
 
-    slot: int
+    env_index: int
     path: str | None
     problem: str | None = None
 
@@ -154,17 +154,17 @@ class EnvReport:
     reset_s: float
     recordings: tuple[Recording, ...] = ()
     reward_errors: tuple[tuple[int, str], ...] = ()
-    """(slot, error message) of each slot whose reward function failed."""
+    """(environment, error message) of each environment whose reward function failed."""
     solved: tuple[int, ...] = ()
-    """Slots that were reset to a state in which the goal is already reached."""
+    """Environments that were reset to a state in which the goal is already reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferRequest(Request):
     """Request to compute actions for a batch of observations, and to write them into the observations' records."""
 
-    tickets: Tickets
-    """[n] tickets of the records with the observations; `noise_seeds` and `chunks` also have length n."""
+    record_refs: RecordRefs
+    """[n] record references of the records with the observations; `noise_seeds` and `chunks` also have length n."""
     noise_seeds: Sequence[int] | IntArray
     chunks: Sequence[int] | IntArray
     """[n] index of the next chunk in each episode, starting at 0."""
@@ -175,31 +175,31 @@ class InferRequest(Request):
     padded_size: int = 0
     """Batch size after padding; 0: no padding."""
     rows: Sequence[int] | IntArray = ()
-    """[n] row of each ticket in the padded batch."""
+    """[n] row of each record reference in the padded batch."""
 
-    read_fields = {"tickets": OBSERVATION}
-    written_fields = {"tickets": DECISION}
+    read_fields = {"record references": OBSERVATION}
+    written_fields = {"record references": DECISION}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRequest(Request):
     """Request to predict the value of each observation and to write the value into the same record."""
 
-    tickets: Tickets
+    record_refs: RecordRefs
     padded_size: int = 0
 
-    read_fields = {"tickets": OBSERVATION}
-    written_fields = {"tickets": (Record.value,)}
+    read_fields = {"record references": OBSERVATION}
+    written_fields = {"record references": (Record.value,)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest(Request):
     """Request to compute log-probabilities under the reference policy and to write them into the records."""
 
-    tickets: Tickets
+    record_refs: RecordRefs
 
-    read_fields = {"tickets": (*OBSERVATION, Record.tokens)}
-    written_fields = {"tickets": (Record.ref_logprob,)}
+    read_fields = {"record references": (*OBSERVATION, Record.tokens)}
+    written_fields = {"record references": (Record.ref_logprob,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +207,12 @@ class UpdateRequest(Request):
     """Request to train on a batch of records that contain advantages."""
 
     step: int
-    tickets: Tickets
+    record_refs: RecordRefs
     episode: Sequence[int] | IntArray
-    """Episode id of each ticket."""
+    """Episode id of each record reference."""
     finals: tuple[tuple[int, int], ...] = ()
-    """Off-policy: (episode id, ticket of the final observation) of each ended episode; terminated episodes are
-    included only with hindsight."""
+    """Off-policy: (episode id, record reference of the final observation) of each ended episode; terminated episodes
+    are included only with hindsight."""
     earlier: tuple[tuple[int, int], ...] = ()
     """Hindsight: (episode id, number in `open` of an earlier request) of each continued episode."""
     open: tuple[tuple[int, int], ...] = ()
@@ -221,12 +221,12 @@ class UpdateRequest(Request):
     """Reply after each micro-batch and wait for a ContinueRequest, so that inference can be interleaved."""
 
     # All fields: the fields that an update reads depend on the algorithm.
-    read_fields = {"tickets": None, "last": OBSERVATION}
+    read_fields = {"record references": None, "last": OBSERVATION}
 
     @property
-    def last(self) -> Tickets:
+    def last(self) -> RecordRefs:
         """Tickets of the final observations in `finals`."""
-        return np.array([ticket for _, ticket in self.finals], np.int64)
+        return np.array([record_ref for _, record_ref in self.finals], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +234,13 @@ class ImitateRequest(Request):
     """Request to train with SFT on records that contain observations and target actions or replies."""
 
     step: int
-    tickets: Tickets
+    record_refs: RecordRefs
     augment: tuple[int, ...] = ()
     """Seeds of image augmentation, one for every `actor.micro_batch_size` samples; empty: no augmentation."""
     learn: bool = True
     """If False, only evaluate, and reply with the sums of loss and accuracy."""
 
-    read_fields = {"tickets": (*OBSERVATION, Record.action, Record.reply, Record.success)}
+    read_fields = {"record references": (*OBSERVATION, Record.action, Record.reply, Record.success)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ class LoadRequest(Request):
 class BucketRequest(Request):
     """Request to transfer parts of the weights through a bucket."""
 
-    ticket: int
+    record_ref: int
     parts: tuple[WeightPart, ...]
 
     pool = 1
@@ -280,15 +280,15 @@ class BucketRequest(Request):
 class PublishRequest(BucketRequest):
     """Request to write parts of the trained weights into a bucket."""
 
-    read_fields = {"ticket": ()}
-    written_fields = {"ticket": (BUCKET, STATE)}
+    read_fields = {"record reference": ()}
+    written_fields = {"record reference": (BUCKET, STATE)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadWeightsRequest(BucketRequest):
     """Request to load the weights in a bucket for inference."""
 
-    read_fields = {"ticket": (BUCKET,)}
+    read_fields = {"record reference": (BUCKET,)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,7 +192,7 @@ class CheckpointStore:
         """Return the steps of all complete checkpoints, ascending."""
         return [step for step in self.folders() if (self.path(step) / MANIFEST_NAME).is_file()]
 
-    def set_aside(self) -> list[str]:
+    def rename_damaged(self) -> list[str]:
         """Rename folders without a manifest, so that their steps can be saved again; return one warning per folder."""
         warnings: list[str] = []
         for step in {*self.folders()} - {*self.steps()}:
@@ -394,7 +394,7 @@ def _is_other_process(pid: int) -> bool:
     return True
 
 
-def step_of(weights: Path | None) -> int:
+def read_step(weights: Path | None) -> int:
     """Return the training step of the evaluated weights; 0 for weights without a checkpoint of this package."""
     if weights is None or not (weights.parent / MANIFEST_NAME).is_file():
         return 0

@@ -1,13 +1,13 @@
 """Output of `--dry-run`: a description of the run, built without worker processes."""
 
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.commands.facts import (
+from embodyrl.commands.banner import (
     common_banner_lines,
     evaluation_banner_lines,
     machine_banner_lines,
     training_banner_lines,
 )
-from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
 from embodyrl.monitor.phases import rough_duration
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.rates import predict
@@ -35,7 +35,10 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     run_plan = build_run_plan(cfg, training=training)
     if not training:
         read_baseline(cfg)
-    lines = [*common_banner_lines(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
+    lines = [
+        *common_banner_lines(run_plan),
+        *weight_banner_lines(cfg, resolve_initial_weights(cfg, run_plan.env), run_plan.env),
+    ]
     lines += training_banner_lines(run_plan) if training else run_plan.resources.get_banner_lines(run_plan)
     return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan), *_verdict(run_plan)]
 
@@ -60,7 +63,7 @@ def _lines(cfg: Config) -> list[tuple[str, str]]:
     elif cfg.command == "dagger":
         from embodyrl.commands.dagger import dagger_banner_lines as lines
     elif cfg.command == "serve":
-        from embodyrl.serving.serve import server_facts as lines
+        from embodyrl.serving.serve import server_banner_lines as lines
     elif cfg.command == "sft":
         from embodyrl.commands.sft_setup import sft_banner_lines as lines
     else:

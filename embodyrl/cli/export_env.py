@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embodyrl.cli.output import show_result
 from embodyrl.errors import ConfigError
-from embodyrl.files import replacing
+from embodyrl.files import replace_atomically
 from embodyrl.parts import EXTRAS
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
@@ -38,7 +38,7 @@ def export_env(args: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"Cannot write to {out.parent}: {error.strerror}. Choose another folder.") from error
-    with replacing(out) as folder:
+    with replace_atomically(out) as folder:
         folder.mkdir()
         values = {"env": env, "env_text": repr(env), "overrides": repr(tuple(overrides))}
         for template in sorted(_TEMPLATES.glob("*.tmpl")):

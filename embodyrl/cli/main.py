@@ -21,7 +21,7 @@ from embodyrl.cli.commands import COMMANDS, overview, package_commands
 from embodyrl.cli.output import disable_garbage_collection, printable
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import has_room
-from embodyrl.process_cleanup import exit_in_spite_of_leftovers
+from embodyrl.process_cleanup import exit_with_leftovers
 from embodyrl.registry import closest
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is None:
             gc.freeze()  # the collector must not traverse all objects at exit
-            exit_in_spite_of_leftovers(code)
+            exit_with_leftovers(code)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

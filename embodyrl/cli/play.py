@@ -10,7 +10,7 @@ from pathlib import Path
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
-from embodyrl.play.start import page, policy_with_env
+from embodyrl.play.start import load_policy_with_env, page
 
 
 def play(args: argparse.Namespace) -> int:
@@ -24,14 +24,14 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.config.compose import format_override
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import find_run_config
-    from embodyrl.play.desk import RequestHandlers
     from embodyrl.play.recording import Recording
+    from embodyrl.play.request_handlers import RequestHandlers
     from embodyrl.play.scene import Scene
-    from embodyrl.web_pages.loopback import Loopback
+    from embodyrl.web_pages.loopback import LoopbackServer
 
     with ExitStack() as stack:
         recording = None
-        policy, env = policy_with_env(run, trust, records=args.record is not None)
+        policy, env = load_policy_with_env(run, trust, records=args.record is not None)
         stack.callback(env.close)
         if args.record is not None:
             stack.enter_context(lock_folder(Path(args.record)))
@@ -42,6 +42,6 @@ def play(args: argparse.Namespace) -> int:
         scene = Scene(policy, env, recording)
         stack.callback(scene.finish_episode)
         desk = RequestHandlers(run.name, scene)
-        server = Loopback(int(args.port), {"/": page}, desk.posts)
+        server = LoopbackServer(int(args.port), {"/": page}, desk.posts)
         server.show(open_page=args.open, name=f"{run.name}: ")
     return 0

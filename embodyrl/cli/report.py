@@ -14,7 +14,7 @@ from embodyrl.cli.output import printable, show_result
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EVENTS_FILE
-from embodyrl.reports.history import Evaluation, History, is_running, read_history, samples_of
+from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
 from embodyrl.reports.samples import sample_lines
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def report(args: argparse.Namespace) -> int:
 
 def card(args: argparse.Namespace) -> int:
     """Run `embodyrl card`: write the result card of a run."""
-    from embodyrl.reports.card import card_of, card_text, write_card
+    from embodyrl.reports.card import build_card, card_text, write_card
 
     if len(args.words) != 1:
         raise ConfigError("embodyrl card takes one run, for example: embodyrl card runs/my_run.")
@@ -64,14 +64,14 @@ def card(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"Cannot write {args.out or run}: {error.strerror}. Choose another path with --out."
         ) from error
-    result_card = card_of(run)
+    result_card = build_card(run)
     show_result(args, result_card, (card_text(result_card), *(f"card  {path}" for path in paths)))
     return 0
 
 
 def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
     """Serve the page on this machine; each request renders the current state of the run."""
-    from embodyrl.web_pages.loopback import Answer, Loopback
+    from embodyrl.web_pages.loopback import Answer, LoopbackServer
 
     if args.json or not args.port.isdecimal():
         raise ConfigError("--watch serves a page: remove --json, and set --port to a number.")
@@ -85,7 +85,7 @@ def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path
             text = text.replace("<head>", f'<head><meta http-equiv="refresh" content="{_REFRESH_S}">', 1)
         return "text/html; charset=utf-8", text.encode()
 
-    Loopback(int(args.port), {"/": page}, {}).show(open_page=args.open)
+    LoopbackServer(int(args.port), {"/": page}, {}).show(open_page=args.open)
     return 0
 
 
@@ -115,7 +115,7 @@ def build_dashboard(history: History) -> RenderableType:
     evaluation = history.evaluations[-1] if history.evaluations else history.unfinished
     if not (history.rows or evaluation):
         return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for them.")
-    if reply_lines := list(sample_lines(samples_of(history, _MAX_REPLIES))):
+    if reply_lines := list(sample_lines(select_samples(history, _MAX_REPLIES))):
         return Group(_numbers(history, evaluation), Text("\n".join(["replies", *reply_lines])))
     return _numbers(history, evaluation)
 

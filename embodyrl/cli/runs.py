@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
@@ -20,7 +20,7 @@ def run_folders(output_dir: Path) -> list[Path]:
 def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
     """Return the folder of the newest training run of an experiment; None if the experiment has no training run."""
     for folder in run_folders(output_dir):
-        saved = flat(read_plain_yaml(folder / "config.yaml"))
+        saved = flatten(read_plain_yaml(folder / "config.yaml"))
         # An evaluation also has a run folder, but no training state to resume.
         if saved.get("runner.experiment_name") == experiment_name and (folder / "checkpoints").is_dir():
             return folder

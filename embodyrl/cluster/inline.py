@@ -17,7 +17,7 @@ from embodyrl.channels.messages import Request
 from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ON_THIS_HOST, ClusterSettings, Event, LauncherSettings, WorkerDied
-from embodyrl.process_cleanup import end_owned, owning
+from embodyrl.process_cleanup import kill_marked_children, mark_children
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 
 _TICK_S = 1.0
@@ -163,7 +163,7 @@ class InlineLauncher:
 
     def _mark_processes(self, simulates: bool) -> AbstractContextManager[None]:
         """Mark processes started by an environment, so that they are killed at the end of the run."""
-        return owning(self._owner) if simulates else nullcontext()
+        return mark_children(self._owner) if simulates else nullcontext()
 
     def _report_error(self, name: str, error: BaseException) -> None:
         failure = describe_failure(error)
@@ -179,7 +179,7 @@ class InlineLauncher:
         for worker in self._workers.values():
             worker.close()
         if self._simulating:
-            end_owned(self._owner)
+            kill_marked_children(self._owner)
         self._simulating.clear()
         self._workers.clear()
         self._deadline.close()

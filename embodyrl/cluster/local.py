@@ -23,7 +23,7 @@ from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
 from embodyrl.errors import ChannelClosed, ChannelTimeout
-from embodyrl.process_cleanup import end_owned, owning
+from embodyrl.process_cleanup import kill_marked_children, mark_children
 
 if TYPE_CHECKING:
     from embodyrl.channels.messages import Request
@@ -80,7 +80,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         # The child inherits the mask: Ctrl-C during its imports would print a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with _guard_main_module(), owning(f"{self._owner}/{spec.name}"):
+            with _guard_main_module(), mark_children(f"{self._owner}/{spec.name}"):
                 process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -159,7 +159,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         handle = self._handles.pop(name)
         handle.process.kill()
         handle.process.join(_JOIN_S)
-        end_owned(f"{self._owner}/{name}")
+        kill_marked_children(f"{self._owner}/{name}")
         self._unregister(handle)
         self._report_death(name, handle, reason, traceback, exit_code)
 
@@ -193,7 +193,7 @@ class LocalLauncher(OpenRequests[_Handle]):
                 handle.process.join(_JOIN_S)
                 self._unregister(handle)
             if handles:
-                end_owned(self._owner)
+                kill_marked_children(self._owner)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class FaultSettings(Settings):
     needs = {"on_env_crash=restart": "max_restarts_per_worker"}
 
     step_timeout_s: Seconds = 120.0
-    """Time limit of an env worker per action chunk and per reset of a slot."""
+    """Time limit of an env worker per action chunk and per reset of an environment."""
     start_timeout_s: Seconds = 600.0
     """Time limit for the start of a worker, which imports packages, builds simulators and loads weights."""
     update_timeout_s: Seconds = 3600.0
@@ -62,7 +62,7 @@ class ProcessSettings(LauncherSettings):
     env_workers: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Constraint("auto or an integer of at least 1")
     ] = "auto"
-    """Number of env worker processes; auto: one per core, at most one per slot."""
+    """Number of env worker processes; auto: one per core, at most one per environment."""
 
 
 class ClusterSettings(Settings):

@@ -255,8 +255,8 @@ class Supervisor:
                 f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
             )
         if spec.simulates and died.raised:
-            # After a restart, an episode may run in another slot.
-            what = re.sub(r"\bslot \d+", "", died.reason)
+            # After a restart, an episode may run in another environment.
+            what = re.sub(r"\benvironment \d+", "", died.reason)
             failures = {(what, steps) for steps in self.get_running_episodes(name)}
             if self._failures[name] & failures:
                 raise WorkerError(

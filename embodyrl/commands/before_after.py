@@ -15,10 +15,10 @@ from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
 from embodyrl.monitor.protocol import Monitor
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.reports.paired import pair_suites
+from embodyrl.reports.paired import compare_suites
 from embodyrl.reports.side_by_side import join_side_by_side
 from embodyrl.scheduler.rollout import Rollout
-from embodyrl.scheduler.start import Workers
+from embodyrl.scheduler.start import RolloutWorkers
 from embodyrl.types import Episode, EpisodeSpec
 
 
@@ -50,7 +50,12 @@ def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[Epis
 
 
 def record(
-    run_plan: RunPlan, workers: Workers, result: EvalResult, episode_ids: Sequence[int], videos: Path, monitor: Monitor
+    run_plan: RunPlan,
+    workers: RolloutWorkers,
+    result: EvalResult,
+    episode_ids: Sequence[int],
+    videos: Path,
+    monitor: Monitor,
 ) -> EvalResult:
     """Repeat the recorded actions of validation episodes to record videos; return the result with the recordings.
 
@@ -91,7 +96,7 @@ def record(
 
 
 def record_changes(
-    run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, monitor: Monitor
+    run_plan: RunPlan, workers: RolloutWorkers, first: EvalResult, last: EvalResult, videos: Path, monitor: Monitor
 ) -> ValidationComparison:
     """Record N episodes of the first and last validation (`video=changed:N`), and join each episode's two recordings.
 
@@ -109,7 +114,7 @@ def record_changes(
     joined_videos = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, monitor=monitor)
     episodes = (read_episodes(end.folder / EPISODES_FILE) for end in (first, last))
     return ValidationComparison(
-        first=first, last=last, videos=tuple(joined_videos), paired=tuple(pair_suites(*episodes))
+        first=first, last=last, videos=tuple(joined_videos), paired=tuple(compare_suites(*episodes))
     )
 
 

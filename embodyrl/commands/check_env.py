@@ -21,11 +21,11 @@ def check_env(args: argparse.Namespace) -> int:
     # Redirect stdout: a user's module may print when it is imported.
     with contextlib.redirect_stdout(sys.stderr):
         cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
-        from embodyrl.envs.check import check_env_apart
+        from embodyrl.envs.check import check_env_in_subprocess
         from embodyrl.plan.checks import check_components
 
         check_components(cfg)
-    for finding in check_env_apart(cfg.env, seed=cfg.seed, timeout_s=cfg.faults.step_timeout_s):
+    for finding in check_env_in_subprocess(cfg.env, seed=cfg.seed, timeout_s=cfg.faults.step_timeout_s):
         findings.append(finding)
         if not args.json:
             _show(finding)

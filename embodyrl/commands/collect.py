@@ -11,17 +11,17 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.checkpoint.store import step_of
+from embodyrl.checkpoint.store import read_step
+from embodyrl.commands.banner import common_banner_lines
 from embodyrl.commands.demonstration_episodes import demonstration_episodes
-from embodyrl.commands.facts import common_banner_lines
-from embodyrl.commands.run_folder import RunFolder, first_weights, lock_folder, open_run, weight_facts
+from embodyrl.commands.run_folder import RunFolder, lock_folder, open_run, resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout, differences
+from embodyrl.data.custom_reward import get_custom_reward
 from embodyrl.data.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
-from embodyrl.data.rewarded import changed_reward
 from embodyrl.data.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
@@ -34,7 +34,7 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
 from embodyrl.scheduler.rollout import Rollout
-from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.scheduler.start import RolloutWorkers, start_workers
 from embodyrl.types import EnvSpec, Episode
 
 _MAX_TRIALS_PER_EPISODE = 20
@@ -57,7 +57,10 @@ class CollectResult:
 def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a collection as (name, text) pairs."""
     run_plan = build_collection_plan(cfg)
-    lines = [*common_banner_lines(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env), run_plan.env)]
+    lines = [
+        *common_banner_lines(run_plan),
+        *weight_banner_lines(cfg, resolve_initial_weights(cfg, run_plan.env), run_plan.env),
+    ]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
@@ -72,7 +75,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     """
     assert cfg.collect.out is not None, "checked by check_components"
     run_plan = build_collection_plan(cfg)
-    weights = first_weights(cfg, run_plan.env)
+    weights = resolve_initial_weights(cfg, run_plan.env)
     with (
         lock_folder(Path(cfg.collect.out)),
         closing(open_run(cfg, "collect", overrides, None)) as folder,
@@ -82,7 +85,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
 
 
 def build_collection_plan(cfg: Config) -> RunPlan:
-    """Build the run plan of a collection, with the slots of the training split and one record per env step.
+    """Build the run plan of a collection, with the environments of the training split and one record per env step.
 
     Raises:
         ConfigError: incompatible components, or a task without an expert.
@@ -109,12 +112,12 @@ def build_collection_plan(cfg: Config) -> RunPlan:
         )
     if cfg.command == "dagger":
         _check_demonstrations(cfg, base.env)
-    slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
+    num_envs = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
     return replace(
         base,
-        env_workers=split_envs(slots, count_env_workers(cfg, base.env, base.devices, slots)),
-        # The running episode of each slot, and its open requests.
-        capacity=slots * (cfg.env.train.max_episode_steps + 2),
+        env_workers=split_envs(num_envs, count_env_workers(cfg, base.env, base.devices, num_envs)),
+        # The running episode of each environment, and its open requests.
+        capacity=num_envs * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
         labelled=is_labelled,
     )
@@ -165,7 +168,7 @@ def build_card(run_plan: RunPlan) -> Card:
             "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
             "filter": cfg.collect.filter.value,
             **({"labels": cfg.collect.labels.value} if run_plan.labelled else {}),
-            **changed_reward(cfg.reward),
+            **get_custom_reward(cfg.reward),
             "seed": cfg.seed,
             "state_ids": cfg.env.train.state_ids,
             "max_episode_steps": cfg.env.train.max_episode_steps,
@@ -182,7 +185,7 @@ class _Collection:
         self.cfg = run_plan.cfg
         self.monitor = monitor
         self.weights = weights
-        self.version = -1 if run_plan.policy.scripted else step_of(weights)
+        self.version = -1 if run_plan.policy.scripted else read_step(weights)
         tasks = select_tasks(run_plan.env, self.cfg.env.train)
         num_episodes = self.cfg.collect.episodes
         self.quota = {
@@ -211,7 +214,7 @@ class _Collection:
                 "collect",
                 [
                     *common_banner_lines(self.run_plan),
-                    *weight_facts(self.cfg, self.weights, self.run_plan.env),
+                    *weight_banner_lines(self.cfg, self.weights, self.run_plan.env),
                     ("demos", demos),
                 ],
             )
@@ -265,7 +268,7 @@ class _Collection:
             trials += [(task, first + index) for index in range(max(0, quota - self.num_stored[task]))]
         return trials
 
-    def _run_batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
+    def _run_batch(self, workers: RolloutWorkers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
         """Run the episodes of `trials`, and write the kept episodes in the order of `trials`."""
         finished: dict[int, Demonstration | None] = {}
         pending = list(range(len(trials)))
@@ -289,7 +292,7 @@ class _Collection:
             finished[episode.spec.episode_id] = (
                 copy_episode(workers.arena, episode, source, actor) if is_selected else None
             )
-            # Copied above: the arena has space for only one running episode per slot.
+            # Copied above: the arena has space for only one running episode per environment.
             workers.scheduler.release(rollout.out, [episode])
             write(flush_all=False)
             self.monitor.progress(sum(self.num_stored.values()), self.cfg.collect.episodes, "kept episodes")

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.text.answers import final_answer
-from embodyrl.text.messages import split_messages, spoken
+from embodyrl.text.messages import restore_image_placeholders, split_messages
 
 
 def get_turns(instruction: str) -> tuple[tuple[str, str], ...]:
     """Return the (role, text) pairs of a conversation's turns; empty for any other instruction."""
     messages = split_messages(instruction)
-    return tuple((turn.role, spoken(turn.content)) for turn in messages) if len(messages) > 1 else ()
+    return (
+        tuple((turn.role, restore_image_placeholders(turn.content)) for turn in messages) if len(messages) > 1 else ()
+    )
 
 
 def majority_accuracy(episodes: Sequence[EpisodeRow]) -> float | None:

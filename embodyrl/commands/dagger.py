@@ -13,7 +13,7 @@ from embodyrl.commands.unchanged_data import check_unchanged
 from embodyrl.data.settings import EpisodeFilter, Labels
 from embodyrl.data.writer import read_episodes
 from embodyrl.errors import Interrupted
-from embodyrl.plan.config import overridden
+from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.experts import Expert, find_expert
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
@@ -41,7 +41,7 @@ class ScriptedExpert:
 
     def collect(self, cfg: Config) -> None:
         """Collect episodes of the policy with actions of the scripted expert as labels."""
-        collect(overridden(cfg, {"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}))
+        collect(apply_overrides(cfg, {"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
         """Do nothing; the log of the training shows the progress."""
@@ -96,7 +96,7 @@ def _run_round(
     """Collect the episodes of this round in the last folder of `data`, and train on all folders."""
     round_values = {"seed": cfg.seed + len(data), "runner.experiment_name": f"{run.name}_acting"}
     expert.collect(
-        overridden(cfg, _initial_weight_overrides(cfg, previous) | {"collect.out": str(data[-1]), **round_values})
+        apply_overrides(cfg, _initial_weight_overrides(cfg, previous) | {"collect.out": str(data[-1]), **round_values})
     )
     resume = run if run.exists() else None
     sft(_training_config(cfg, previous, run, data), overrides=overrides, resume=resume, on_step=expert.on_step)
@@ -108,7 +108,7 @@ def _training_config(cfg: Config, previous: Path | None, run: Path, data: Sequen
     folders = [*cfg.demonstrations.more, *(str(folder) for folder in data if read_episodes(folder))]
     actors = cfg.demonstrations.actors or list(find_expert(cfg.dagger.expert).authors)
     round_values = {"data.more": folders, "data.actors": actors, "runner.experiment_name": run.name}
-    return overridden(cfg, _initial_weight_overrides(cfg, previous) | round_values)
+    return apply_overrides(cfg, _initial_weight_overrides(cfg, previous) | round_values)
 
 
 def _initial_weight_overrides(cfg: Config, previous: Path | None) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from embodyrl.data.layout import (
     Demonstration,
     Source,
     image_key,
-    is_ours,
+    is_embodyrl_dataset,
 )
-from embodyrl.data.reader import Demonstrations, count_warnings, load_demonstrations
+from embodyrl.data.reader import Demonstrations, find_episode_count_warnings, load_demonstrations
 from embodyrl.data.rows import find_rows, read_success, read_vectors
 from embodyrl.data.settings import Labels
 from embodyrl.data.tables import read_tasks
@@ -79,7 +79,7 @@ def open_set(root: Path) -> DataSet:
     if problems := check_layout(root):
         raise ConfigError([f"{root}: {problem}" for problem in problems])
     rows = read_episodes(root)
-    if not is_ours(root):
+    if not is_embodyrl_dataset(root):
         _add_outcomes(root, card, rows)
     if not rows:
         no_steps = np.zeros(0, np.int64)
@@ -126,9 +126,9 @@ def describe(data_set: DataSet) -> dict[str, Any]:
 
 def find_warnings(data_set: DataSet) -> list[str]:
     """Return warnings about missing episodes and unused video frames of a third-party data set."""
-    if is_ours(data_set.root):
+    if is_embodyrl_dataset(data_set.root):
         return []
-    warnings = count_warnings(data_set.root, len(data_set.rows))
+    warnings = find_episode_count_warnings(data_set.root, len(data_set.rows))
     if not data_set.rows or not data_set.card.video:
         return warnings
     videos = VideoReader(data_set.root, data_set.card, find_rows(data_set.root, data_set.rows), data_set.rows)
@@ -220,7 +220,7 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
     first = sources[0].card
     states = [source.card.collected.get("state_ids") for source in sources]
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
-    if not all(is_ours(source.root) and UNDESCRIBED not in source.card.collected for source in sources):
+    if not all(is_embodyrl_dataset(source.root) and UNDESCRIBED not in source.card.collected for source in sources):
         collected[UNDESCRIBED] = True
     state_ranges = [
         state_range for state_range in states if isinstance(state_range, list | tuple) and len(state_range) == 2
@@ -278,8 +278,8 @@ def _convert_source(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> So
         return source
     task_id = new.tasks.index(task)
     if source.reset_id >= 0:
-        state = source.reset_id - old.reset_ids_of(source.task_id).start
-        return replace(source, task_id=task_id, reset_id=new.reset_ids_of(task_id).start + state)
+        state = source.reset_id - old.get_reset_ids(source.task_id).start
+        return replace(source, task_id=task_id, reset_id=new.get_reset_ids(task_id).start + state)
     return replace(source, task_id=task_id)
 
 

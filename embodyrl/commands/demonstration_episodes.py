@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from embodyrl.plan.episodes import EpisodeList, make_single_wave
-from embodyrl.plan.initial_states import reset_ids_of
+from embodyrl.plan.initial_states import get_reset_ids
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec
@@ -19,7 +19,7 @@ def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int
     split = cfg.env.train
     episodes = []
     for index, (task, trial) in enumerate(trials):
-        ids = list(reset_ids_of(env, split, task))
+        ids = list(get_reset_ids(env, split, task))
         epoch, position = divmod(trial, len(ids))
         order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, epoch)).permutation(len(ids))
         episodes.append(

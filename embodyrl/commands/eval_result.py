@@ -12,10 +12,10 @@ from typing import Any
 from embodyrl.channels.layout import decode_instruction
 from embodyrl.commands.conversations import get_turns, majority_accuracy
 from embodyrl.errors import WorkerError
-from embodyrl.monitor.history import EpisodeRow, score_of
+from embodyrl.monitor.history import EpisodeRow, compute_score
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.plan.initial_states import own_tasks
-from embodyrl.reports.paired import Paired
+from embodyrl.reports.paired import PairedComparison
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
@@ -89,7 +89,7 @@ class EvalResult:
     """Ids of episodes whose goal is reached before the first action; the results include these episodes."""
     suites: tuple[TaskResult, ...] = ()
     """Results of each suite, beginning with the environment's own suite; empty if only one suite was evaluated."""
-    paired: tuple[Paired, ...] = ()
+    paired: tuple[PairedComparison, ...] = ()
     """Comparisons with `eval.baseline`, one per suite."""
     baseline: str | None = None
     """Name of the run folder of the earlier evaluation in `paired`."""
@@ -211,7 +211,7 @@ def _print_table(table: Sequence[Sequence[str]], write_line: Callable[[str], Non
 def _summarise_task(
     task_id: int, task: str, episodes: Sequence[EpisodeRow], *, suite: str = "", number: int = -1
 ) -> TaskResult:
-    count, score = len(episodes), score_of(episodes)
+    count, score = len(episodes), compute_score(episodes)
     rate = score if isinstance(score, Rate) else None
     voted = majority_accuracy(episodes)
     # Sorted, so that a resumed evaluation adds the numbers in the same order.
@@ -241,7 +241,7 @@ def _summarise_task(
 def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
     """Build an EvalResult from episodes; `overall` covers only the environment's own suite."""
     ids = sorted({row.task_id for row in rows})
-    by_suite = {env.suite_of(task): [row for row in rows if row.suite == env.suite_of(task)] for task in ids}
+    by_suite = {env.get_suite(task): [row for row in rows if row.suite == env.get_suite(task)] for task in ids}
     main_rows = next(iter(by_suite.values())) if env.benchmark.suites else rows
     tasks = []
     for task in ids:
@@ -274,7 +274,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     # The instruction is all messages of a conversation, or the last message of a game with several turns.
     has_task_name = bool(turns) or env.text.max_replies > 1
     suite = env.benchmark.suites[task_id] if env.benchmark.suites else ""
-    first_state = env.reset_ids_of(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start
+    first_state = env.get_reset_ids(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start
     return EpisodeRow(
         episode=episode.spec.episode_id,
         task_id=episode.spec.task_id,
@@ -318,7 +318,7 @@ def compare_results(first: EvalResult, last: EvalResult) -> list[tuple[str, Scor
 
 
 def result_table(
-    first: EvalResult, last: EvalResult, paired: Sequence[Paired] = ()
+    first: EvalResult, last: EvalResult, paired: Sequence[PairedComparison] = ()
 ) -> tuple[str, list[tuple[str, str, str, str]]]:
     """Return title and rows (task, first, last, change) of the table at the end of a training run.
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.checkpoint.store import step_of
+from embodyrl.checkpoint.store import read_step
 from embodyrl.cluster.protocol import OnVideoError
+from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines
+from embodyrl.commands.episode_storage import open_writer, stores_episodes, with_every_step
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
-from embodyrl.commands.facts import common_banner_lines, evaluation_banner_lines
-from embodyrl.commands.kept import open_writer, stores_episodes, with_every_step
-from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
+from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.trust import format_shell_command, trust_overrides
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
@@ -35,10 +35,10 @@ from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import read_baseline
-from embodyrl.reports.paired import Paired
+from embodyrl.reports.paired import PairedComparison
 from embodyrl.reports.samples import pick_samples, sample_lines
 from embodyrl.scheduler.rollout import ChooseVideo, Rollout, RolloutResult, RolloutStats
-from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.scheduler.start import RolloutWorkers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
 ACTIONS_FILE = "actions.npz"
@@ -59,8 +59,8 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     if stores_episodes(run_plan):
         run_plan = with_every_step(run_plan)
     read_baseline(cfg)  # check before workers start
-    weights = first_weights(cfg, run_plan.env)
-    step = step_of(weights)
+    weights = resolve_initial_weights(cfg, run_plan.env)
+    step = read_step(weights)
     # A process that was killed early has no evaluation folder yet.
     started_steps = [] if resume is None else sorted(entry.name for entry in (resume / "eval").glob("step_*"))
     if started_steps and f"step_{step:06d}" not in started_steps:
@@ -73,7 +73,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             *common_banner_lines(run_plan),
             *evaluation_banner_lines(run_plan),
             *run_plan.resources.get_banner_lines(run_plan),
-            *weight_facts(cfg, weights, run_plan.env),
+            *weight_banner_lines(cfg, weights, run_plan.env),
             ("run", str(folder.root)),
         ]
         print_banner(monitor, cfg, folder, "eval", lines)
@@ -95,7 +95,13 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
 
 
 def run_evaluation(
-    run_plan: RunPlan, workers: Workers, run: RunFolder, monitor: MonitorGroup, step: int, *, resume: bool = False
+    run_plan: RunPlan,
+    workers: RolloutWorkers,
+    run: RunFolder,
+    monitor: MonitorGroup,
+    step: int,
+    *,
+    resume: bool = False,
 ) -> EvalResult:
     """Evaluate the workers' weights and write `eval.json` and `episodes.jsonl` into the folder of the step.
 
@@ -232,5 +238,5 @@ class ValidationComparison:
     first: EvalResult
     last: EvalResult
     videos: tuple[Path, ...] = ()
-    paired: tuple[Paired, ...] = ()
+    paired: tuple[PairedComparison, ...] = ()
     """Paired test of each suite; the environment's own suite is first."""

@@ -13,8 +13,8 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.export_data import data_environment, dataset_card, hub_task
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
-from embodyrl.files import read_json, replacing
-from embodyrl.hub import hub_errors
+from embodyrl.files import read_json, replace_atomically
+from embodyrl.hub import convert_hub_errors
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG
@@ -50,7 +50,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
         cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unused_keys=_UNUSED_KEYS)
     source = store.path(step) / POLICY_FOLDER
-    with replacing(out) as scratch:
+    with replace_atomically(out) as scratch:
         if cfg.model.adapted:
             _save_merged(cfg, source, scratch)
             if (source / INPUTS_FILE).is_file():
@@ -203,7 +203,9 @@ def _upload(folder: Path, repo: str, kind: str, private: bool, card: str = "", t
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    with hub_errors(f"nothing was pushed to {repo}:", "Run the same command again; uploaded files are skipped."):
+    with convert_hub_errors(
+        f"nothing was pushed to {repo}:", "Run the same command again; uploaded files are skipped."
+    ):
         api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
         if card and not (folder / "README.md").exists():
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo, repo_type=kind)

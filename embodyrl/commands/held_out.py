@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
@@ -20,7 +20,7 @@ from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import EXPORTED_CONFIG, read_saved, record_of
 from embodyrl.plan.schema import Config
-from embodyrl.reports.history import other_worlds
+from embodyrl.reports.history import describe_differences
 from embodyrl.types import EnvSpec
 
 
@@ -71,7 +71,7 @@ def _checkpoint_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) 
     while (file := record_of(resolve_run(ckpt))) is not None and file not in visited:
         visited.add(file)
         # Only numbers are read; no component in it is loaded.
-        saved = flat(read_plain_yaml(file))
+        saved = flatten(read_plain_yaml(file))
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
         counts = {f"{use} of {name}": len(states & ids) for use, ids in _ids_by_use(saved, cfg, env).items()}
         yield (
@@ -117,7 +117,7 @@ def _with_row_split(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvS
     if not cfg.reads_rows:
         return env
     val_share = saved.get("data.val_share")
-    if other_worlds(
+    if describe_differences(
         saved, to_builtin(cfg), {key for key in state_keys() if key.startswith("data.")} - {"data.val_share"}
     ):
         return None
@@ -159,7 +159,9 @@ def _possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across: bo
     total, per_task = saved.get("eval.episodes"), saved.get("eval.episodes_per_task")
     if split == "train" or not (isinstance(total, int) or isinstance(per_task, int)):
         return selected
-    tasks = [sorted(selected.intersection(env.reset_ids_of(task))) for task in select_tasks(env, values, across=across)]
+    tasks = [
+        sorted(selected.intersection(env.get_reset_ids(task))) for task in select_tasks(env, values, across=across)
+    ]
     return {*_first_states(tasks, total or (per_task or 0) * len(tasks))}
 
 

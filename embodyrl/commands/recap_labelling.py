@@ -16,24 +16,24 @@ from embodyrl.commands.sft_setup import data_statistics, with_statistics
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import set_differences
-from embodyrl.data.labels import Labels, places
+from embodyrl.data.labels import Labels, get_frame_indices
 from embodyrl.data.layout import write_file
 from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.data.recap.settings import LabelSource, RecapSettings
 from embodyrl.data.recap.targets import (
     Outcomes,
     advantages,
-    folds_of,
-    forced,
+    assign_folds,
+    find_expert_frames,
     normalised_returns,
     rank_correlation,
     ranked_labels,
-    shuffled,
+    shuffle_labels,
     thresholds,
 )
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.files import read_json
-from embodyrl.isolation import NoAnswerError, call_isolated
+from embodyrl.isolation import NoResultError, call_isolated
 from embodyrl.plan.seeds import derive_small
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
@@ -87,7 +87,7 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
     if not (stage.summary.is_file() and stage.labels.is_file()):
         try:
             metrics = call_isolated(f"{__name__}:label", stage, kind=Labelled, timeout_s=_TIMEOUT_S).metrics
-        except NoAnswerError as error:
+        except NoResultError as error:
             raise WorkerError(
                 f"The value stage for {stage.labels} failed: {error}. To resume, run the same command again."
             ) from error
@@ -122,12 +122,12 @@ def label(stage: Stage) -> Labelled:
     value = predict_held_out_values(demos, outcomes, returns, stage)
     advantage = advantages(outcomes, returns, value, cfg.advantage_steps)
     limits = thresholds(outcomes, advantage, cfg.positive_share)
-    forced_labels = forced(demos)
+    forced_labels = find_expert_frames(demos)
     ranked = ranked_labels(outcomes, advantage, limits)
     positive = ranked | forced_labels
     if cfg.labels is LabelSource.shuffled:
-        positive = shuffled(outcomes, positive, ~forced_labels, derive_small(stage.seed, "recap-shuffled"))
-    episode, frame = places(demos)
+        positive = shuffle_labels(outcomes, positive, ~forced_labels, derive_small(stage.seed, "recap-shuffled"))
+    episode, frame = get_frame_indices(demos)
     Labels(
         episode=episode,
         frame=frame,
@@ -157,7 +157,7 @@ def predict_held_out_values(
 
     cfg, build_model = stage.cfg, _value_models(demos, stage)
     count = min(cfg.value_folds, len(outcomes.start))
-    fold = folds_of(len(outcomes.start), count, derive_small(stage.seed, "recap-folds"))
+    fold = assign_folds(len(outcomes.start), count, derive_small(stage.seed, "recap-folds"))
     value = np.zeros(outcomes.frames)
     for index in range(count):
         held_out_frames = _frame_indices(outcomes, fold == index)
@@ -180,7 +180,7 @@ def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueMode
     """
     import torch
 
-    from embodyrl.data.recap.value import ValueModel, features_of
+    from embodyrl.data.recap.value import ValueModel, compute_features
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
@@ -194,7 +194,7 @@ def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueMode
             f"recap: model '{policy.spec.name}' has no features, which are the inputs of the value models. Choose "
             "another model."
         )
-    features = features_of(policy, demos)
+    features = compute_features(policy, demos)
     return lambda: ValueModel(features).to(device)
 
 
@@ -231,7 +231,7 @@ def label_fractions(
 ) -> dict[str, float]:
     """Return counts of episodes and frames, and the fractions of positive labels by rank and in total.
 
-    The total includes the actions of an expert or a person, which are always positive (see `forced`).
+    The total includes the actions of an expert or a person, which are always positive (see `find_expert_frames`).
     """
     is_counted = outcomes.task_of_frame >= 0
     return {

@@ -260,7 +260,7 @@ def _processor_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
+def resolve_initial_weights(cfg: Config, env: EnvSpec) -> Path | None:
     """Check that the weights in `ckpt` fit the model and the environment, and return their folder.
 
     Returns None if `ckpt` is not set, or is the folder from which the policy is built.
@@ -293,12 +293,12 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
     )
 
 
-def weight_facts(cfg: Config, weights: Path | None, env: EnvSpec | None = None) -> list[tuple[str, str]]:
+def weight_banner_lines(cfg: Config, weights: Path | None, env: EnvSpec | None = None) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) about initial weights and adapters.
 
     Args:
         cfg: config of the run.
-        weights: the result of `first_weights`.
+        weights: the result of `resolve_initial_weights`.
         env: environment of the run, whose instructions are compared with the instructions in training.
     """
     model = cfg.model

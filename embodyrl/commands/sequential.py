@@ -28,7 +28,7 @@ from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.schema import Config
-from embodyrl.reports.history import JUDGED, other_worlds
+from embodyrl.reports.history import SUCCESS_KEYS, describe_differences
 from embodyrl.reports.paired import SIGNIFICANT
 
 _RESERVED_KEYS = ("ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir")
@@ -102,7 +102,7 @@ def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs
         )
     evaluations = [_PolicyEvaluation(run, overrides, config_dirs) for run in runs]
     first, second = (evaluation.compose() for evaluation in evaluations)
-    if differences := other_worlds(to_builtin(first), to_builtin(second), {*state_keys(), *JUDGED}):
+    if differences := describe_differences(to_builtin(first), to_builtin(second), {*state_keys(), *SUCCESS_KEYS}):
         raise ConfigError(
             f"--until-significant: the runs have different initial states, horizons or success keys ({differences}). "
             "Set these keys to one value for both."

@@ -26,10 +26,10 @@ from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnSaveError
-from embodyrl.scheduler.start import Started
+from embodyrl.scheduler.start import RunningWorkers
 from embodyrl.version import __version__
 
-W = TypeVar("W", bound=Started)
+W = TypeVar("W", bound=RunningWorkers)
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
 """Callback with the number of completed steps and the metrics of the last step. The result True ends the run: a
@@ -87,7 +87,7 @@ class Session:
         self._best_step: int | None = None
         self._store = CheckpointStore(folder.checkpoints)
         self._store.clean_stale()
-        self._warnings = self._store.set_aside()
+        self._warnings = self._store.rename_damaged()
         self.restarts = 0
         """Number of env worker restarts in earlier processes of the run."""
         self._last_row: dict[str, Any] = {}

@@ -193,8 +193,8 @@ class _Sft:
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
         seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
-        with actors.write_samples(self.inputs.train, rows, self._no_suffix_mask(step)) as tickets:
-            reply = actors.loop.call(ImitateRequest(step=step, tickets=tickets, augment=seeds))
+        with actors.write_samples(self.inputs.train, rows, self._no_suffix_mask(step)) as record_refs:
+            reply = actors.loop.call(ImitateRequest(step=step, record_refs=record_refs, augment=seeds))
         return {f"actor/{name}": value for name, value in reply.metrics.items()}
 
     def _batch(self, step: int) -> IntArray:
@@ -243,8 +243,8 @@ class _Sft:
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
         sums: dict[str, float] = {}
         for start in range(0, len(rows), size):
-            with actors.write_samples(samples, rows[start : start + size]) as tickets:
-                reply = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
+            with actors.write_samples(samples, rows[start : start + size]) as record_refs:
+                reply = actors.loop.call(ImitateRequest(step=self.session.step, record_refs=record_refs, learn=False))
             sums = {key: sums.get(key, 0.0) + value for key, value in reply.metrics.items()}
         if "error" in sums:  # continuous actions have an error instead of an accuracy
             accuracy_name, total = "action_error", sums["error"]

@@ -23,13 +23,13 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
-from embodyrl.scheduler.start import Progress, Started, actor_specs, rendezvous, shared_arena
+from embodyrl.scheduler.start import Progress, RunningWorkers, actor_specs, rendezvous, shared_arena
 from embodyrl.types import BoolArray, IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedActors(Started):
+class SupervisedActors(RunningWorkers):
     """Running actor ranks of an SFT run; the driver passes samples through shared memory (the arena)."""
 
     loop: EventLoop
@@ -40,7 +40,7 @@ class SupervisedActors(Started):
 
     @contextmanager
     def write_samples(self, samples: Samples, rows: IntArray, no_suffix: BoolArray | None = None) -> Iterator[IntArray]:
-        """Write the samples `rows` to arena records; yield the tickets, which are freed after the `with` block.
+        """Write the samples `rows` to arena records; yield their references, which are freed after the `with` block.
 
         `no_suffix`: mask of the samples to write without the suffix of the instruction.
         """
@@ -48,15 +48,15 @@ class SupervisedActors(Started):
             np.zeros(len(rows) * samples.width, np.bool_) if no_suffix is None else np.repeat(no_suffix, samples.width)
         )
         rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
-        tickets = self.arena.allocate_all(len(rows))
+        record_refs = self.arena.allocate_all(len(rows))
         # Written by the driver, which loads the data set: there is no env worker.
-        with self.arena.write_all(tickets) as records:
+        with self.arena.write_all(record_refs) as records:
             for record, row, row_no_suffix in zip(
                 records.tolist(), rows.tolist(), no_suffix_rows.tolist(), strict=True
             ):
                 samples.write(self.arena, record, row, plain=row_no_suffix)
-        yield tickets
-        self.arena.free(tickets)
+        yield record_refs
+        self.arena.free(record_refs)
 
 
 def start_supervised(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.channels.layout import RecordLayout, record_layout
-from embodyrl.commands.facts import precision_facts
+from embodyrl.commands.banner import precision_banner_lines
 from embodyrl.commands.sft_data import (
     load_samples,
     require_history,
@@ -22,7 +22,7 @@ from embodyrl.commands.sft_data import (
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
-from embodyrl.data.layout import INFO_PATH, is_ours
+from embodyrl.data.layout import INFO_PATH, is_embodyrl_dataset
 from embodyrl.data.reader import (
     Demonstrations,
     gripper_warnings,
@@ -39,9 +39,9 @@ from embodyrl.plan.text import open_checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import gripper_text, input_problems
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.vla.conditioning import tagged
+from embodyrl.policies.vla.conditioning import add_suffix
 from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
-from embodyrl.specs import picture_names
+from embodyrl.specs import image_names
 from embodyrl.text.conversation import TextRow, join_pair
 from embodyrl.text.dataset import TextRows
 from embodyrl.text.messages import join_messages
@@ -82,7 +82,7 @@ class SftInputs:
         """Arena layout for the training and validation samples."""
         parts = [self.train, *([self.validation] if self.validation else [])]
         prompts = {str(text) for part in parts for text in part.demos.instruction}
-        prompts |= {tagged(text, tag) for text in prompts for part in parts for tag in {*part.tags}}
+        prompts |= {add_suffix(text, tag) for text in prompts for part in parts for tag in {*part.tags}}
         replies = {text for part in parts for text in part.replies}
         env = replace(self.env, text=TextSpec(prompt_bytes=max(len(text.encode()) for text in prompts)))
         policy = replace(
@@ -141,7 +141,7 @@ def _demonstrations(cfg: Config, folder: Path) -> SftInputs:
         model = with_statistics(model, folder, env, data_statistics(actions, states, env, episodes))
         scaling = scaling_text(actions, states)
     # An environment of this package may have a gripper that a task does not need.
-    is_external = not is_ours(resolve_asset(str(cfg.demonstrations.path)))
+    is_external = not is_embodyrl_dataset(resolve_asset(str(cfg.demonstrations.path)))
     warnings = (
         *train.demos.warnings,
         *(gripper_warnings(env.action.gripper, train.demos.action) if is_external else ()),
@@ -261,7 +261,7 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
-            *precision_facts(cfg),
+            *precision_banner_lines(cfg),
             *(("warning", warning) for warning in (*rows.warnings, *policy.warnings)),
             training,
         ]
@@ -287,7 +287,7 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
         ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
-        *precision_facts(cfg),
+        *precision_banner_lines(cfg),
         *(("warning", warning) for warning in _input_warnings(cfg.model, spec, card.env)),
         training,
     ]
@@ -321,7 +321,7 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     rows = open_checked_rows(cfg, cfg.rows)
     env = replace(ANY_TEXT, text=TextSpec(roles=rows.roles))
     if rows.pictures:
-        env = replace(env, cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=True))
+        env = replace(env, cameras=CameraSpec(names=image_names(rows.pictures), size=rows.image_size, needed=True))
     policy = factory.spec(cfg.model, env, values)
     if problems := mismatches(env, policy) if rows.pictures else []:
         raise ConfigError(problems)

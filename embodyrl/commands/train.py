@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines, require_disk
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
+from embodyrl.commands.episode_storage import open_writer, stores_episodes
 from embodyrl.commands.eval_result import EvalResult, result_table
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
-from embodyrl.commands.facts import common_banner_lines, evaluation_banner_lines, require_disk
-from embodyrl.commands.kept import open_writer, stores_episodes
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
-from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, weight_facts
+from embodyrl.commands.run_folder import (
+    RunFolder,
+    check_resumed,
+    open_run,
+    resolve_initial_weights,
+    weight_banner_lines,
+)
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.compose import format_override
 from embodyrl.config.trust import trust_overrides
@@ -34,7 +40,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.task_weights import has_task_weights, record_outcomes
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
-from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.scheduler.start import RolloutWorkers, start_workers
 from embodyrl.types import Episode, PreparedBatch
 
 if TYPE_CHECKING:
@@ -85,7 +91,7 @@ def train(
     run_plan = build_run_plan(cfg, training=True)
     stores_episodes(run_plan)  # raises if episodes cannot be stored
     require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
-    weights = first_weights(cfg, run_plan.env)
+    weights = resolve_initial_weights(cfg, run_plan.env)
     if resume is not None:
         check_resumed(cfg, run_plan.env, resume)
     with closing(open_run(cfg, "train", overrides, resume)) as folder:
@@ -121,7 +127,7 @@ class _Training:
         lines = [
             ("run", str(folder.root)),
             *common_banner_lines(self.run_plan),
-            *weight_facts(self.cfg, self.weights, self.run_plan.env),
+            *weight_banner_lines(self.cfg, self.weights, self.run_plan.env),
             *(evaluation_banner_lines(self.run_plan) if self._validates else none),
             folder.following,
         ]
@@ -147,7 +153,7 @@ class _Training:
                 gc.set_threshold(*thresholds)
                 gc.unfreeze()
 
-    def _train(self, workers: Workers, start: Path | None) -> TrainResult:
+    def _train(self, workers: RolloutWorkers, start: Path | None) -> TrainResult:
         actors = Actors(workers.scheduler, workers.arena, self.algorithm, self.run_plan)
 
         def save() -> Path:
@@ -175,7 +181,7 @@ class _Training:
             last=self.last,
         )
 
-    def _begin(self, workers: Workers) -> None:
+    def _begin(self, workers: RolloutWorkers) -> None:
         """Validate the initial weights; in a resumed run, read the result of the first validation instead."""
         folder, env = self.session.folder, self.run_plan.env
         if self.session.step == 0 and self._validates:
@@ -190,7 +196,7 @@ class _Training:
                 row |= self.last.metrics() | {"time/validate": self.last.wall_s}
                 self.monitor.log(self.session.step, row)
 
-    def _compare(self, workers: Workers) -> None:
+    def _compare(self, workers: RolloutWorkers) -> None:
         if self.first is None or self.last is None:
             return
         try:
@@ -203,7 +209,7 @@ class _Training:
         for path in (*self.first.videos, *self.last.videos):
             self.monitor.video(self.session.step, Path(path))
 
-    def _loop(self, workers: Workers, actors: Actors, writer: EpisodeDatasetWriter | None) -> None:
+    def _loop(self, workers: RolloutWorkers, actors: Actors, writer: EpisodeDatasetWriter | None) -> None:
         """Run the training steps: rollout, reference log-probabilities, advantages, update, logging, checkpoint."""
         session, algorithm = self.session, self.algorithm
         sampler = StepRollouts(self.run_plan, workers, algorithm)
@@ -220,7 +226,7 @@ class _Training:
                 if self.cfg.algorithm.curriculum:
                     episodes = [*rollout.episodes, *rollout.filtered]
                     by_task = has_task_weights(self.run_plan.env, self.cfg.env.train)
-                    record_outcomes(algorithm.seen, episodes, by_task=by_task)
+                    record_outcomes(algorithm.task_outcomes, episodes, by_task=by_task)
                 # Before the update, so that simulators reset while the weights change.
                 if not self._validates_after(step):
                     sampler.queue_next(step + 1)
@@ -262,7 +268,7 @@ class _Training:
                 self.monitor.text(f"step {session.step}: no group has a learning signal; the weights are unchanged")
             session.save_if_due(lambda: self._save(workers, actors))
 
-    def _check_rewards(self, rollout: RolloutResult, workers: Workers, actors: Actors) -> None:
+    def _check_rewards(self, rollout: RolloutResult, workers: RolloutWorkers, actors: Actors) -> None:
         try:
             rollout.report_reward_errors(self.monitor.text, self.reported_errors)
         except EmbodyError:
@@ -280,7 +286,7 @@ class _Training:
         interval = self.cfg.runner.val_check_interval
         return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
 
-    def _validate(self, workers: Workers) -> EvalResult:
+    def _validate(self, workers: RolloutWorkers) -> EvalResult:
         session = self.session
         result = run_evaluation(self.run_plan, workers, session.folder, self.monitor, session.step)
         if result.dropped:
@@ -293,7 +299,7 @@ class _Training:
         session.run_callback(self.on_eval, result)
         return result
 
-    def _save(self, workers: Workers, actors: Actors) -> Path:
+    def _save(self, workers: RolloutWorkers, actors: Actors) -> Path:
         with workers.supervisor.defer_signals():
             meta = {"env": self.run_plan.env.name, "model": self.run_plan.policy.name}
             return self.session.save(actors.save, meta)
@@ -323,7 +329,7 @@ class StepRollouts:
     the version and log-probabilities of the weights that sampled it.
     """
 
-    def __init__(self, run_plan: RunPlan, workers: Workers, algorithm: Algorithm) -> None:
+    def __init__(self, run_plan: RunPlan, workers: RolloutWorkers, algorithm: Algorithm) -> None:
         self._run_plan = run_plan
         self._cfg = run_plan.cfg
         self._scheduler = workers.scheduler
@@ -358,7 +364,7 @@ class StepRollouts:
         return collection
 
     def queue_next(self, step: int) -> None:
-        """Queue the next rollouts: idle slots reset immediately, and inference waits for the new weights."""
+        """Queue the next rollouts: idle environments reset immediately, and inference waits for the new weights."""
         self._open(step, min(step + self._max_staleness, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
@@ -366,9 +372,11 @@ class StepRollouts:
         for step in range(first, min(last, self._run_plan.total_steps - 1) + 1):
             if step not in self._rollouts:
                 counts = algorithm.estimator.counts_chunk_steps
-                plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, outcomes=algorithm.seen)
+                plan = train_episodes(
+                    cfg, self._run_plan.env, step, counts_chunk_steps=counts, outcomes=algorithm.task_outcomes
+                )
                 continues = cfg.env.train.continue_episodes and counts
-                rollout = Rollout(plan, not_before=step - self._max_staleness, continues=continues)
+                rollout = Rollout(plan, min_version=step - self._max_staleness, continues=continues)
                 self._rollouts[step] = self._scheduler.open(rollout)
 
     def _refill(
@@ -380,11 +388,13 @@ class StepRollouts:
         self._scheduler.release(collection, filtered)
         collection.filtered += filtered
         collection.episodes = list(selected)
-        plan = refill_episodes(self._cfg, self._run_plan.env, step, attempt, num_missing, outcomes=self._algorithm.seen)
+        plan = refill_episodes(
+            self._cfg, self._run_plan.env, step, attempt, num_missing, outcomes=self._algorithm.task_outcomes
+        )
         refills = self._scheduler.collect(Rollout(plan))
         collection.episodes += refills.episodes
         # Episode ids of refills follow those of the step, so no id is used twice.
-        collection.tickets |= refills.tickets
+        collection.record_refs |= refills.record_refs
         collection.dropped += refills.dropped
         collection.reward_errors += refills.reward_errors
         collection.refills += num_missing

@@ -125,7 +125,7 @@ def split_overrides(
                 groups[name] = "null" if value is None else str(value)
         else:
             try:
-                settings += [Setting(key, leaf, COMMAND_LINE, argument) for key, leaf in flat({name: value}).items()]
+                settings += [Setting(key, leaf, COMMAND_LINE, argument) for key, leaf in flatten({name: value}).items()]
             except ConfigError as error:
                 problems += [f"{short(argument)}: {problem}" for problem in error.problems]
     return groups, settings
@@ -220,7 +220,7 @@ def _option_error(command: str, group: str, option: object, text: str, config_di
     return f"{short(text)}: unknown {group} '{option}'.{hint} Available: {', '.join(known_options)}."
 
 
-def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf.
 
     Raises:
@@ -231,7 +231,7 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         if prefix and (type(key) not in (str, int) or not str(key) or "." in str(key)):
             raise ConfigError(f"{key!r} is not a name in {prefix[:-1]}. Use text without dots.")
         has_subkeys = isinstance(value, Mapping) and value
-        leaves |= flat(value, f"{prefix}{key}.") if has_subkeys else {f"{prefix}{key}": value}
+        leaves |= flatten(value, f"{prefix}{key}.") if has_subkeys else {f"{prefix}{key}": value}
     return leaves
 
 
@@ -365,7 +365,7 @@ def compose_files(root: str, options: tuple[tuple[str, str], ...], folders: tupl
         if choices.get(group) is not None:
             files |= dict(_list_keys(f"{group}/{choices[group]}", folders))
     default = f"{folders[0].name}/{root}.yaml"
-    return tuple(Setting(key, value, files.get(key, default)) for key, value in flat(values).items())
+    return tuple(Setting(key, value, files.get(key, default)) for key, value in flatten(values).items())
 
 
 _compose_included = functools.cache(compose_files)
@@ -407,7 +407,7 @@ def _list_keys(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
         base, _, values = variants(group).get(option, (None, "", {}))
         if base:
             yield from _list_keys(f"{group}/{base}", folders)
-        yield from ((key, f"{folders[0].name}/{name}") for key in flat(values, f"{group}."))
+        yield from ((key, f"{folders[0].name}/{name}") for key in flatten(values, f"{group}."))
         return
     file = folder / f"{name}.yaml"
     body = read_plain_yaml(file)
@@ -420,4 +420,4 @@ def _list_keys(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     match = _PACKAGE.match(file.read_text(encoding="utf-8"))
     package = group.replace("/", ".") if match is None else match[1].removeprefix("_global_")
     source = f"{folder.name}/{name}.yaml" if folder == folders[0] else str(file)
-    yield from ((key, source) for key in flat(body, f"{package}." if package else ""))
+    yield from ((key, source) for key in flatten(body, f"{package}." if package else ""))

@@ -26,7 +26,7 @@ from embodyrl.data.layout import (
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_info, read_tasks
 from embodyrl.envs.history import with_history
-from embodyrl.errors import ConfigError, EmbodyError, reason_of
+from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_small
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
@@ -96,7 +96,8 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
         raise EmbodyError(f"{path} has no field {error}. Download or collect the data set again.") from error
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise EmbodyError(
-            f"{path} cannot be read ({reason_of(error)}). Download or collect the data set again, or choose another "
+            f"{path} cannot be read ({format_reason(error)}). Download or collect the data set again, or choose "
+            "another "
             "folder."
         ) from error
     set_keys = [f"data.{key}" for key in _THIRD_PARTY_KEYS if getattr(data, key) != getattr(PLAIN, key)]

@@ -19,7 +19,7 @@ from embodyrl.data.rows import Rows, find_rows
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_episodes, read_tasks
 from embodyrl.data.writer import get_episode_paths
-from embodyrl.errors import ConfigError, EmbodyError, reason_of
+from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import EnvSpec
@@ -49,7 +49,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
         raise
     except EmbodyError as error:
         return [f"{root} cannot be read: {error}"]
-    for part in (_info, _tasks, _stats, _episodes) if layout.is_ours(root) else (_episodes,):
+    for part in (_info, _tasks, _stats, _episodes) if layout.is_embodyrl_dataset(root) else (_episodes,):
         name = part.__name__.strip("_")
         try:
             problems += part(root, card, rows)
@@ -58,7 +58,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
         except KeyError as error:
             problems.append(f"{root}: {name} has no column or field {error}.")
         except (OSError, pa.ArrowException, TypeError, ValueError) as error:
-            problems.append(f"{root}: {name} cannot be read: {reason_of(error)}.")
+            problems.append(f"{root}: {name} cannot be read: {format_reason(error)}.")
     return problems
 
 
@@ -123,7 +123,7 @@ def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 
 def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    is_own = layout.is_ours(root)
+    is_own = layout.is_embodyrl_dataset(root)
     if problems := [*_check_episode_table(rows, exact=is_own), *(_check_files(root, card, rows) if is_own else ())]:
         yield from problems
         return

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from embodyrl.data.layout import write_file
 from embodyrl.data.reader import Demonstrations
-from embodyrl.errors import ConfigError, reason_of
+from embodyrl.errors import ConfigError, format_reason
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 
@@ -46,7 +46,7 @@ class Labels:
         write_file(path, buffer.getvalue())
 
 
-def places(demos: Demonstrations) -> tuple[IntArray, IntArray]:
+def get_frame_indices(demos: Demonstrations) -> tuple[IntArray, IntArray]:
     """Return the episode index [N] of each frame, and the index [N] of the env step within the episode."""
     length = demos.stop - demos.start
     return np.repeat(np.arange(len(length)), length), np.arange(int(length.sum())) - np.repeat(demos.start, length)
@@ -63,9 +63,12 @@ def read_positive(path: Path, demos: Demonstrations) -> IntArray:
         columns = [table[name].to_numpy() for name in ("episode_index", "frame_index", "recap.indicator")]
     except (OSError, KeyError, pa.ArrowException) as error:
         raise ConfigError(
-            f"objective.labels={path} cannot be read: {reason_of(error)}. Write the file with `embodyrl recap`."
+            f"objective.labels={path} cannot be read: {format_reason(error)}. Write the file with `embodyrl recap`."
         ) from error
-    if any(not np.array_equal(stored, expected) for stored, expected in zip(columns, places(demos), strict=False)):
+    if any(
+        not np.array_equal(stored, expected)
+        for stored, expected in zip(columns, get_frame_indices(demos), strict=False)
+    ):
         raise ConfigError(
             f"objective.labels={path} has {len(columns[0])} labelled frames, which do not match the "
             f"{len(demos.action)} frames of data.path and data.more. Use the data sets in the order in which "

@@ -164,7 +164,7 @@ def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
     )
 
 
-def is_ours(root: Path) -> bool:
+def is_embodyrl_dataset(root: Path) -> bool:
     """Return whether embodyrl wrote the data set, so that its files have additional fields."""
     return (root / CARD_PATH).is_file()
 

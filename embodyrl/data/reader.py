@@ -17,8 +17,8 @@ from embodyrl.data.frames import decode_png
 from embodyrl.data.layout import Card
 from embodyrl.data.rows import (
     Rows,
+    find_non_finite,
     find_rows,
-    non_finite,
     read_columns,
     read_success,
     read_vectors,
@@ -135,7 +135,7 @@ def load_demonstrations(
         EmbodyError: the folder does not follow the layout, is empty or damaged, or has non-finite numbers; or the
             frames are larger than the free memory.
     """
-    card, is_own = stored_card(root, data), layout.is_ours(root)
+    card, is_own = stored_card(root, data), layout.is_embodyrl_dataset(root)
     fix = "Collect the data set again, or resume its collection." if is_own else "Download the data set again."
     if problems := check_layout(root, data):
         rest = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
@@ -144,7 +144,7 @@ def load_demonstrations(
     if not episodes:
         raise EmbodyError(f"{root} contains no episodes. {fix}")
     rows, env = find_rows(root, episodes), card.env
-    warnings = [] if is_own else count_warnings(root, len(episodes))
+    warnings = [] if is_own else find_episode_count_warnings(root, len(episodes))
     action = read_vectors(rows, data.action_key, env.action.dim, warnings)
     state = read_vectors(rows, data.state_key, env.state_dim, warnings)
     numbers = {data.action_key: action, data.state_key: state}
@@ -194,7 +194,7 @@ def _find_skipped(
     Raises:
         EmbodyError: such episodes exist and `data.skip_nonfinite` is false.
     """
-    invalid = list(non_finite(rows, episodes, numbers))
+    invalid = list(find_non_finite(rows, episodes, numbers))
     skipped = {episode for episode, _, _ in invalid}
     if invalid and not skip:
         episode, step, description = invalid[0]
@@ -206,7 +206,7 @@ def _find_skipped(
     return skipped
 
 
-def count_warnings(root: Path, episodes: int) -> list[str]:
+def find_episode_count_warnings(root: Path, episodes: int) -> list[str]:
     """Return a warning if a third-party data set declares a number of episodes that differs from its content."""
     declared = read_info(root).get("total_episodes", episodes)
     if declared == episodes:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embodyrl.data.layout import SUCCESS, is_ours
+from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
 from embodyrl.data.tables import DATA_FILE, data_file
 from embodyrl.errors import EmbodyError
 from embodyrl.files import visible_files
@@ -55,7 +55,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         [row[DATA_FILE] for row in episodes]
         if has_file_per_episode
         else map(data_file, episodes)
-        if is_ours(root)
+        if is_embodyrl_dataset(root)
         else ()
     )
     paths = tuple(root / name for name in dict.fromkeys(listed))
@@ -83,7 +83,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     sorted_counters = {name: values[order] for name, values in counters.items()}
     # Data of other programs may lack deleted episodes; a repeated index stays, and is reported.
     has_file_per_episode = has_file_per_episode or (
-        not is_ours(root) and bool((np.diff(sorted_counters["index"]) > 0).all())
+        not is_embodyrl_dataset(root) and bool((np.diff(sorted_counters["index"]) > 0).all())
     )
     return Rows(
         files=files,
@@ -226,7 +226,7 @@ def _find_lossy(values: npt.NDArray[Any]) -> set[int]:
     return set(np.flatnonzero((value_range > 0) & (step > _RESOLUTION * value_range)).tolist())
 
 
-def non_finite(
+def find_non_finite(
     rows: Rows, episodes: Sequence[dict[str, Any]], columns: dict[str, FloatArray]
 ) -> Iterator[tuple[int, int, str]]:
     """Yield episode number, step and a description for each row with a non-finite value in a column."""

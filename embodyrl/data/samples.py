@@ -8,7 +8,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply
 from embodyrl.data.reader import Demonstrations
-from embodyrl.policies.vla.conditioning import tagged
+from embodyrl.policies.vla.conditioning import add_suffix
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 
@@ -40,7 +40,7 @@ class Samples:
     def instruction(self, row: int, *, plain: bool = False) -> str:
         """Return the instruction of a sample; `plain` omits the suffix."""
         text = str(self.demos.instruction[self.steps[row]])
-        return text if plain or not self.tags else tagged(text, self.tags[row])
+        return text if plain or not self.tags else add_suffix(text, self.tags[row])
 
     def write(self, arena: Arena, record: int, row: int, *, plain: bool = False) -> None:
         """Write entry `row` of `steps` to an arena record; `plain` omits the suffix of the instruction."""

@@ -23,10 +23,10 @@ from embodyrl.data.layout import (
     INFO_PATH,
     TASKS_PATH,
     VIDEO_PATH,
-    is_ours,
+    is_embodyrl_dataset,
 )
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.files import by_number, read_json, read_lines
+from embodyrl.files import natural_sort_key, read_json, read_lines
 
 ONE_FILE_PER_EPISODE = "v2.1"
 VERSIONS = (ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
@@ -86,7 +86,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
     Raises:
         EmbodyError: a file of the table is damaged, or a path template refers to files outside the data set.
     """
-    if is_ours(root) or not (root / INFO_PATH).is_file():
+    if is_embodyrl_dataset(root) or not (root / INFO_PATH).is_file():
         return _read_stored_episodes(root)
     info = read_info(root)
     if info["codebase_version"] == ONE_FILE_PER_EPISODE:
@@ -103,7 +103,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
 
 def _read_stored_episodes(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
+    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=natural_sort_key):
         try:
             rows += pq.read_table(path).to_pylist()
         except (OSError, pa.ArrowException) as error:
@@ -163,7 +163,7 @@ def read_tasks(root: Path) -> dict[int, str]:
     Raises:
         EmbodyError: the file is missing or damaged.
     """
-    if not is_ours(root) and read_info(root)["codebase_version"] == ONE_FILE_PER_EPISODE:
+    if not is_embodyrl_dataset(root) and read_info(root)["codebase_version"] == ONE_FILE_PER_EPISODE:
         lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
         return _check_tasks(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH

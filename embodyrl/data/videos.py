@@ -32,7 +32,7 @@ class VideoReader:
     def __init__(self, root: Path, card: Card, rows: Rows, episodes: _Episodes) -> None:
         """Store the arguments; `episodes` are all rows of meta/episodes, because episodes share files."""
         self._root, self._card, self._rows, self._episodes = root, card, rows, episodes
-        self._exact = layout.is_ours(root)
+        self._exact = layout.is_embodyrl_dataset(root)
         self._times: dict[str, _Times] = {}
         self._unused: dict[str, dict[str, tuple[int, int]]] = {}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.data import layout
 from embodyrl.data.cards import read_card
 from embodyrl.data.frames import encode_mp4, encode_png
@@ -239,8 +239,8 @@ class DatasetWriter:
                 columns.append(pa.array(rows, field.type))
             elif pa.types.is_fixed_size_list(field.type):
                 # Built from one flat array: otherwise Arrow makes a Python list of every row.
-                flat = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
-                columns.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
+                flatten = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
+                columns.append(pa.FixedSizeListArray.from_arrays(flatten, field.type.list_size))
             else:
                 columns.append(pa.array(np.asarray(values[field.name]).reshape(len(demo)), field.type))
         return pa.Table.from_arrays(columns, schema=schema)
@@ -310,7 +310,7 @@ def _add_histograms(
 def _require_same_settings(path: Path, card: Card) -> None:
     stored = read_card(path.parents[1])
     expected, actual = (
-        {key: value for key, value in flat(json.loads(current.to_json())).items() if value != {}}
+        {key: value for key, value in flatten(json.loads(current.to_json())).items() if value != {}}
         for current in (card, stored)
     )
     for name in sorted({*expected, *actual}):

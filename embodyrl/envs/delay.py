@@ -26,7 +26,7 @@ def check_delay(spec: EnvSpec, max_delay: int, chunk: int) -> None:
     """Check that an environment supports delays up to `max_delay` env steps and chunks of `chunk` actions (0: unknown).
 
     Raises:
-        ConfigError: the chunks are too short, or the simulator can only step all its slots at once.
+        ConfigError: the chunks are too short, or the simulator can only step all its environments at once.
     """
     problems = []
     if 0 < chunk < 2 * max_delay:
@@ -36,7 +36,7 @@ def check_delay(spec: EnvSpec, max_delay: int, chunk: int) -> None:
         )
     if spec.simulator.lockstep:
         problems.append(
-            f"env '{spec.name}' can only step all its slots at once, but a delay needs steps of single slots. Set "
+            f"env '{spec.name}' steps all parallel environments together, but a delay needs independent steps. Set "
             "env.control.latency_steps=0, or use another env."
         )
     if problems:
@@ -49,7 +49,7 @@ class DelayedEnv(ChunkedEnv):
     def __init__(
         self,
         sims: Simulators,
-        num_slots: int,
+        num_envs: int,
         *,
         delay: tuple[int, int],
         use_rel_reward: bool,
@@ -57,48 +57,49 @@ class DelayedEnv(ChunkedEnv):
         reward: StepRewardSettings | None = None,
     ) -> None:
         """Create the environment. Each chunk samples its delay uniformly between the two values of `delay`."""
-        super().__init__(sims, num_slots, use_rel_reward=use_rel_reward, reward_coef=reward_coef, reward=reward)
+        super().__init__(sims, num_envs, use_rel_reward=use_rel_reward, reward_coef=reward_coef, reward=reward)
         self._min_delay, self._max_delay = delay
-        # Per slot: number of executed chunks, and index of the first action of the next chunk that will be executed.
-        self._chunks, self._first_action = np.zeros((2, num_slots), np.int64)
+        # Per environment: number of executed chunks, and index of the first action of the next chunk that will be
+        # executed.
+        self._chunks, self._first_action = np.zeros((2, num_envs), np.int64)
         cameras = self.spec.cameras
-        self._images = np.zeros((num_slots, len(cameras.names), *cameras.size, 3), np.uint8)
-        self._state = np.zeros((num_slots, self.spec.state_dim), np.float32)
+        self._images = np.zeros((num_envs, len(cameras.names), *cameras.size, 3), np.uint8)
+        self._state = np.zeros((num_envs, self.spec.state_dim), np.float32)
 
-    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start an episode in each slot."""
-        super().reset(slots, starts)
-        rows = np.array(slots, np.int64)
+    def reset(self, env_indices: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Start an episode in each environment."""
+        super().reset(env_indices, starts)
+        rows = np.array(env_indices, np.int64)
         self._chunks[rows] = self._first_action[rows] = 0
-        self._store_observations(slots)
+        self._store_observations(env_indices)
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
         """Execute the chunks [n, K, A] without the actions that the previous or the next chunk replaces."""
         period = actions.shape[1] - self._max_delay
-        result = ChunkResult.empty(len(slots), actions.shape[1], parts=len(self.spec.reward.components))
+        result = ChunkResult.empty(len(env_indices), actions.shape[1], parts=len(self.spec.reward.components))
         groups: dict[tuple[int, int], list[int]] = {}
-        for row, slot in enumerate(slots):
-            first_action, self._chunks[slot] = int(self._first_action[slot]), self._chunks[slot] + 1
-            self._first_action[slot] = delay = self._sample_delay(slot)
+        for row, env_index in enumerate(env_indices):
+            first_action, self._chunks[env_index] = int(self._first_action[env_index]), self._chunks[env_index] + 1
+            self._first_action[env_index] = delay = self._sample_delay(env_index)
             groups.setdefault((first_action, delay), []).append(row)
         for (first_action, delay), rows in groups.items():
-            running = self._execute_part(result, rows, slots, actions, slice(first_action, period), after_step)
-            self._store_observations([slots[row] for row in rows])
-            self._execute_part(result, running, slots, actions, slice(period, period + delay), after_step)
+            running = self._execute_part(result, rows, env_indices, actions, slice(first_action, period), after_step)
+            self._store_observations([env_indices[row] for row in rows])
+            self._execute_part(result, running, env_indices, actions, slice(period, period + delay), after_step)
         return result
 
-    def _sample_delay(self, slot: int) -> int:
-        """Return the delay of the slot's next chunk; it depends only on the episode and the number of the chunk."""
-        rng = np.random.default_rng([self._seed[slot], self._reset_id[slot], self._chunks[slot]])
+    def _sample_delay(self, env_index: int) -> int:
+        """Return the delay of the next chunk; it depends only on the episode and the number of the chunk."""
+        rng = np.random.default_rng([self._seed[env_index], self._reset_id[env_index], self._chunks[env_index]])
         return int(rng.integers(self._min_delay, self._max_delay + 1))
 
     def _execute_part(
         self,
         result: ChunkResult,
         rows: list[int],
-        slots: Sequence[int],
+        env_indices: Sequence[int],
         actions: FloatArray,
         part: slice,
         after_step: AfterStep | None,
@@ -106,7 +107,7 @@ class DelayedEnv(ChunkedEnv):
         """Execute the slice `part` of each chunk in `rows`; return the rows whose episode continues."""
         if part.start == part.stop or not rows:
             return rows
-        part_result = super().step_chunk([slots[row] for row in rows], actions[rows, part], after_step=after_step)
+        part_result = super().step_chunk([env_indices[row] for row in rows], actions[rows, part], after_step=after_step)
         for name in ("reward", "terminated", "truncated", "valid", "success"):
             getattr(result, name)[rows, part] = getattr(part_result, name)
         if result.components is not None and part_result.components is not None:
@@ -114,11 +115,13 @@ class DelayedEnv(ChunkedEnv):
         result.reward_errors.update(part_result.reward_errors)
         return [row for row, has_ended in zip(rows, part_result.done.tolist(), strict=True) if not has_ended]
 
-    def _store_observations(self, slots: Sequence[int]) -> None:
+    def _store_observations(self, env_indices: Sequence[int]) -> None:
         """Store the current observations, from which the policy computes the next chunk."""
-        super().observe(slots, self._images, self._state, np.array(slots, np.int64))
+        super().observe(env_indices, self._images, self._state, np.array(env_indices, np.int64))
 
-    def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
-        """Write the observation of the next chunk of each slot (see `Env.observe`)."""
-        rows = np.arange(len(slots)) if rows is None else rows
-        images[rows], state[rows] = self._images[list(slots)], self._state[list(slots)]
+    def observe(
+        self, env_indices: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None
+    ) -> None:
+        """Write the observation of the next chunk of each environment (see `Env.observe`)."""
+        rows = np.arange(len(env_indices)) if rows is None else rows
+        images[rows], state[rows] = self._images[list(env_indices)], self._state[list(env_indices)]

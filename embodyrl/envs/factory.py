@@ -58,7 +58,7 @@ class SimFactory(ABC, Generic[S]):
 
     @abstractmethod
     def simulators(self, cfg: S, context: EnvContext) -> Simulators:
-        """Build simulators for `context.num_slots` slots in this process.
+        """Build simulators for `context.num_envs` environments in this process.
 
         Raises:
             EmbodyError: see `describe`.
@@ -90,7 +90,7 @@ class SimFactory(ABC, Generic[S]):
         build = partial(DelayedEnv, delay=cfg.delay) if cfg.delay[1] else ChunkedEnv
         return build(
             HistorySims(sims, cfg) if cfg.history > 1 or cfg.ensemble_chunk is not None else sims,
-            context.num_slots,
+            context.num_envs,
             use_rel_reward=cfg.use_rel_reward,
             reward_coef=cfg.reward_coef,
             reward=context.reward,
@@ -101,6 +101,6 @@ _MEMORY_FRACTION = 0.8
 """Fraction of the free memory that simulators may use; the rest is for policies and buffers, which are loaded later."""
 
 
-def tasks_in_memory(task_bytes: int, workers: int) -> int:
+def get_max_tasks_in_memory(task_bytes: int, workers: int) -> int:
     """Return the maximum number of tasks of `task_bytes` that each of `workers` processes can load; at least 1."""
     return max(1, int(available_bytes() * _MEMORY_FRACTION / max(workers, 1) / task_bytes))

@@ -88,7 +88,7 @@ class TemporalEnsemble:
 
 
 class HistorySims(Simulators):
-    """Simulators with an observation history and temporal ensembling in each slot."""
+    """Simulators with an observation history and temporal ensembling in each environment."""
 
     def __init__(self, inner: Simulators, cfg: RewardSettings) -> None:
         super().__init__(with_chunks(with_history(inner.spec, cfg.history), cfg.ensemble_chunk))
@@ -99,77 +99,81 @@ class HistorySims(Simulators):
         self._ensembles: dict[int, TemporalEnsemble] = {}
 
     @property
-    def current_slot(self) -> int | None:  # type: ignore[override]
-        """Current slot of the wrapped simulators (see `Simulators.current_slot`)."""
-        return self._inner.current_slot
+    def current_env(self) -> int | None:  # type: ignore[override]
+        """Current environment of the wrapped simulators (see `Simulators.current_env`)."""
+        return self._inner.current_env
 
-    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Reset the slots, and fill their histories with the first observation."""
-        self._inner.reset(slots, reset_ids, seeds)
-        for slot in slots.tolist():
-            self._observations.pop(slot, None)
+    def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Reset the environments, and fill their histories with the first observation."""
+        self._inner.reset(env_indices, reset_ids, seeds)
+        for env_index in env_indices.tolist():
+            self._observations.pop(env_index, None)
             if self._chunk is not None:
-                self._ensembles[slot] = TemporalEnsemble(self._coeff, self._chunk, self._delay)
-        self._append_observations(slots)
+                self._ensembles[env_index] = TemporalEnsemble(self._coeff, self._chunk, self._delay)
+        self._append_observations(env_indices)
 
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Execute one action per slot: `actions` [n, A], or the ensembled action of the chunks `actions` [n, H*A]."""
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
+        """Execute one action per environment: `actions` [n, A], or the ensembled action of chunks [n, H*A]."""
         if self._chunk is not None:
-            chunks = actions.reshape(len(slots), self._chunk, -1)
-            pairs = zip(slots.tolist(), chunks, strict=True)
-            actions = np.stack([self._ensembles[slot].add_chunk(chunk) for slot, chunk in pairs])
-        result = self._inner.step(slots, actions)
-        self._append_observations(slots)
+            chunks = actions.reshape(len(env_indices), self._chunk, -1)
+            pairs = zip(env_indices.tolist(), chunks, strict=True)
+            actions = np.stack([self._ensembles[env_index].add_chunk(chunk) for env_index, chunk in pairs])
+        result = self._inner.step(env_indices, actions)
+        self._append_observations(env_indices)
         return result
 
-    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the observation history of each slot, oldest first."""
+    def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the observation history of each environment, oldest first."""
         if self._history == 1:
-            self._inner.observe(slots, images, state, rows)
+            self._inner.observe(env_indices, images, state, rows)
             return
-        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-            images[row] = np.concatenate([step_images for step_images, _ in self._observations[slot]])
-            state[row] = np.concatenate([step_state for _, step_state in self._observations[slot]])
+        for env_index, row in zip(env_indices.tolist(), rows.tolist(), strict=True):
+            images[row] = np.concatenate([step_images for step_images, _ in self._observations[env_index]])
+            state[row] = np.concatenate([step_state for _, step_state in self._observations[env_index]])
 
-    def _append_observations(self, slots: IntArray) -> None:
-        """Append the current observations of the slots to their histories."""
+    def _append_observations(self, env_indices: IntArray) -> None:
+        """Append the current observations of the environments to their histories."""
         if self._history == 1:
             return
         spec = self._inner.spec
-        images = np.zeros((len(slots), len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
-        state = np.zeros((len(slots), spec.state_dim), np.float32)
-        self._inner.observe(slots, images, state, np.arange(len(slots)))
-        for slot, slot_images, slot_state in zip(slots.tolist(), images, state, strict=True):
-            history = self._observations.get(slot) or [(slot_images, slot_state)] * self._history
-            self._observations[slot] = [*history[1:], (slot_images, slot_state)]
+        images = np.zeros((len(env_indices), len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
+        state = np.zeros((len(env_indices), spec.state_dim), np.float32)
+        self._inner.observe(env_indices, images, state, np.arange(len(env_indices)))
+        for env_index, env_images, env_state in zip(env_indices.tolist(), images, state, strict=True):
+            history = self._observations.get(env_index) or [(env_images, env_state)] * self._history
+            self._observations[env_index] = [*history[1:], (env_images, env_state)]
 
-    def render(self, slot: int) -> ByteArray:
-        """Return a frame of a slot (see `Simulators.render`)."""
-        return self._inner.render(slot)
+    def render(self, env_index: int) -> ByteArray:
+        """Return a frame of an environment (see `Simulators.render`)."""
+        return self._inner.render(env_index)
 
-    def info(self, slot: int) -> Mapping[str, Any]:
+    def info(self, env_index: int) -> Mapping[str, Any]:
         """Return the simulator's info of the last step."""
-        return self._inner.info(slot)
+        return self._inner.info(env_index)
 
-    def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode (see `Simulators.instruction`)."""
-        return self._inner.instruction(slot)
+    def instruction(self, env_index: int) -> str | None:
+        """Return the instruction of the environment's episode (see `Simulators.instruction`)."""
+        return self._inner.instruction(env_index)
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         """Return the scripted expert's next action [A]."""
-        return self._inner.expert(slot)
+        return self._inner.expert(env_index)
 
-    def save(self, slot: int) -> Any:
-        """Return a copy of the slot's state, its observation history, and its running average of chunks."""
-        return self._inner.save(slot), [*self._observations.get(slot, ())], copy.deepcopy(self._ensembles.get(slot))
+    def save(self, env_index: int) -> Any:
+        """Return a copy of the environment's state, its observation history, and its running average of chunks."""
+        return (
+            self._inner.save(env_index),
+            [*self._observations.get(env_index, ())],
+            copy.deepcopy(self._ensembles.get(env_index)),
+        )
 
-    def load(self, slot: int, state: Any) -> None:
-        """Restore a saved state of the slot's episode, with its history and its running average of chunks."""
+    def load(self, env_index: int, state: Any) -> None:
+        """Restore a saved state of the environment's episode, with its history and its running average of chunks."""
         inner, observations, ensemble = state
-        self._inner.load(slot, inner)
-        self._observations[slot] = [*observations]
+        self._inner.load(env_index, inner)
+        self._observations[env_index] = [*observations]
         if ensemble is not None:
-            self._ensembles[slot] = copy.deepcopy(ensemble)
+            self._ensembles[env_index] = copy.deepcopy(ensemble)
 
     def close(self) -> None:
         """Free the simulators; idempotent."""

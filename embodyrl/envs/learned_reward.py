@@ -39,8 +39,8 @@ class LearnedReward:
             CheckpointError: the weights expect other observations.
         """
         probability = self.probability(step.observation)
-        best = 0.0 if step.step == 1 else self._best.get(step.slot, 0.0)
-        self._best[step.slot] = max(best, probability)
+        best = 0.0 if step.step == 1 else self._best.get(step.env_index, 0.0)
+        self._best[step.env_index] = max(best, probability)
         return max(0.0, probability - best)
 
     def probability(self, observation: ObservationOut) -> float:

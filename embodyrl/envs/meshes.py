@@ -190,7 +190,7 @@ def cache_folder() -> Path:
     return cache_dir() / "lean"
 
 
-def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
+def get_reduced_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
     """Return the path of the cached reduced copy of `source`; `reduce` creates a missing copy.
 
     The copy is written under a temporary name first, so that no process reads a partial file. A killed process may

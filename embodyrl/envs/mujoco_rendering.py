@@ -83,7 +83,7 @@ def choose_renderer() -> Renderer:
         fix = "CUDA_VISIBLE_DEVICES=0,1,... by number"
         return Renderer("osmesa", f"EGL identifies GPUs by number, and {hidden_gpus[0]} is a slice or not listed", fix)
     with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are distributed over all GPUs
-        frames = list(pool.map(lambda gpu: draw_frame("egl", egl_device(gpu)), gpus))
+        frames = list(pool.map(lambda gpu: render_test_frame("egl", get_egl_device(gpu)), gpus))
     renderers = [check_egl(frame) for frame in frames]
     bad_index = next((number for number, renderer in enumerate(renderers) if renderer.backend != "egl"), None)
     if bad_index is None or len(gpus) == 1:
@@ -111,7 +111,7 @@ def get_cuda_index(gpu: str) -> int | None:
     return next((gpu_info.number for gpu_info in query_gpus() if gpu_info.uuid.startswith(gpu)), None)
 
 
-def egl_device(gpu: str) -> str:
+def get_egl_device(gpu: str) -> str:
     """Return the EGL device index of a GPU, which can differ from the CUDA index; empty if unknown."""
     number = get_cuda_index(gpu)
     return "" if number is None else str(get_egl_devices().get(number, number))
@@ -136,7 +136,7 @@ def get_egl_devices() -> dict[int, int]:
 
 def choose_device() -> None:
     """Set MuJoCo's EGL device to the first visible GPU."""
-    if (gpus := visible_gpus()) and (device := egl_device(gpus[0])):
+    if (gpus := visible_gpus()) and (device := get_egl_device(gpus[0])):
         os.environ[_EGL_DEVICE_VARIABLE] = device
 
 
@@ -162,7 +162,7 @@ def get_render_environment(backend: str, device: str) -> dict[str, str]:
 
 
 @functools.cache
-def draw_frame(backend: str, device: str = "") -> Frame:
+def render_test_frame(backend: str, device: str = "") -> Frame:
     """Render a frame in a separate process with a timeout, because a broken driver may crash or hang."""
     environ = get_render_environment(backend, device)
     command = [sys.executable, "-c", _RENDER_SCRIPT]

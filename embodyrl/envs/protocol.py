@@ -13,7 +13,7 @@ from embodyrl.registry import Registry, has
 from embodyrl.types import BoolArray, ByteArray, ChunkResult, EnvCosts, EnvSpec, EpisodeStart, FloatArray, IntArray
 
 AfterStep = Callable[[int, bool], None]
-"""Callback that receives the slot and its success after each executed env step; used to record videos."""
+"""Callback that receives the environment and its success after each executed env step; used to record videos."""
 
 
 def instruction_for(spec: EnvSpec, reset_id: int) -> str:
@@ -22,20 +22,20 @@ def instruction_for(spec: EnvSpec, reset_id: int) -> str:
 
 
 class Env(Protocol):
-    """Interface of an environment with N slots in one process; each slot runs one episode at a time."""
+    """Interface of an environment with N environments in one process; each environment runs one episode at a time."""
 
     spec: EnvSpec
     task_limit: int | None
-    """Maximum number of distinct tasks that the slots can run without reloading simulators; None: unlimited."""
+    """Maximum number of distinct tasks that the environments can run without reloading simulators; None: unlimited."""
 
-    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start an episode in each slot, and execute the simulator's settling steps."""
+    def reset(self, env_indices: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Start an episode in each environment, and execute the simulator's settling steps."""
         ...
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute an action chunk [n, K, A] in the given slots; a slot stops when its episode ends.
+        """Execute an action chunk [n, K, A] in the given environments; an environment stops when its episode ends.
 
         Raises:
             EnvError: the simulator returned a non-finite reward or a wrong shape.
@@ -44,7 +44,7 @@ class Env(Protocol):
 
     def expert_chunk(
         self,
-        slots: Sequence[int],
+        env_indices: Sequence[int],
         num_actions: int,
         *,
         noise: float,
@@ -58,23 +58,25 @@ class Env(Protocol):
         the labels for SFT, and the result of the chunk.
 
         Raises:
-            EnvError: the task of a slot has no scripted expert.
+            EnvError: the task of an environment has no scripted expert.
         """
         ...
 
-    def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
-        """Write the observation of `slots[i]` into `images[rows[i]]` [C, H, W, 3] and `state[rows[i]]` [S].
+    def observe(
+        self, env_indices: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None
+    ) -> None:
+        """Write the observation of `env_indices[i]` into `images[rows[i]]` [C, H, W, 3] and `state[rows[i]]` [S].
 
         `rows` [n] defaults to 0..n-1. The arrays may be shared memory: only these rows are written.
         """
         ...
 
-    def instruction(self, slot: int) -> str:
-        """Return the language instruction of the slot's current episode."""
+    def instruction(self, env_index: int) -> str:
+        """Return the language instruction of the environment's current episode."""
         ...
 
-    def render(self, slot: int) -> np.ndarray:
-        """Return an upright RGB video frame [H, W, 3] uint8 of the slot."""
+    def render(self, env_index: int) -> np.ndarray:
+        """Return an upright RGB video frame [H, W, 3] uint8 of the environment."""
         ...
 
     def close(self) -> None:
@@ -86,29 +88,29 @@ class Env(Protocol):
 class ReportsSolvedStarts(Env, Protocol):
     """Interface of environments that report episodes whose goal is already reached at the start."""
 
-    def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return the given slots whose goal was already reached before the first action."""
+    def solved_at_reset(self, env_indices: Sequence[int]) -> Sequence[int]:
+        """Return the given environments whose goal was already reached before the first action."""
         ...
 
 
 @runtime_checkable
 class SavesState(Env, Protocol):
-    """Interface of environments that save and load the state of a slot, if `spec.simulator.saves_state`."""
+    """Interface of environments that save and load the state of an environment, if `spec.simulator.saves_state`."""
 
-    def save(self, slot: int) -> Any:
-        """Return a copy of the state of the slot's episode."""
+    def save(self, env_index: int) -> Any:
+        """Return a copy of the state of the environment's episode."""
         ...
 
-    def load(self, slot: int, state: Any) -> None:
-        """Restore a saved state of the slot's episode, even if the episode has ended."""
+    def load(self, env_index: int, state: Any) -> None:
+        """Restore a saved state of the environment's episode, even if the episode has ended."""
         ...
 
 
 class TextEnv(Env, Protocol):
     """Interface of environments with text actions."""
 
-    def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Set the reply of each slot for the next chunk; `cut_off` [n]: True for replies that hit the length limit."""
+    def set_replies(self, env_indices: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+        """Set the reply of each environment for the next chunk; `cut_off` [n]: True at the length limit."""
         ...
 
 
@@ -116,12 +118,12 @@ class TextEnv(Env, Protocol):
 class EnvContext:
     """Arguments for building an environment, in addition to its config keys."""
 
-    num_slots: int = 1
+    num_envs: int = 1
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
     parts: Mapping[str, Any] = field(default_factory=dict)
     """Objects built from other config sections, such as rows and reward functions, by name."""
-    pictures: bool = True
+    renders_images: bool = True
     """True if `render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
     """Settings of the section `reward`; None: the simulator's own reward."""
@@ -160,7 +162,7 @@ class EnvFactory(Protocol[S]):
         ...
 
     def make(self, cfg: S, context: EnvContext) -> Env:
-        """Build the environment with `context.num_slots` slots in this process."""
+        """Build `context.num_envs` environments in this process."""
         ...
 
     def costs(self, cfg: S, spec: EnvSpec) -> EnvCosts:
@@ -189,7 +191,7 @@ class GoalReward(Protocol):
 class GoalFactory(EnvFactory[S], Protocol[S]):
     """Interface of factories of environments whose `EnvSpec` has a `goal`."""
 
-    def judge(self, cfg: S) -> GoalReward:
+    def make_goal_reward(self, cfg: S) -> GoalReward:
         """Build the reward function for relabelled goals in this process."""
         ...
 

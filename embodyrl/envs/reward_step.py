@@ -16,7 +16,7 @@ class RewardStep:
     ...     return step.success - 0.01 * float(abs(step.action).sum())
     """
 
-    slot: int
+    env_index: int
     step: int
     """Index of the step in the episode, counted from 1."""
     reset_id: int

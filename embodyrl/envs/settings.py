@@ -20,14 +20,14 @@ _ARE_TASK_IDS = valid_if(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
 RewardFactor = Annotated[
     float, Field(ge=-(10**6), le=10**6), valid_if(bool), Constraint("different from 0 (0 removes every reward)")
 ]
-Slots = Annotated[int, Field(ge=1, le=65536)]
+EnvStates = Annotated[int, Field(ge=1, le=65536)]
 
 
 class EnvSplit(Settings):
     """Config keys for training or evaluation episodes."""
 
-    total_num_envs: Slots = 8
-    """Total number of env slots, which run episodes in parallel."""
+    total_num_envs: EnvStates = 8
+    """Total number of environments, which run episodes in parallel."""
     ignore_terminations: bool = False
     """If true, episodes continue after the task is completed or failed, until max_episode_steps."""
     max_episode_steps: Count = 512
@@ -52,14 +52,14 @@ class TrainSplit(EnvSplit):
     """Relative sampling frequency of the selected tasks; null: uniform."""
 
     auto_reset: bool = True
-    """If true, a slot starts its next episode when an episode ends; false: one episode per slot and rollout epoch."""
+    """If true, an environment starts its next episode when one ends; false: one episode per environment and epoch."""
     continue_episodes: bool = False
     """If true, unfinished episodes continue in the next training step (only for algorithms that count env steps, such
     as GAE). Every episode then starts from a separate initial state."""
     use_fixed_reset_state_ids: bool = True
-    """If true, all members of a group, and all episodes of a slot within one rollout epoch, share one reset id."""
+    """If true, a group, and all episodes of an environment within one rollout epoch, share one reset id."""
     max_steps_per_rollout_epoch: Count | None = None
-    """Env steps per slot and rollout epoch for algorithms that count env steps, such as GAE; default:
+    """Env steps per environment and rollout epoch for algorithms that count env steps, such as GAE; default:
     max_episode_steps."""
 
 

@@ -6,7 +6,7 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings
 from embodyrl.registry import closest
 
 
-def camera_problems(cfg: CameraSettings, available: Collection[str] | None = None) -> Iterator[str]:
+def find_camera_problems(cfg: CameraSettings, available: Collection[str] | None = None) -> Iterator[str]:
     """Yield errors about selected cameras that occur twice or are not in `available`."""
     names = cfg.init_params.camera_names
     for name in names:
@@ -19,7 +19,7 @@ def camera_problems(cfg: CameraSettings, available: Collection[str] | None = Non
         yield f"env.init_params.camera_names={list(names)} contains a camera twice. Remove the duplicate."
 
 
-def task_problems(cfg: EnvSettings, count: int, explanation: str) -> Iterator[str]:
+def find_task_problems(cfg: EnvSettings, count: int, explanation: str) -> Iterator[str]:
     """Yield an error for each split with task ids outside 0..count-1; `explanation` explains the ids in the message."""
     for split, values in cfg.splits.items():
         invalid = [task for task in values.task_ids or () if not 0 <= task < count]

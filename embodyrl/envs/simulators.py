@@ -1,4 +1,4 @@
-"""Interface of simulators: reset, step and observe on arrays of slots. `ChunkedEnv` adds episodes and rewards."""
+"""Interface of simulators: reset, step and observe by environment index. `ChunkedEnv` adds episodes and rewards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from embodyrl.types import BoolArray, ByteArray, DoubleArray, EnvSpec, FloatArra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimStep:
-    """Result of one executed action in one slot."""
+    """Result of one executed action in one environment."""
 
     reward: float
     """Reward of the simulator after this action, before `use_rel_reward` and `reward_coef`."""
@@ -28,7 +28,7 @@ class SimStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSteps:
-    """Results of one executed action in each of n slots (see `SimStep`); all arrays have shape [n]."""
+    """Results of one executed action in each of n environments (see `SimStep`); all arrays have shape [n]."""
 
     reward: DoubleArray | FloatArray
     terminated: BoolArray
@@ -37,62 +37,62 @@ class SimSteps:
 
 
 class Simulators(ABC):
-    """Base class of N simulators (slots) in one process. Arguments `slots` [n] are distinct slot numbers from 0.
+    """Base class of N parallel environments in one process. Arguments `env_indices` [n] are distinct, from 0.
 
-    A simulator that must step all its slots at once sets `EnvSpec.simulator.lockstep`: slots that are not in `slots`
-    may then advance arbitrarily. Other simulators leave such slots unchanged.
+    A simulator that must step all its environments at once sets `EnvSpec.simulator.lockstep`: environments that are
+    not in `env_indices` may then advance arbitrarily. Other simulators leave such environments unchanged.
     """
 
     task_limit: int | None = None
     """Maximum number of distinct tasks without reloading simulators (see `Env.task_limit`)."""
     sequential: bool = False
-    """If true, each slot executes its whole chunk before the next slot starts, because switching slots is expensive."""
-    current_slot: int | None = None
-    """Slot that is being processed, for error messages; None if slots are processed together."""
+    """If true, each environment executes its whole chunk before the next one starts, because switching is expensive."""
+    current_env: int | None = None
+    """Environment that is being processed, for error messages; None if environments are processed together."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self.spec = spec
         self.solved: set[int] = set()
-        """Slots whose goal was already reached at the start of the episode."""
+        """Environments whose goal was already reached at the start of the episode."""
 
-    def note_start(self, slot: int, *, solved: bool) -> None:
-        """Record in `solved` if the goal is already reached at the start of the slot's episode; called by `reset`."""
-        (self.solved.add if solved else self.solved.discard)(slot)
-
-    @abstractmethod
-    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Set the slots to initial states `reset_ids` [n]; `seeds` [n] determine the randomness of each episode."""
+    def record_solved_start(self, env_index: int, *, solved: bool) -> None:
+        """Record in `solved` if the goal is already reached at the start of the episode; called by `reset`."""
+        (self.solved.add if solved else self.solved.discard)(env_index)
 
     @abstractmethod
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Execute one action [n, A] in each slot."""
+    def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Set the environments to initial states `reset_ids` [n]; `seeds` [n] seed the episodes."""
 
     @abstractmethod
-    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the observation of `slots[i]` into `images[rows[i]]` [C, H, W, 3] and `state[rows[i]]` [S]."""
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
+        """Execute one action [n, A] in each environment."""
 
-    def render(self, slot: int) -> ByteArray:
+    @abstractmethod
+    def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the observation of `env_indices[i]` into `images[rows[i]]` [C, H, W, 3] and `state[rows[i]]` [S]."""
+
+    def render(self, env_index: int) -> ByteArray:
         """Return an upright RGB frame [H, W, 3] uint8."""
         raise NoImageError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
-    def info(self, slot: int) -> Mapping[str, Any]:
+    def info(self, env_index: int) -> Mapping[str, Any]:
         """Return the simulator's info of the last step, for reward functions."""
         return {}
 
-    def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode; None: `instruction_for` determines the instruction."""
+    def instruction(self, env_index: int) -> str | None:
+        """Return the instruction of the environment's episode; None: `instruction_for` determines the instruction."""
         return None
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         """Return the scripted expert's next action [A]; called only for tasks in `spec.expert.tasks`."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
-    def save(self, slot: int) -> Any:
-        """Return a copy of the slot's state for `load`; called only if `spec.simulator.saves_state`."""
+    def save(self, env_index: int) -> Any:
+        """Return a copy of the environment's state for `load`; called only if `spec.simulator.saves_state`."""
         raise EnvError(f"env '{self.spec.name}' cannot save its state: its simulators have no method save.")
 
-    def load(self, slot: int, state: Any) -> None:
-        """Restore a saved state of the slot's episode."""
+    def load(self, env_index: int, state: Any) -> None:
+        """Restore a saved state of the environment's episode."""
         raise EnvError(f"env '{self.spec.name}' cannot load a state: its simulators have no method load.")
 
     def close(self) -> None:
@@ -100,40 +100,40 @@ class Simulators(ABC):
         return None
 
 
-class PerSlot(Simulators):
-    """Base class of simulators that process one slot at a time."""
+class SequentialSimulators(Simulators):
+    """Base class of simulators that process one environment at a time."""
 
     @abstractmethod
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Set the slot to initial state `reset_id`; `seed` determines the randomness of the episode."""
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
+        """Set the environment to initial state `reset_id`; `seed` determines the randomness of the episode."""
 
     @abstractmethod
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [A]."""
 
     @abstractmethod
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Write the slot's images and state into the arrays of `out`."""
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
+        """Write the environment's images and state into the arrays of `out`."""
 
-    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Reset the slots one by one."""
-        for slot, reset_id, seed in zip(slots.tolist(), reset_ids.tolist(), seeds.tolist(), strict=True):
-            self.current_slot = slot
-            self.reset_slot(slot, reset_id, seed)
+    def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Reset the environments one by one."""
+        for env_index, reset_id, seed in zip(env_indices.tolist(), reset_ids.tolist(), seeds.tolist(), strict=True):
+            self.current_env = env_index
+            self.reset_env(env_index, reset_id, seed)
 
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Step the slots one by one."""
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
+        """Step the environments one by one."""
         rows: list[tuple[float, bool, bool, bool]] = []
-        for slot, action in zip(slots.tolist(), actions, strict=True):
-            self.current_slot = slot
-            step = self.step_slot(slot, action)
+        for env_index, action in zip(env_indices.tolist(), actions, strict=True):
+            self.current_env = env_index
+            step = self.step_env(env_index, action)
             rows.append((step.reward, step.terminated, step.success, step.truncated))
         columns = np.array(rows, np.float64).T
         terminated, success, truncated = columns[1:].astype(np.bool_)
         return SimSteps(reward=columns[0], terminated=terminated, success=success, truncated=truncated)
 
-    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the observations of the slots one by one."""
-        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-            self.current_slot = slot
-            self.observe_slot(slot, ObservationOut(images=images[row], state=state[row]))
+    def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the observations of the environments one by one."""
+        for env_index, row in zip(env_indices.tolist(), rows.tolist(), strict=True):
+            self.current_env = env_index
+            self.observe_env(env_index, ObservationOut(images=images[row], state=state[row]))

@@ -74,7 +74,7 @@ class ImitationLearner(Learner):
         Returns loss, grad_norm, lr and skipped_nonfinite; or, without training, the sums `loss`, `accuracy` and, if
         measured, `error`.
         """
-        records = self._group_records(self._arena.read(request.tickets))
+        records = self._group_records(self._arena.read(request.record_refs))
         self._trainer.ranks.shard_weights()
         # Enable dropout; RL does not, because acting and scoring must be the same function.
         self._policy.module.train(request.learn)
@@ -90,7 +90,7 @@ class ImitationLearner(Learner):
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()
-        self._trainer.take_statistics(self._arena, records)
+        self._trainer.update_statistics(self._arena, records)
         result = step_result[0] if step_result else {}
         return result | {"lr": optimization.lr, "skipped_nonfinite": float(step_result is None)}
 

@@ -16,7 +16,7 @@ from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, mean_metrics, order_by_prompt, split_micro_batches
 from embodyrl.policies.protocol import TextPolicy, weights_changed
-from embodyrl.policies.tensors import on_device, peak_memory
+from embodyrl.policies.tensors import get_peak_memory, on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
@@ -66,8 +66,8 @@ class PolicyGradientLearner(Learner):
         """Write the reference policy's log-probabilities into the records."""
         assert self._reference is not None, "there is no reference policy"
         size = self._cfg.micro_batch_size
-        for part in self._ranks.rank_info.get_slices(len(request.tickets), size):
-            records = self._arena.read(request.tickets[part])
+        for part in self._ranks.rank_info.get_slices(len(request.record_refs), size):
+            records = self._arena.read(request.record_refs[part])
             with torch.no_grad():
                 scores = self._reference.score(
                     read_observation(self._arena, records), self._arena[Record.tokens][records]
@@ -79,7 +79,7 @@ class PolicyGradientLearner(Learner):
 
         Returns metrics averaged over optimizer steps (maxima for names that end in _max).
         """
-        records = self._arena.read(request.tickets)
+        records = self._arena.read(request.record_refs)
         batch = self._build_batch(records, np.asarray(request.episode, dtype=np.int64))
         if self._algorithm.recomputes_logprob:
             # Score the batch first with gathered weights, as in the rollout, so that only the weights differ.
@@ -90,7 +90,7 @@ class PolicyGradientLearner(Learner):
         # Gradients are as large as the weights, and unused until the next update.
         self._trainer.optimization.zero_grad()
         # After the update: its ratios are relative to the statistics that the rollout used.
-        self._trainer.take_statistics(self._arena, records)
+        self._trainer.update_statistics(self._arena, records)
         interval = self._settings.reference_interval
         if self._reference is not None and interval and (request.step + 1) % interval == 0:
             weights = getattr(self._policy, "alone", self._policy).module.state_dict()
@@ -99,7 +99,7 @@ class PolicyGradientLearner(Learner):
                     weight.copy_(weights[name])
             weights_changed(self._reference.module)
         self._ranks.reshard()
-        return result | {"memory_gib": peak_memory() / 2**30}
+        return result | {"memory_gib": get_peak_memory() / 2**30}
 
     def save(self, folder: Path) -> None:
         """Save the reference policy into `folder` if it is updated during training."""

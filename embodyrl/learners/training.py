@@ -270,10 +270,10 @@ class Trainer:
             return self.reject_step(f"gradient norm {grad_norm}", weights_status=weights_status)
         return merge_metrics(step_losses) | {"grad_norm": grad_norm}, outputs
 
-    def take_statistics(self, arena: Arena, records: IntArray) -> None:
+    def update_statistics(self, arena: Arena, records: IntArray) -> None:
         """Update the observation statistics of a policy that normalises observations."""
         if isinstance(self.policy, LearnsStatistics):
-            self.policy.take_statistics(read_observation(arena, records))
+            self.policy.update_statistics(read_observation(arena, records))
             weights_changed(self.policy.module)
 
     def reject_step(self, description: str, *, weights_status: str = UNCHANGED) -> None:

@@ -109,7 +109,7 @@ _FIELD_TYPES: Mapping[str, Any] = {
 """Required JSON type of each field that `from_json` copies without conversion."""
 
 
-def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
+def compute_score(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
     """Return the success rate of episodes, or their mean return if the environment reports no success.
 
     `known` is True if other episodes of the environment report success; the result is then always a success rate.

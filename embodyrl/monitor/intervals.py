@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-Outcomes = Iterable[tuple[Hashable, float]]
+StateOutcomes = Iterable[tuple[Hashable, float]]
 """(initial state, outcome) of each episode."""
 
 
@@ -84,7 +84,7 @@ class Rate:
     """Effective number of independent episodes; None: all episodes."""
 
     @classmethod
-    def of(cls, outcomes: Outcomes) -> Rate:
+    def of(cls, outcomes: StateOutcomes) -> Rate:
         """Compute the success rate from outcomes; episodes from one initial state form a cluster."""
         groups = _group_by_state(outcomes)
         successes = sum(map(sum, groups))
@@ -139,7 +139,7 @@ class Mean:
     """Effective number of independent episodes (see `Rate.effective`)."""
 
     @classmethod
-    def of(cls, outcomes: Outcomes) -> Mean:
+    def of(cls, outcomes: StateOutcomes) -> Mean:
         """Compute the mean and its Student's t interval, with the initial states as clusters."""
         groups = _group_by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
@@ -177,7 +177,7 @@ Score = Rate | Mean
 """Score of an evaluation: success rate, or mean return if the environment reports no success."""
 
 
-def _group_by_state(outcomes: Outcomes) -> list[list[float]]:
+def _group_by_state(outcomes: StateOutcomes) -> list[list[float]]:
     groups: defaultdict[Hashable, list[float]] = defaultdict(list)
     for state, outcome in outcomes:
         groups[state].append(float(outcome))

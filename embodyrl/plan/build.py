@@ -23,10 +23,10 @@ from embodyrl.plan.episodes import eval_episodes, groups_per_step
 from embodyrl.plan.initial_states import select_reset_ids
 from embodyrl.plan.planner import plan_resources
 from embodyrl.plan.protocols import protocol_problems
-from embodyrl.plan.run_plan import RunPlan, WorkerSlots, place_policy
+from embodyrl.plan.run_plan import RunPlan, WorkerEnvs, place_policy
 from embodyrl.plan.schema import Config
 from embodyrl.plan.task_weights import weight_problems
-from embodyrl.policies import POLICIES, fitting_models
+from embodyrl.policies import POLICIES, suggest_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
             # For its errors only: tasks and states that do not exist are refused now, not at the first validation.
             select_reset_ids(env, split)
-    slots = _count_slots(cfg, env, policy, learner)
+    num_envs = _count_envs(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)
     samples = _max_samples(learner, algorithm) if learner and algorithm else 0
     with_reference = algorithm is not None and algorithm.needs_reference
@@ -81,8 +81,8 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         policy=policy,
         algorithm=algorithm,
         layout=layout,
-        capacity=_capacity(learner, env, algorithm, slots),
-        env_workers=split_envs(slots, count_env_workers(cfg, env, devices, slots)),
+        capacity=_capacity(learner, env, algorithm, num_envs),
+        env_workers=split_envs(num_envs, count_env_workers(cfg, env, devices, num_envs)),
         total_steps=_total_steps(learner, env) if learner else 0,
         optimizer_steps_per_step=updates,
         max_samples=samples,
@@ -99,7 +99,7 @@ def _rollout_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str
     problems += protocol_problems(cfg, env) + delay_problems(cfg, policy)
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
-            f"env '{env.name}' steps all slots of a worker at once, so rollout.pipeline_stage_num="
+            f"env '{env.name}' steps all environments of a worker at once, so rollout.pipeline_stage_num="
             f"{cfg.rollout.pipeline_stage_num} is not supported; set it to 1."
         )
     return problems
@@ -160,7 +160,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
         kinds = ", ".join(sorted(policy.action_kinds))
         problems.append(
             f"env '{env.name}' takes {env.action.kind} actions, but model '{policy.name}' outputs only {kinds} "
-            f"actions; choose another model, for example {fitting_models(env)}."
+            f"actions; choose another model, for example {suggest_models(env)}."
         )
     if env.cameras.names and env.action.kind is ActionKind.text and not policy.inputs.num_images:
         problems.append(
@@ -171,11 +171,11 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
         problems.append(
             f"model '{policy.name}' reads {policy.inputs.num_images} camera images, but env '{env.name}' has "
             f"{len(env.cameras.names)} ({', '.join(env.cameras.names) or 'none'}); "
-            + ("set model.num_images_in_input or the cameras." if env.cameras.names else f"try {fitting_models(env)}.")
+            + ("set model.num_images_in_input or the cameras." if env.cameras.names else f"try {suggest_models(env)}.")
         )
     if policy.inputs.state and not env.state_dim:
         problems.append(
-            f"model '{policy.name}' reads a state vector, but env '{env.name}' has none; try {fitting_models(env)}."
+            f"model '{policy.name}' reads a state vector, but env '{env.name}' has none; try {suggest_models(env)}."
         )
     if policy.observed_steps not in (0, env.history):
         problems.append(
@@ -193,21 +193,21 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     return problems
 
 
-def split_envs(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
-    """Divide the slots into contiguous blocks of nearly equal size, one per worker, so that groups stay together."""
+def split_envs(num_envs: int, num_workers: int) -> tuple[WorkerEnvs, ...]:
+    """Divide the environments into contiguous blocks of nearly equal size, one per worker, to keep groups together."""
     env_workers, start = [], 0
     for worker in range(num_workers):
-        size = num_slots // num_workers + (worker < num_slots % num_workers)
-        env_workers.append(WorkerSlots(name=f"env_{worker}", slots=range(start, start + size)))
+        size = num_envs // num_workers + (worker < num_envs % num_workers)
+        env_workers.append(WorkerEnvs(name=f"env_{worker}", env_indices=range(start, start + size)))
         start += size
     return tuple(env_workers)
 
 
-def _count_slots(cfg: Config, env: EnvSpec, policy: PolicySpec, learner: Config | None) -> int:
-    slots = learner.env.train.total_num_envs if learner else 1
+def _count_envs(cfg: Config, env: EnvSpec, policy: PolicySpec, learner: Config | None) -> int:
+    num_envs = learner.env.train.total_num_envs if learner else 1
     if cfg.evaluates and _validates(learner):
-        slots = max(slots, eval_episodes(cfg, env, policy).num_slots)
-    return slots
+        num_envs = max(num_envs, eval_episodes(cfg, env, policy).num_envs)
+    return num_envs
 
 
 def _validates(learner: Config | None) -> bool:
@@ -258,15 +258,15 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     )
 
 
-def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -> int:
+def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, num_envs: int) -> int:
     """Count env worker processes: one per core, or per GPU for batched simulators."""
     if not isinstance(cfg.launcher, ProcessSettings):
         return 1
     if cfg.launcher.env_workers != "auto":
-        return min(cfg.launcher.env_workers, slots)
+        return min(cfg.launcher.env_workers, num_envs)
     batched = env.simulator.lockstep and env.simulator.on_gpu
     per_host = len(devices.simulators) if batched else available_cores()
-    return max(1, min(per_host * len(component_nodes(cfg)["env"]), slots))
+    return max(1, min(per_host * len(component_nodes(cfg)["env"]), num_envs))
 
 
 def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
@@ -278,15 +278,15 @@ def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
     return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.chunk_steps)
 
 
-def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
-    in_flight = 2 * num_slots  # of each slot the record that is acted in and the one that is observed into
+def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_envs: int) -> int:
+    in_flight = 2 * num_envs  # of each environment the record that is acted in and the one that is observed into
     if cfg is None or algorithm is None:
         return in_flight
     samples = _max_samples(cfg, algorithm)
     finals = 0
-    if algorithm.needs_finals:
+    if algorithm.needs_final_observations:
         # One more record per episode that is truncated or cut, for its last observation; with hindsight of all of them.
-        any_length = env.simulator.may_truncate or cfg.algorithm.needs_all_ends
+        any_length = env.simulator.may_truncate or cfg.algorithm.needs_terminal_observations
         shortest = 1 if any_length else cfg.env.train.max_episode_steps
         # The shortest episode leaves the most last observations.
         per_episode = -(-shortest // cfg.model.num_action_chunks)

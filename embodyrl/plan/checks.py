@@ -65,7 +65,7 @@ def build_checked_config(
     cfg.add_sources({name: last[name].source for name in values})
     if cfg.has("env"):
         cfg.env.play(get_command_sections(cfg.command).plays)
-    if problems := [*contradictions(cfg)]:
+    if problems := [*find_contradictions(cfg)]:
         raise ConfigError(problems)
     cfg.add_sources(warnings=[*unused_key_warnings, *no_effect_warnings(cfg, cfg.changed, cfg.conditions)])
     return cfg
@@ -185,7 +185,7 @@ def _condition_is_met(root: Settings, condition: str) -> bool:
     return (format_value(value) in choices.split("|")) is (operator == "=")
 
 
-def contradictions(cfg: Config) -> Iterator[str]:
+def find_contradictions(cfg: Config) -> Iterator[str]:
     """Yield one line per contradiction between values of a config, with the fix."""
     for _, node in cfg.nodes():
         yield from node.problems()
@@ -213,7 +213,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
 
 
 def _training_problems(cfg: Config) -> Iterator[str]:
-    yield from slot_problems(cfg.env.train, cfg.algorithm.group_size, cfg.launcher)
+    yield from env_count_problems(cfg.env.train, cfg.algorithm.group_size, cfg.launcher)
     max_staleness, deterministic = cfg.algorithm.max_staleness, cfg.runner.deterministic
     yield from staleness_problems(max_staleness, cfg.actor.fsdp, cfg.rollout.mode, deterministic=deterministic)
     if cfg.algorithm.curriculum and max_staleness:
@@ -244,18 +244,18 @@ def _rank_problems(cfg: Config) -> Iterator[str]:
         yield f"{key}=true works with one actor rank. Use actor.fsdp.size=1, or {key}=false."
 
 
-def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
-    """Yield errors if the number of slots does not fit the group size or the launcher, with the fix."""
-    slots = split.total_num_envs
-    if slots % size:
-        near_counts = [count for count in ((slots // size) * size, (slots // size + 1) * size) if count]
+def env_count_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
+    """Yield errors if the number of environments does not fit the group size or the launcher, with the fix."""
+    num_envs = split.total_num_envs
+    if num_envs % size:
+        near_counts = [count for count in ((num_envs // size) * size, (num_envs // size + 1) * size) if count]
         best_size = min(
-            (divisor for divisor in range(1, slots + 1) if slots % divisor == 0),
+            (divisor for divisor in range(1, num_envs + 1) if num_envs % divisor == 0),
             key=lambda divisor: (abs(divisor - size), divisor),
         )
         yield (
-            f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
-            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near_counts))}, "
+            f"env.train.total_num_envs={num_envs} is not divisible by algorithm.group_size={size}: every group needs a "
+            f"environment for each member. Use env.train.total_num_envs={' or '.join(map(str, near_counts))}, "
             f"or algorithm.group_size={best_size}."
         )
     elif size > 1 and not split.use_fixed_reset_state_ids:
@@ -264,10 +264,11 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
             "env.train.use_fixed_reset_state_ids=true."
         )
     workers = launcher.env_workers if isinstance(launcher, ProcessSettings) else "auto"
-    if workers != "auto" and workers > slots:
+    if workers != "auto" and workers > num_envs:
         yield (
-            f"launcher.env_workers={workers} but only env.train.total_num_envs={slots} slots: some workers would idle. "
-            f"Use launcher.env_workers={slots}."
+            f"launcher.env_workers={workers} but only env.train.total_num_envs={num_envs} environments: some workers "
+            "would idle. "
+            f"Use launcher.env_workers={num_envs}."
         )
 
 

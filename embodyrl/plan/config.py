@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import Setting, compose, compose_groups, flat, parse_override, split_overrides
+from embodyrl.config.compose import Setting, compose, compose_groups, flatten, parse_override, split_overrides
 from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.settings import find_key, get_parents, nested, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
-from embodyrl.plan.checks import build_checked_config, contradictions, validate_config
+from embodyrl.plan.checks import build_checked_config, find_contradictions, validate_config
 from embodyrl.plan.data import derive_from_data
 from embodyrl.plan.keys import unused_keys
 from embodyrl.plan.saved import (
@@ -146,7 +146,7 @@ def _get_protocol_settings(settings: Sequence[Setting], problems: list[str]) -> 
                 problems += error.problems
                 continue
             protocol_settings += [
-                Setting(name, leaf, entry.source, entry.override) for name, leaf in flat({key: value}).items()
+                Setting(name, leaf, entry.source, entry.override) for name, leaf in flatten({key: value}).items()
             ]
     return protocol_settings
 
@@ -297,7 +297,7 @@ def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
     return download(key, path, kind, programs)
 
 
-def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:
+def apply_overrides(cfg: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy of a config, updated with `values` by dotted key. The whole copy is checked.
 
     Raises:
@@ -316,5 +316,5 @@ def check_values(cfg: Config) -> None:
     """
     problems: list[str] = []
     validate_config(cfg.schema, dict(cfg.leaves()), problems)
-    if errors := problems or [*contradictions(cfg)]:
+    if errors := problems or [*find_contradictions(cfg)]:
         raise ConfigError(errors)

@@ -9,9 +9,9 @@ from functools import cache, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.shaping import Outcomes
+from embodyrl.algorithms.shaping import TaskOutcomes
 from embodyrl.envs.settings import EnvSplit
-from embodyrl.plan.initial_states import reset_id_array, reset_ids_of, select_tasks
+from embodyrl.plan.initial_states import get_reset_ids, reset_id_array, select_tasks
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.plan.task_weights import has_weights, sample_weighted_ids
@@ -25,17 +25,17 @@ class EpisodeBatch:
     """A set of episodes that may run concurrently; waves run one after another."""
 
     queues: tuple[Sequence[EpisodeSpec], ...]
-    """One queue per slot, or a single queue shared by all slots."""
+    """One queue per environment, or a single queue shared by all environments."""
     quota_chunks: int | None = None
-    """Number of chunk steps that each slot executes, after which its running episode is cut; None: no limit."""
+    """Number of chunk steps that each environment executes, after which its running episode is cut; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeList:
     """The episodes of one rollout."""
 
-    num_slots: int
-    """Number of slots for the episodes, in all env workers."""
+    num_envs: int
+    """Number of environments for the episodes, in all env workers."""
     max_episode_steps: int
     """Maximum number of env steps; longer episodes are truncated."""
     max_chunks: int
@@ -57,8 +57,8 @@ class EpisodeList:
 
     @property
     def expected(self) -> int:
-        """Number of episodes that will run; a lower bound if slots have quotas."""
-        return self.num_slots * len(self.waves) if self.waves[0].quota_chunks else self.num_episodes
+        """Number of episodes that will run; a lower bound if environments have quotas."""
+        return self.num_envs * len(self.waves) if self.waves[0].quota_chunks else self.num_episodes
 
     def without(self, episodes: Set[int]) -> EpisodeList:
         """Return a copy of the list without the episodes whose ids are in `episodes`."""
@@ -75,7 +75,7 @@ def groups_per_step(cfg: Config) -> int:
 
 
 def train_episodes(
-    cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, outcomes: Outcomes | None = None
+    cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, outcomes: TaskOutcomes | None = None
 ) -> EpisodeList:
     """Return the episodes of a training step.
 
@@ -83,25 +83,25 @@ def train_episodes(
     same episodes.
     """
     split, algorithm = cfg.env.train, cfg.algorithm
-    slots, size = split.total_num_envs, algorithm.group_size
+    num_envs, size = split.total_num_envs, algorithm.group_size
     groups = _reset_id_stream(cfg, env, step, outcomes)
     waves: list[EpisodeBatch] = []
     for epoch in range(algorithm.rollout_epoch):
-        reset_ids = [groups[(epoch * slots + slot) // size] for slot in range(slots)]
+        reset_ids = [groups[(epoch * num_envs + env_index) // size] for env_index in range(num_envs)]
         if counts_chunk_steps:
             waves.append(_quota_wave(cfg, env, step, epoch, reset_ids))
         else:
-            index = epoch * slots + np.arange(slots)
+            index = epoch * num_envs + np.arange(num_envs)
             waves.append(
                 EpisodeBatch(queues=(tuple(_train_episodes(cfg, env, step, index, index // size, reset_ids)),))
             )
     if not counts_chunk_steps and split.auto_reset:
         waves = [EpisodeBatch(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
-    return _episode_list(cfg, split, waves, slots)
+    return _episode_list(cfg, split, waves, num_envs)
 
 
 def refill_episodes(
-    cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int, *, outcomes: Outcomes | None = None
+    cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int, *, outcomes: TaskOutcomes | None = None
 ) -> EpisodeList:
     """Return the episodes of `groups` additional groups, which replace filtered groups of a training step."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
@@ -141,7 +141,7 @@ def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, i
     """
     tasks = select_tasks(env, split, across=True)
     trial, place = divmod(episode, len(tasks))
-    ids = reset_ids_of(env, split, tasks[place])
+    ids = get_reset_ids(env, split, tasks[place])
     return tasks[place], ids[trial % len(ids)], _EVAL_SEED + trial
 
 
@@ -158,7 +158,7 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
         sample, place = divmod(episode, num_requested // cfg.eval.samples)
         task, reset_id, seed = eval_start(env, split, place)
         # It would count one episode twice, and make an interval narrower than it is.
-        repeated = place // len(tasks) >= len(reset_ids_of(env, split, task))
+        repeated = place // len(tasks) >= len(get_reset_ids(env, split, task))
         if (sample or repeated) and repeats_exactly(cfg, env, policy, task):
             continue
         episodes.append(
@@ -178,23 +178,23 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
 
 
 def make_single_wave(cfg: Config, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
-    """Return an episode list with a single wave: the episodes start in order, in any free slot."""
+    """Return an episode list with a single wave: the episodes start in order, in any free environment."""
     return _episode_list(
         cfg, split, [EpisodeBatch(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes))
     )
 
 
-def _episode_list(cfg: Config, split: EnvSplit, waves: list[EpisodeBatch], slots: int) -> EpisodeList:
+def _episode_list(cfg: Config, split: EnvSplit, waves: list[EpisodeBatch], num_envs: int) -> EpisodeList:
     return EpisodeList(
-        num_slots=slots,
+        num_envs=num_envs,
         max_episode_steps=split.max_episode_steps,
         max_chunks=-(-split.max_episode_steps // cfg.chunk_steps),
         ignore_terminations=split.ignore_terminations,
-        waves=tuple(_split_queue(wave, slots) for wave in waves) if cfg.runner.deterministic else tuple(waves),
+        waves=tuple(_split_queue(wave, num_envs) for wave in waves) if cfg.runner.deterministic else tuple(waves),
     )
 
 
-def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, outcomes: Outcomes | None) -> list[int]:
+def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, outcomes: TaskOutcomes | None) -> list[int]:
     """Return the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
     if has_weights(cfg):
@@ -218,11 +218,11 @@ def _permutation(seed: int, epoch: int, count: int) -> IntArray:
 
 
 def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> EpisodeBatch:
-    """Return a wave with one queue per slot; each queue suffices for the quota if all episodes end after one chunk."""
+    """Return a wave with one queue per environment, long enough for the quota if episodes end after one chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     quota = -(-steps // cfg.chunk_steps)
-    per_slot = quota if split.auto_reset else 1
+    per_env = quota if split.auto_reset else 1
     fixed_ids = split.use_fixed_reset_state_ids and not split.continue_episodes
     choices = None if fixed_ids else reset_id_array(env, split)
     members = epoch * len(reset_ids) + np.arange(len(reset_ids))
@@ -233,10 +233,10 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
         ids = np.asarray(reset_ids)
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, index)) % len(choices)]
-        return _train_episodes(cfg, env, step, members * per_slot + index, members // size, ids)
+        return _train_episodes(cfg, env, step, members * per_env + index, members // size, ids)
 
-    def queue(slot: int) -> Sequence[EpisodeSpec]:
-        return _LazyEpisodes(lambda index: specs(index)[slot], per_slot)
+    def queue(env_index: int) -> Sequence[EpisodeSpec]:
+        return _LazyEpisodes(lambda index: specs(index)[env_index], per_env)
 
     return EpisodeBatch(queues=tuple(map(queue, range(len(reset_ids)))), quota_chunks=quota)
 
@@ -276,9 +276,11 @@ def _train_episodes(
     return _LazyEpisodes(create, len(index))
 
 
-def _split_queue(wave: EpisodeBatch, slots: int) -> EpisodeBatch:
-    """Distribute a shared queue over one queue per slot, so that slots do not depend on the order of completion."""
-    if len(wave.queues) != 1 or slots == 1:
+def _split_queue(wave: EpisodeBatch, num_envs: int) -> EpisodeBatch:
+    """Distribute a shared queue over the environments, so that the order of completion does not matter."""
+    if len(wave.queues) != 1 or num_envs == 1:
         return wave
     (queue,) = wave.queues
-    return EpisodeBatch(queues=tuple(queue[slot::slots] for slot in range(slots)), quota_chunks=wave.quota_chunks)
+    return EpisodeBatch(
+        queues=tuple(queue[env_index::num_envs] for env_index in range(num_envs)), quota_chunks=wave.quota_chunks
+    )

@@ -25,7 +25,7 @@ def select_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> 
 
 def reset_id_array(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArray:
     """Return the reset ids of the selected tasks as an array (see `select_reset_ids`)."""
-    ids = (reset_ids_of(env, split, task) for task in select_tasks(env, split, across=across))
+    ids = (get_reset_ids(env, split, task) for task in select_tasks(env, split, across=across))
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(task_ids.start, task_ids.stop) for task_ids in ids)])
 
 
@@ -44,13 +44,13 @@ def select_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list
     return [suite * len(main_tasks) + task for suite in range(suites) for task in tasks]
 
 
-def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
+def get_reset_ids(env: EnvSpec, split: EnvSplit, task: int) -> range:
     """Return the reset ids of a task in the split of training, evaluation or collection.
 
     Raises:
         ConfigError: the task has fewer initial states than `state_ids` requires.
     """
-    ids, states = env.reset_ids_of(task), split.state_ids
+    ids, states = env.get_reset_ids(task), split.state_ids
     if states is None:
         states = get_state_range(env, "train" if isinstance(split, TrainSplit) else "eval")
     if states is None:

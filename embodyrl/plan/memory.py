@@ -49,7 +49,7 @@ class MemoryPlan:
     """Bytes of the activations of a micro-batch, including the log-probabilities."""
     in_use: int
     """Bytes of the weights of the layers that FSDP gathers at the same time during training."""
-    acting_batch: int
+    inference_batch: int
     """Bytes of the activations of the largest inference batch."""
     keeps_acting: bool
     """True if inference memory stays allocated during training, for example by CUDA graphs."""
@@ -123,7 +123,8 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     """Estimate the memory of a training run.
 
     Gradients are synchronized once per step if `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
-    does not sleep if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all slots.
+    does not sleep if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all
+    environments.
     """
     cfg = run_plan.cfg
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
@@ -133,7 +134,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     # Query the GPUs only if the result matters, because the query starts a program.
     query_gpus = may_sleep or (fast_plan.on_gpu and run_plan.ranks > 1 and sync == "auto")
     gpu = run_plan.gpus.free if query_gpus else 0
-    cache = run_plan.policy_costs.acting_bytes * run_plan.num_slots if may_sleep else 0
+    cache = run_plan.policy_costs.inference_bytes * run_plan.num_envs if may_sleep else 0
     if not gpu or fullest_gpu(run_plan, fast_plan) + cache <= gpu:
         return fast_plan
     small_sync = "micro_batch" if sync == "auto" and run_plan.ranks > 1 else fast_plan.gradient_sync
@@ -171,7 +172,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     vllm = cfg.rollout.backend == "vllm"
     replay, loading_bytes = _replay(run_plan, cfg)
     process = _CUDA if on_gpu else PROCESS + (_ADAPTERS if adapters else 0)
-    acting_batch = _acting_batch(run_plan, cfg, costs)
+    inference_batch = _inference_batch(run_plan, cfg, costs)
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
         weights=0 if offloaded else (stored_bytes + average_bytes) // shards,
@@ -185,7 +186,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
         in_use=_gathered_at_a_time(costs, total, half=is_half, adapters=adapters) if sharded and on_gpu else 0,
-        acting_batch=0 if is_separate else acting_batch,
+        inference_batch=0 if is_separate else inference_batch,
         keeps_acting=cfg.model.recorded and on_gpu,
         building=stored_bytes + loading_bytes if adapters or not on_gpu else 4 * trained,
         engine=0 if is_separate else engine,
@@ -193,7 +194,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         process=process,
         saving=max(stored_bytes if sharded else 0, 8 * trained, loading_bytes) + replay if on_gpu else 0,
         offloaded=(stored_bytes + average_bytes + 12 * trained) // shards if offloaded else 0,
-        acting=process + max(stored_bytes, weight_bytes + acting_batch + engine)
+        acting=process + max(stored_bytes, weight_bytes + inference_batch + engine)
         if is_separate
         else 0,  # it is built like an actor
         on_gpu=on_gpu,
@@ -217,7 +218,7 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     unused_sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)}
     used_sizes: dict[str, Any] = {
         "weights": costs.num_parameters * (2 if cfg.model.half else 4),
-        "acting_batch": _acting_batch(run_plan, cfg, replace(costs, num_trained=0)),
+        "acting_batch": _inference_batch(run_plan, cfg, replace(costs, num_trained=0)),
         "engine": engine,
         "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
         "env_worker": _ENV_PROCESS + run_plan.env_costs.task_bytes,
@@ -239,21 +240,21 @@ def _prompts(run_plan: RunPlan) -> float:
     return max_prompts if total == groups * size else math.inf
 
 
-def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
+def _inference_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
     """Return the bytes of an inference batch on the GPU.
 
     With vLLM, the policy module runs only to compute values, or log-probabilities for a temperature other than 1.
     """
-    slots = run_plan.num_slots
+    num_envs = run_plan.num_envs
     if cfg.rollout.backend != "vllm":
         # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
         num_copied = costs.num_trained
         if num_copied is None:
             has_copies = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
             num_copied = costs.num_parameters - costs.outside_layers if has_copies else 0
-        return costs.acting_bytes * -(-slots // run_plan.ranks) + (2 * num_copied if cfg.model.half else 0)
+        return costs.inference_bytes * -(-num_envs // run_plan.ranks) + (2 * num_copied if cfg.model.half else 0)
     if run_plan.policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
-        rows = min(slots, ROWS_AT_A_TIME)
+        rows = min(num_envs, ROWS_AT_A_TIME)
         return costs.largest_layer[1] * rows + costs.scoring(rows)[0]
     return 0
 
@@ -287,7 +288,7 @@ def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     policy, size = run_plan.policy, {field.name: field.record_bytes for field in run_plan.layout.fields}
     stored = record_bytes = sum(size[name] for name in (*OBSERVATION, Record.action))
     if policy.steering:  # noise: two numbers to a token
-        action_bytes = size[Record.action if policy.steering.corrects else Record.tokens]
+        action_bytes = size[Record.action if policy.steering.is_residual else Record.tokens]
         stored = 4 * run_plan.policy_costs.steering_features + action_bytes
     data_infos = [read_json(resolve_asset(str(folder)) / INFO_PATH) for folder in cfg.algorithm.demonstrations]
     frames, length = sum(info["total_frames"] for info in data_infos), policy.num_action_chunks
@@ -350,7 +351,7 @@ def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters:
     return (2 if half else 4) * 2 * costs.largest_layer[0] + (2 if half and adapters else 4) * costs.outside_layers
 
 
-def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
+def engine_memory_fraction(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
     """Return the fraction of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve.
 
     `plan` is None if the process does not train.
@@ -379,6 +380,6 @@ def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
         needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.acting
     for number in range(len(run_plan.env_workers) if plan.env_gpu else 0):
         index = number // len(run_plan.nodes["env"])
-        gpu = devices.of_env_worker(index, on_gpu=True) or "inline"
+        gpu = devices.get_env_worker_gpu(index, on_gpu=True) or "inline"
         needed[run_plan.env_node(number), gpu] += plan.env_gpu
     return max(needed.values())

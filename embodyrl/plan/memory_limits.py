@@ -22,7 +22,7 @@ def require_devices(run_plan: RunPlan) -> None:
             "Name GPUs that `nvidia-smi -L` lists, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
         )
     ranks = Counter(
-        (run_plan.policy_node(number), run_plan.devices.of_policy(number)) for number in range(run_plan.ranks)
+        (run_plan.policy_node(number), run_plan.devices.get_policy_gpu(number)) for number in range(run_plan.ranks)
     )
     if run_plan.devices.policies and max(ranks.values()) > 1:
         raise ConfigError(
@@ -70,8 +70,8 @@ def _advice(run_plan: RunPlan, plan: MemoryPlan, rendering_bytes: int | None = N
     if workers > 1 and (rendering_bytes or not on_gpu):
         keys.append(f"launcher.env_workers below {workers}")
     split = "env.train" if learns else "env.eval"
-    if not on_gpu and run_plan.num_slots > (cfg.algorithm.group_size if learns else 1):
-        keys.append(f"{split}.total_num_envs below {run_plan.num_slots}")
+    if not on_gpu and run_plan.num_envs > (cfg.algorithm.group_size if learns else 1):
+        keys.append(f"{split}.total_num_envs below {run_plan.num_envs}")
     if learns and not cfg.actor.gradient_checkpointing:
         keys.append("actor.gradient_checkpointing=true")
     if learns and getattr(cfg.actor, "micro_batch_size", 1) > 1:

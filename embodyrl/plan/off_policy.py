@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from embodyrl.algorithms.off_policy.estimator import ReplaySettings
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings
-from embodyrl.config.compose import flat, format_override
+from embodyrl.config.compose import flatten, format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import to_builtin
 from embodyrl.data.cards import read_card
-from embodyrl.data.layout import ENVIRONMENT_PATH, Card, is_ours
-from embodyrl.data.rewarded import changed_reward
+from embodyrl.data.custom_reward import get_custom_reward
+from embodyrl.data.layout import ENVIRONMENT_PATH, Card, is_embodyrl_dataset
 from embodyrl.data.settings import Labels
 from embodyrl.data.tables import read_episodes
 from embodyrl.envs.settings import RewardSettings
@@ -35,14 +35,14 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy, ACT or Diffusion "
             "Policy with model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
         )
-    if cfg.algorithm.imitates and policy.steering and not policy.steering.corrects:
+    if cfg.algorithm.imitates and policy.steering and not policy.steering.is_residual:
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' trains on actions, but {policy.steering.key} selects noise. Set "
             "model.likelihood=residual, or use algorithm=sac."
         )
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
-    if rules and folders and policy.steering and not policy.steering.corrects:
+    if rules and folders and policy.steering and not policy.steering.is_residual:
         problems.append(f"algorithm.demonstrations has actions, {policy.steering.key} chooses noise; remove the key.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
@@ -105,12 +105,12 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
             f"algorithm.demonstrations: {folder} contains labels of the expert, not the executed actions that led "
             "to its rewards and next states. Set collect.labels=executed, or train on them with `embodyrl sft`."
         )
-    if not is_ours(resolve_asset(folder)):
+    if not is_embodyrl_dataset(resolve_asset(folder)):
         yield (
             f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
             f"env '{env.name}'. Collect data with `embodyrl collect`, or train on this folder with `embodyrl sft`."
         )
-    data_reward, run_reward = card.collected.get("reward"), changed_reward(cfg.reward).get("reward")
+    data_reward, run_reward = card.collected.get("reward"), get_custom_reward(cfg.reward).get("reward")
     if data_reward != run_reward:
         yield (
             f"algorithm.demonstrations: {folder} was collected with reward.path={data_reward and data_reward['path']}, "
@@ -119,7 +119,9 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
         )
     env_file = resolve_asset(folder) / ENVIRONMENT_PATH
     saved_values, run_values = (
-        ({}, {}) if not env_file.is_file() else (flat(read_plain_yaml(env_file)), flat({"env": to_builtin(cfg.env)}))
+        ({}, {})
+        if not env_file.is_file()
+        else (flatten(read_plain_yaml(env_file)), flatten({"env": to_builtin(cfg.env)}))
     )
     keys = [key for key in saved_values if "reward" in key and saved_values[key] != run_values.get(key)]
     if keys:
@@ -149,7 +151,7 @@ def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterat
         )
     if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
         yield f"{key}: compute_reward returns rewards, not reward differences; set env.use_rel_reward=false."
-    if changed_reward(cfg.reward):
+    if get_custom_reward(cfg.reward):
         yield f"{key}: reward.path computes the reward for the original goal only; remove one of the two keys."
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from embodyrl.plan.memory import MemoryPlan, engine_share, plan_evaluation, plan_memory
+from embodyrl.plan.memory import MemoryPlan, engine_memory_fraction, plan_evaluation, plan_memory
 from embodyrl.plan.memory_limits import require_devices, require_memory
 from embodyrl.plan.rates import predict
 from embodyrl.plan.resources import Resources
@@ -27,7 +27,7 @@ class PlannedResources(Resources):
         require_memory(run_plan, self.memory)
         if run_plan.algorithm is None:
             return self.memory.lines(run_plan.ranks, len(run_plan.env_workers))
-        rates, vllm = predict(run_plan), ("", f"vLLM gets {self.engine_share:.0%} of its GPU")
+        rates, vllm = predict(run_plan), ("", f"vLLM gets {self.engine_memory_fraction:.0%} of its GPU")
         return [
             *self.memory.lines(run_plan.ranks, len(run_plan.env_workers)),
             *([vllm] if self.memory.engine else []),
@@ -42,13 +42,13 @@ def plan_resources(run_plan: RunPlan) -> Resources:
     """
     learns = run_plan.cfg.trains and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
-    engine_fraction = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
+    engine_fraction = engine_memory_fraction(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
     if memory is None:
-        return PlannedResources(engine_share=engine_fraction, memory=plan_evaluation(run_plan))
+        return PlannedResources(engine_memory_fraction=engine_fraction, memory=plan_evaluation(run_plan))
     return PlannedResources(
         gradient_sync=memory.gradient_sync,
         sleeps=memory.sleeps,
-        engine_share=engine_fraction,
+        engine_memory_fraction=engine_fraction,
         checkpoint=memory.checkpoint,
         memory=memory,
     )

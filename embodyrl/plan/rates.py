@@ -45,7 +45,7 @@ SPEEDS = (
 """Assumed rates of GPUs; the first entry whose name occurs in the name from `nvidia-smi` is used.
 GeForce GPUs have half the rate for matrix products with float32 accumulation."""
 DEFAULT_SPEED = Speed("H100", 650e12, 50e12, 2.8e12)
-ACTING_FACTOR = 1.4
+INFERENCE_FACTOR = 1.4
 """Ratio of inference time to the time of the matrix products alone, measured with OpenVLA-OFT 7B on an H100 (batches of
 32 and 64)."""
 TRAINING_FACTOR = 2.2
@@ -86,7 +86,8 @@ class Rates:
             (
                 "",
                 f"{self._basis}: {self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, "
-                f"{self.speed.bandwidth / 1e12:.1f} TB/s; acting {ACTING_FACTOR}, training {TRAINING_FACTOR} times the "
+                f"{self.speed.bandwidth / 1e12:.1f} TB/s; acting {INFERENCE_FACTOR}, training {TRAINING_FACTOR} "
+                "times the "
                 f"time of matrix products (measured on an H100); {self._origin}",
             ),
         ]
@@ -119,10 +120,10 @@ def predict(run_plan: RunPlan) -> Rates | None:
     speed = known_rates or DEFAULT_SPEED
     flops, bytes_per_value = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
     num_processes = cfg.rollout_processes or run_plan.ranks
-    batch = max(1, run_plan.num_slots // (num_processes * cfg.rollout.pipeline_stage_num))
+    batch = max(1, run_plan.num_envs // (num_processes * cfg.rollout.pipeline_stage_num))
     # With a small batch, inference is bound by reading all weights once per pass.
     read_s = costs.act_passes * bytes_per_value * costs.num_parameters / speed.bandwidth
-    acting_rate = num_processes * batch / (ACTING_FACTOR * max(batch * costs.forward_flops / flops, read_s))
+    inference_rate = num_processes * batch / (INFERENCE_FACTOR * max(batch * costs.forward_flops / flops, read_s))
     # Cost in forward passes: three with backward, two for frozen weights, and one more with recomputed layers.
     passes = (2 if costs.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
     pass_s = costs.forward_flops / flops / run_plan.ranks
@@ -134,7 +135,9 @@ def predict(run_plan: RunPlan) -> Rates | None:
     chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
     simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / ACTIONS_PER_CHUNK) if chunk_s else 0.0
     if env.gpu_s:
-        gpus = len({run_plan.devices.of_env_worker(number, on_gpu=True) for number in range(len(run_plan.env_workers))})
+        gpus = len(
+            {run_plan.devices.get_env_worker_gpu(number, on_gpu=True) for number in range(len(run_plan.env_workers))}
+        )
         simulators = min(simulators, gpus * len(run_plan.nodes["env"]) / env.gpu_s)
     samples = run_plan.max_samples
     num_updated = samples * cfg.algorithm.update_epoch
@@ -142,14 +145,14 @@ def predict(run_plan: RunPlan) -> Rates | None:
         num_updated = run_plan.optimizer_steps_per_step * cfg.actor.global_batch_size
     durations = {
         "simulators": samples / simulators if simulators else 0.0,
-        "acting": samples / acting_rate,
-        "training": num_updated / training_rate + samples * num_rescored * ACTING_FACTOR * pass_s,
+        "acting": samples / inference_rate,
+        "training": num_updated / training_rate + samples * num_rescored * INFERENCE_FACTOR * pass_s,
     }
     # Simulators and policy run in parallel during the rollout; the update starts afterwards.
     seconds = max(durations["simulators"], durations["acting"]) + durations["training"]
     return Rates(
         simulators=simulators,
-        acting=acting_rate,
+        acting=inference_rate,
         training=training_rate,
         seconds=seconds,
         bound_by=max(durations, key=durations.__getitem__),

@@ -15,7 +15,7 @@ class Resources:
     (`micro_batch`)."""
     sleeps: bool = False
     """True if vLLM frees its memory during updates."""
-    engine_share: float = 0.4
+    engine_memory_fraction: float = 0.4
     """Fraction of a GPU's memory for vLLM."""
     checkpoint: int = 0
     """Size of a checkpoint on disk in bytes; 0: unknown."""

@@ -21,11 +21,11 @@ C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSlots:
-    """Name and slot indices of an env worker; slots are numbered over all workers."""
+class WorkerEnvs:
+    """Name and environment indices of an env worker; environments are numbered over all workers."""
 
     name: str
-    slots: range
+    env_indices: range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class RunPlan:
     layout: RecordLayout
     capacity: int
     """Number of records of the arena: the maximum in use during a rollout."""
-    env_workers: tuple[WorkerSlots, ...]
+    env_workers: tuple[WorkerEnvs, ...]
     total_steps: int
     """Number of training steps."""
     optimizer_steps_per_step: int
@@ -96,9 +96,9 @@ class RunPlan:
         return env_costs(self.cfg.env, self.env)
 
     @property
-    def num_slots(self) -> int:
-        """Number of slots of all env workers."""
-        return self.env_workers[-1].slots.stop
+    def num_envs(self) -> int:
+        """Number of environments of all env workers."""
+        return self.env_workers[-1].env_indices.stop
 
 
 def place_policy(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import Setting, flat, format_override, parse_override
+from embodyrl.config.compose import Setting, flatten, format_override, parse_override
 from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
@@ -97,10 +97,10 @@ def read_saved(file: Path) -> list[Setting]:
     Raises:
         ConfigError: the file is missing or malformed, or contains YAML tags (which could construct objects).
     """
-    saved = flat(read_plain_yaml(file))
-    if (env_type := saved.get("env.env_type")) in FORMER_NAMES:
-        saved["env.env_type"] = FORMER_NAMES[env_type]
-    saved = FORMER_SETTINGS.get(str(saved.get("env.env_type")), {}) | saved
+    saved = flatten(read_plain_yaml(file))
+    if env_type := saved.get("env.env_type"):
+        saved["env.env_type"] = env_type = FORMER_NAMES.get(env_type, env_type)
+        saved = FORMER_SETTINGS.get(env_type, {}) | saved
     return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
 
 
@@ -108,7 +108,7 @@ def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     """Return (key, value, default) of each changed key of a saved config, formatted as on the command line."""
     return [
         (name, format_value(value), format_value(defaults[name]) if name in defaults else "")
-        for name, value in flat(config).items()
+        for name, value in flatten(config).items()
         if name not in defaults or value != to_builtin(defaults[name])
     ]
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import PrivateAttr
 
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
-from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
+from embodyrl.algorithms.settings import AlgorithmSettings, InferenceAlgorithm
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSettings, FaultSettings, LauncherSettings
 from embodyrl.config.compose import COMMAND_LINE
@@ -265,7 +265,7 @@ def choose_classes(command: str, values: Mapping[str, Any], problems: list[str])
             invalid_groups.add(group)
     sections |= {group: kinds[0] for group, kinds in chosen_classes.items()}
     if "algorithm" in sections and "algorithm" not in get_selectors(command):
-        sections["algorithm"] = ActingAlgorithm
+        sections["algorithm"] = InferenceAlgorithm
     factory = ENVS.get(values["env.env_type"]) if "env" in chosen_classes else None
     if getattr(factory, "reads_rows", False):
         sections |= {"data": RowSettings, "reward": TextRewardSettings}

@@ -97,8 +97,8 @@ class VllmSettings(Settings):
     enforce_eager: bool | None = None
     """Disable CUDA graphs, which saves memory at the cost of speed."""
     enable_sleep_mode: bool | None = None
-    """Free the engine's GPU memory during updates; default: on if the KV cache of all slots and training do not fit
-    together."""
+    """Free the engine's GPU memory during updates; default: on if the KV cache of all environments and training do not
+    fit together."""
 
     tensor_parallel_size: Annotated[Literal[1], Constraint("1; more needs rollout.backend=server")] | None = None
     """Number of GPUs per model: 1, because the engine runs inside a process with one GPU; for more, use
@@ -138,7 +138,7 @@ class RolloutSettings(Settings):
     """Language models: for each token of a reply, also record the n most probable tokens with their
     log-probabilities."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
-    """Number of stages into which each env worker's slots are divided, to overlap simulation and inference."""
+    """Number of stages into which each env worker's environments are divided, to overlap simulation and inference."""
 
     @property
     def processes(self) -> int:

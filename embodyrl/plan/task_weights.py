@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embodyrl.algorithms.shaping import Outcomes
+from embodyrl.algorithms.shaping import TaskOutcomes
 from embodyrl.envs.settings import EnvSplit
-from embodyrl.plan.initial_states import reset_ids_of, select_tasks
+from embodyrl.plan.initial_states import get_reset_ids, select_tasks
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec, Episode
 
@@ -16,9 +16,9 @@ _DECAY = 0.5
 """Decay factor of earlier counts, applied in each training step that samples the task (or reset id)."""
 
 
-def record_outcomes(outcomes: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
+def record_outcomes(outcomes: TaskOutcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
     """Add the successes and episodes of a training step to the counts `outcomes`, after decaying earlier counts."""
-    step_outcomes: Outcomes = {}
+    step_outcomes: TaskOutcomes = {}
     for episode in (entry for entry in episodes if not entry.cut):  # the outcome of a cut episode is unknown
         counts = step_outcomes.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
         counts[0] += episode.success_once
@@ -29,7 +29,7 @@ def record_outcomes(outcomes: Outcomes, episodes: Sequence[Episode], *, by_task:
         outcomes[name] = [_DECAY * earlier[0] + successes, _DECAY * earlier[1] + num_episodes]
 
 
-def success_variance(outcomes: Outcomes, name: int) -> float:
+def success_variance(outcomes: TaskOutcomes, name: int) -> float:
     """Return the success variance 4 p (1 - p), in 0..1, of the success rate p = (successes + 1) / (episodes + 2)."""
     successes, num_episodes = outcomes.get(str(name), (0.0, 0.0))
     rate = (successes + 1) / (num_episodes + 2)
@@ -44,17 +44,17 @@ def has_task_weights(env: EnvSpec, split: EnvSplit) -> bool:
 def count_weights(env: EnvSpec, split: EnvSplit) -> int:
     """Return the number of sampling weights: one per selected task, or one per reset id of a single task."""
     tasks = select_tasks(env, split)
-    return len(tasks) if has_task_weights(env, split) else len(reset_ids_of(env, split, tasks[0]))
+    return len(tasks) if has_task_weights(env, split) else len(get_reset_ids(env, split, tasks[0]))
 
 
-def sample_weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: Outcomes | None, seed: int) -> list[int]:
+def sample_weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: TaskOutcomes | None, seed: int) -> list[int]:
     """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
 
     Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
     to its weight, rounded up or down.
     """
     rng, split, tasks = np.random.default_rng(seed), cfg.env.train, select_tasks(env, cfg.env.train)
-    ids_by_task = [reset_ids_of(env, split, task) for task in tasks]
+    ids_by_task = [get_reset_ids(env, split, task) for task in tasks]
     groups, names = (
         (ids_by_task, tasks)
         if has_task_weights(env, split)
@@ -80,7 +80,7 @@ def has_weights(cfg: Config) -> bool:
 def weight_problems(cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> list[str]:
     """Return one error for each invalid key that sets task weights or the curriculum.
 
-    Weights need one number per task (or per reset id of a single task), and slots with assigned initial states.
+    Weights need one number per task (or per reset id of a single task), and environments with assigned initial states.
     """
     if not has_weights(cfg):
         return []
@@ -93,7 +93,7 @@ def weight_problems(cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> l
         return [error] if num_weights not in (0, num_needed) else []
     num_weights = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
     return [
-        f"{key} weights initial states, but slots choose initial states freely; set "
+        f"{key} weights initial states, but environments choose initial states freely; set "
         f"env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or remove {key}."
         for key, value in num_weights.items()
         if value

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.reward_runner import build_reward_runner
-from embodyrl.envs.text.reward_runner import problems as reward_problems
+from embodyrl.envs.text.reward_runner import find_reward_problems as reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.text.chat import ChatTemplate, control_tokens, count_unknown
@@ -100,11 +100,13 @@ def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
 def text_problems(cfg: Config) -> list[str]:
     """Return errors in the sections `data` and `reward`, one line each."""
     assert isinstance(cfg.reward, TextRewardSettings)
-    problems = reward_problems(cfg.reward)
+    find_reward_problems = reward_problems(cfg.reward)
     if cfg.data.path is None:
-        problems.append(
+        find_reward_problems.append(
             "data.path is not set. Set a .jsonl or .parquet file, a folder of such files, or package.module:function."
         )
     if cfg.algorithm.sampling_params.max_new_tokens is None:
-        problems.append("algorithm.sampling_params.max_new_tokens is not set. Set it to the maximum length of a reply.")
-    return problems
+        find_reward_problems.append(
+            "algorithm.sampling_params.max_new_tokens is not set. Set it to the maximum length of a reply."
+        )
+    return find_reward_problems

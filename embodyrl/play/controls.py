@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from embodyrl.controls import controls_of
+from embodyrl.controls import get_controls
 from embodyrl.types import ActionKind, ActionSpec, FloatArray
 
 
@@ -24,7 +24,7 @@ def inputs_to_action(action: ActionSpec, amounts: Mapping[int, float], last: Flo
         amounts: how far each input is pressed, from 0 to 1, by the index of the input in `controls_of`.
         last: the last executed action [A], whose gripper command is kept.
     """
-    controls, result = controls_of(action), neutral_action(action)
+    controls, result = get_controls(action), neutral_action(action)
     if action.kind is not ActionKind.box:
         for number, amount in amounts.items():
             if amount > 0.5:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from embodyrl.api.acting import LoadedPolicy, policy_of
+from embodyrl.api.acting import LoadedPolicy, build_policy_of_config
 from embodyrl.api.environment import SingleEnv
 from embodyrl.clock import RunClock
 from embodyrl.commands.collect import collect
@@ -18,14 +18,14 @@ from embodyrl.data.settings import EpisodeFilter
 from embodyrl.data.writer import read_episodes
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
-from embodyrl.plan.config import overridden
+from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.schema import Config
-from embodyrl.play.desk import RequestHandlers
 from embodyrl.play.recording import Recording
+from embodyrl.play.request_handlers import RequestHandlers
 from embodyrl.play.scene import Scene
 from embodyrl.play.start import page
 from embodyrl.types import Observation
-from embodyrl.web_pages.loopback import Loopback
+from embodyrl.web_pages.loopback import LoopbackServer
 
 _NO_LIMIT = 100_000
 """Time limit of a corrected episode, in env steps: effectively none, because the person ends the episode."""
@@ -49,7 +49,7 @@ class HumanExpert:
         self._steps = cfg.runner.max_steps
         self._round = 0
         self.handlers = RequestHandlers(cfg.runner.experiment_name or "dagger")
-        self.server = Loopback(cfg.dagger.port, {"/": page}, self.handlers.posts)
+        self.server = LoopbackServer(cfg.dagger.port, {"/": page}, self.handlers.posts)
         # Simulators with OpenGL windows belong to the thread that answers requests.
         self._thread = threading.Thread(target=self.server.process_requests, name="cockpit", daemon=True)
         self._thread.start()
@@ -65,7 +65,7 @@ class HumanExpert:
         self._show_status("the policy runs without corrections")
         out = Path(str(cfg.collect.out))
         uncorrected = out.with_name(f"{out.name}_alone")
-        collect(overridden(cfg, {"collect.out": str(uncorrected), "collect.filter": EpisodeFilter.all}))
+        collect(apply_overrides(cfg, {"collect.out": str(uncorrected), "collect.filter": EpisodeFilter.all}))
         demos = load_demonstrations(uncorrected)
         failed = [e for e in range(demos.num_episodes) if not demos.success[demos.start[e] : demos.stop[e]].any()]
         solved = demos.num_episodes - len(failed)
@@ -94,7 +94,7 @@ class HumanExpert:
             print(f"  {self.handlers.status_text}", flush=True)
 
     def _collect_corrections(self, cfg: Config, demos: Demonstrations, failed: Sequence[int], out: Path) -> None:
-        policy = policy_of(cfg)
+        policy = build_policy_of_config(cfg)
         ranked = sorted(failed, key=lambda e: (-uncertainty(policy, demos, e), e))
         recorded_ids = {row["embodyrl/reset_id"] for row in read_episodes(out)}
         state_ids = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])

@@ -10,7 +10,7 @@ import simplejpeg
 
 from embodyrl.api.acting import LoadedPolicy
 from embodyrl.api.environment import SingleEnv
-from embodyrl.controls import controls_of
+from embodyrl.controls import get_controls
 from embodyrl.data.layout import Actor
 from embodyrl.play.controls import inputs_to_action, neutral_action
 from embodyrl.play.recording import Recording, Step
@@ -36,7 +36,7 @@ class Scene:
     ) -> None:
         """Start the first episode of `reset_ids`, or an episode of any task if `reset_ids` is empty."""
         self.policy, self.env = policy, env
-        self.controls = controls_of(env.layout.action)
+        self.controls = get_controls(env.layout.action)
         self.can_rewind = env.layout.simulator.saves_state
         self.frame_number = 0
         """Counter that increases with every change of the scene; the page compares it with its last image."""

@@ -31,7 +31,9 @@ def page() -> Answer:
     return "text/html; charset=utf-8", text
 
 
-def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = False) -> tuple[LoadedPolicy, SingleEnv]:
+def load_policy_with_env(
+    run: Path, trust: Sequence[str] = (), *, records: bool = False
+) -> tuple[LoadedPolicy, SingleEnv]:
     """Load the policy of a run and build its environment, if possible with images and without a time limit."""
     from embodyrl.api.acting import load_policy
 
@@ -46,6 +48,6 @@ def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = Fal
 
 def _build_env(run_plan: RunPlan) -> SingleEnv:
     """Return the environment of a run without an inference delay, because the page executes one action per step."""
-    from embodyrl.api.environment import env_of
+    from embodyrl.api.environment import build_env_of_plan
 
-    return env_of(replace(run_plan, env_settings=run_plan.env_settings.without_delay()))
+    return build_env_of_plan(replace(run_plan, env_settings=run_plan.env_settings.without_delay()))

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError, ConfigError, reason_of
+from embodyrl.errors import CheckpointError, ConfigError, format_reason
 from embodyrl.files import read_json
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
@@ -53,7 +53,7 @@ def read_saved_inputs(folder: Path) -> dict[str, Any]:
         images = {f"env.init_params.{key}": value for key, value in cameras.items()} if saved["cameras"] else {}
         return images | {"model.num_action_chunks": saved["num_action_chunks"], "environment": saved["environment"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({reason_of(error)}); use another checkpoint.") from None
+        raise ConfigError(f"{path} is damaged ({format_reason(error)}); use another checkpoint.") from None
 
 
 def missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
@@ -64,7 +64,7 @@ def missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
     except FileNotFoundError:
         return None if any(folder.glob(files)) else f"{folder} contains no {files}; download the weights."
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{folder / _INDEX_FILE} cannot be read ({reason_of(error)}); download the file again."
+        return f"{folder / _INDEX_FILE} cannot be read ({format_reason(error)}); download the file again."
     missing = sorted(name for name in names if not (folder / name).is_file())
     if not missing:
         return None
@@ -146,7 +146,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
         )
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({reason_of(error)}); use another checkpoint.") from error
+        raise CheckpointError(f"{path} is damaged ({format_reason(error)}); use another checkpoint.") from error
     if renamed is None and trained_cameras != cameras:
         problems.append(
             InputProblem(

@@ -61,7 +61,7 @@ class PolicyRequest:
     """Number of most probable tokens in `PolicyOutput.top`."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine, set by the run."""
-    engine_share: float = 0.4
+    engine_memory_fraction: float = 0.4
     """Fraction of the GPU memory for vLLM's weights and cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     """Sampling settings for replies. Log-probabilities refer to the whole vocabulary at `temperature`."""
@@ -120,7 +120,7 @@ class TextPolicy(Policy, Protocol):
         """Return the number of tokens [B] of each conversation."""
         ...
 
-    def served_by(self, url: str, model: str | None) -> Any:
+    def build_served_reference(self, url: str, model: str | None) -> Any:
         """Return a reference policy whose log-probabilities a server computes; only `score` and `module` are available.
 
         Raises:
@@ -133,7 +133,7 @@ class TextPolicy(Policy, Protocol):
 class LearnsStatistics(Policy, Protocol):
     """Interface of a policy whose weights contain statistics of its training observations."""
 
-    def take_statistics(self, obs: Observation) -> None:
+    def update_statistics(self, obs: Observation) -> None:
         """Update the statistics with a training batch; later inference uses them."""
         ...
 
@@ -216,7 +216,7 @@ def policy_costs(cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicyCost
     return PolicyCosts() if estimate is None else estimate(cfg, env, value_dim)
 
 
-def fitting_models(env: EnvSpec) -> str:
+def suggest_models(env: EnvSpec) -> str:
     """Return the small models that support an environment, for error messages."""
     if env.action.kind == ActionKind.text:
         return "model=vision_lm_tiny" if env.cameras.names else "model=causal_lm_tiny"

@@ -28,7 +28,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
 
 
-def peak_memory() -> int:
+def get_peak_memory() -> int:
     """Return the peak memory in bytes: reserved by torch on the GPU, or resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
@@ -36,7 +36,7 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def best_device() -> str:
+def get_best_device() -> str:
     """Return the first visible GPU (in a worker its assigned GPU), or the CPU.
 
     Raises:

@@ -15,7 +15,7 @@ from embodyrl.monitor.history import COSTS_FILE, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.phases import run_seconds
 from embodyrl.reports.history import Evaluation, History, read_history
-from embodyrl.reports.paired import Paired, pair_suites
+from embodyrl.reports.paired import PairedComparison, compare_suites
 from embodyrl.version import __version__
 
 CARD_JSON, CARD_TEXT = "card.json", "CARD.md"
@@ -27,7 +27,7 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
     Raises:
         ConfigError: the folder is not a run.
     """
-    card, target = card_of(folder), out or folder
+    card, target = build_card(folder), out or folder
     paths = [target / CARD_JSON, target / CARD_TEXT]
     target.mkdir(parents=True, exist_ok=True)
     write_atomically(paths[0], json_text(card))
@@ -35,7 +35,7 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
     return paths
 
 
-def card_of(folder: Path) -> dict[str, Any]:
+def build_card(folder: Path) -> dict[str, Any]:
     """Return the result card of a run: command, machine, states and seeds, results with intervals, costs.
 
     Raises:
@@ -45,7 +45,7 @@ def card_of(folder: Path) -> dict[str, Any]:
     config, machine = history.config, _read_machine(history)
     first, last = (history.evaluations[0], history.evaluations[-1]) if history.evaluations else (None, None)
     tables = [read_table(folder / "eval" / f"step_{e.step:06d}") for e in history.evaluations]
-    comparisons = pair_suites(first.episodes, last.episodes) if first and last and first is not last else []
+    comparisons = compare_suites(first.episodes, last.episodes) if first and last and first is not last else []
     return {
         "card": 1,
         "run": history.name,
@@ -172,7 +172,7 @@ def _build_results(evaluation: Evaluation) -> dict[str, Any]:
     return {"step": evaluation.step, "rows": rows}
 
 
-def _describe_change(comparison: Paired) -> dict[str, Any]:
+def _describe_change(comparison: PairedComparison) -> dict[str, Any]:
     counts = {"pairs": comparison.pairs, "only_first": comparison.only_first, "only_last": comparison.only_second}
     return {
         "suite": comparison.suite,

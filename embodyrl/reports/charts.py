@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.monitor.intervals import wilson
 from embodyrl.reports.history import History
 
@@ -214,6 +214,6 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
 
 def find_differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Return each key whose value differs between configs, with the value of every config."""
-    leaves = [flat(config) for config in configs]
+    leaves = [flatten(config) for config in configs]
     rows = [(name, [part.get(name) for part in leaves]) for name in sorted({n for part in leaves for n in part})]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

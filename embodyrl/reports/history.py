@@ -11,29 +11,29 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.errors import ConfigError
-from embodyrl.files import by_number, read_tail
+from embodyrl.files import natural_sort_key, read_tail
 from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,
     TABLE_FILE,
     VIDEO_FOLDER,
     EpisodeRow,
+    compute_score,
     own_suite,
     read_episodes,
     read_rows,
-    score_of,
 )
 from embodyrl.monitor.intervals import Score
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.schema import Config
-from embodyrl.reports.paired import Paired, pair_suites
+from embodyrl.reports.paired import PairedComparison, compare_suites
 from embodyrl.reports.samples import Sample, pick_samples
 
-JUDGED = ("env.eval.max_episode_steps", "env.success_key")
+SUCCESS_KEYS = ("env.eval.max_episode_steps", "env.success_key")
 """Keys that determine the success of an episode, given its initial state and the actions."""
 LONGEST_TEXT = 1 << 24
 """Maximum number of bytes that are read from the end of a text file of a run."""
@@ -57,12 +57,12 @@ class Evaluation:
     def suites(self) -> dict[str, Score]:
         """Score of each suite, the main suite first; empty if only one suite was evaluated."""
         names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
-        scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
+        scores = {name: compute_score([e for e in self.episodes if e.suite == name]) for name in names}
         return scores if len(scores) > 1 else {}
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
         """Return the success rate (mean return if success is unknown) of one task, or all tasks of the main suite."""
-        return score_of([e for e in self.own if task in (None, e.task)], known=known)
+        return compute_score([e for e in self.own if task in (None, e.task)], known=known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def read_history(folder: Path) -> History:
             f"{folder}: config.yaml is missing, so the folder is not a run. `embodyrl list runs` lists the runs."
         )
     evaluations, unfinished = [], None
-    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):
+    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=natural_sort_key):
         step = int(path.parent.name.removeprefix("step_"))
         evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)))
         if (path.parent / TABLE_FILE).is_file():  # written last
@@ -169,7 +169,7 @@ def _fill_missing_success(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, episodes=tuple(episodes))
 
 
-def samples_of(history: History, count: int) -> list[Sample]:
+def select_samples(history: History, count: int) -> list[Sample]:
     """Select example conversations of the newest evaluation, each with its counterpart in the first evaluation."""
     if not history.evaluations:
         return []
@@ -188,7 +188,7 @@ def is_running(run: Path) -> bool:
     return match is not None and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists())
 
 
-def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]] | None:
+def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[PairedComparison]] | None:
     """Return a function that compares episodes with the last evaluation of the run `eval.baseline`; None: no such run.
 
     Raises:
@@ -200,17 +200,17 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[Paired]]
     history = read_history(run)
     if not history.evaluations:
         raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
-    if difference := other_worlds(history.config, to_builtin(cfg), {*state_keys(), *JUDGED}):
+    if difference := describe_differences(history.config, to_builtin(cfg), {*state_keys(), *SUCCESS_KEYS}):
         raise ConfigError(
             f"eval.baseline={run}: its initial states, horizon or success key are different ({difference}), so "
             "episodes "
             "cannot be paired. "
             "Evaluate both policies with the same settings, or remove eval.baseline."
         )
-    return partial(pair_suites, history.evaluations[-1].episodes)
+    return partial(compare_suites, history.evaluations[-1].episodes)
 
 
-def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
+def describe_differences(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
     """Return the config differences that change the meaning of state ids, as text; None: no difference.
 
     `keys`: keys to compare, including all keys under them.
@@ -218,7 +218,7 @@ def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Coll
     first_values, second_values = (
         {
             key: value
-            for key, value in flat(config).items()
+            for key, value in flatten(config).items()
             if any(f"{key}.".startswith(f"{compared_key}.") for compared_key in keys)
         }
         for config in (first, second)

@@ -10,9 +10,9 @@ from typing import Any
 
 import jinja2
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.settings import format_value
-from embodyrl.files import by_number, write_atomically
+from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.phases import duration, run_seconds, time_tree, total_times
@@ -27,9 +27,9 @@ from embodyrl.reports.charts import (
     number,
     stacked_bars,
 )
-from embodyrl.reports.history import JUDGED, History, other_worlds, read_history, samples_of
+from embodyrl.reports.history import SUCCESS_KEYS, History, describe_differences, read_history, select_samples
 from embodyrl.reports.media import EMBED_BYTES, VideoIndex, build_cards, pair_cards
-from embodyrl.reports.paired import pair_suites
+from embodyrl.reports.paired import compare_suites
 from embodyrl.reports.seeds import SeedGroup, compare_groups, group_by_seed
 from embodyrl.version import __version__
 
@@ -94,7 +94,7 @@ def write_report(
         tasks=tasks,
         cards=cards,
         pairs=pair_cards(cards),
-        replies=[sample for history in histories for sample in samples_of(history, _MAX_REPLIES)],
+        replies=[sample for history in histories for sample in select_samples(history, _MAX_REPLIES)],
         sources=json.dumps(video_index.sources).replace("<", "\\u003c"),
         differences=[
             (k, [format_value(v) for v in values])
@@ -122,12 +122,12 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
         lines.append(improvement_text)
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        if difference := other_worlds(first.config, second.config, {*states, *JUDGED}):
+        if difference := describe_differences(first.config, second.config, {*states, *SUCCESS_KEYS}):
             return [
                 *lines,
                 f"no paired test of {first.name} and {second.name}, which were evaluated differently: {difference}",
             ]
-        comparisons = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
+        comparisons = compare_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
         lines += [comparison.line(names) for comparison in comparisons]
     return lines
@@ -139,7 +139,7 @@ def _build_view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]
     last = history.evaluations[-1].episodes if history.evaluations else ()
     events = history.text(EVENTS_FILE).splitlines()
     tails = []
-    for path in sorted(history.folder.glob("logs/*/*.log"), key=by_number):
+    for path in sorted(history.folder.glob("logs/*/*.log"), key=natural_sort_key):
         text = history.text(path.relative_to(history.folder))
         if "Traceback (most recent call last)" in text:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
@@ -159,7 +159,7 @@ def _build_view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]
 
 def _describe_run(history: History) -> str:
     """Return a line with the known facts of a run: environment, model, algorithm, seed, date and commit."""
-    values, machine = flat(history.config), history.text("env.txt").splitlines()
+    values, machine = flatten(history.config), history.text("env.txt").splitlines()
     env = next((values[key] for key in ("env.task_suite_name", "env.id", "env.env_type") if values.get(key)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
     commit = next((line[: len("commit ") + 10] for line in machine if line.startswith("commit ")), None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from embodyrl.monitor.history import EpisodeRow, own_suite
-from embodyrl.monitor.intervals import Mean, Outcomes, effective_episodes
+from embodyrl.monitor.intervals import Mean, StateOutcomes, effective_episodes
 
 SIGNIFICANT = 0.05
 """Significance level of a difference between two evaluations."""
@@ -34,7 +34,7 @@ def mcnemar(differences: Sequence[int]) -> float:
     return sum(n for total, n in counts_by_sum.items() if abs(total) >= abs(sum(differences))) / counts_by_sum.total()
 
 
-def rate_difference(changes: Outcomes) -> tuple[float, float]:
+def rate_difference(changes: StateOutcomes) -> tuple[float, float]:
     """Return the 95 % interval of the difference of two paired success rates.
 
     Wald interval with one added success of each policy (Bonett and Price 2012), clustered by initial state.
@@ -55,7 +55,7 @@ def rate_difference(changes: Outcomes) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paired:
+class PairedComparison:
     """Result of a paired comparison of two policies."""
 
     suite: str
@@ -113,7 +113,7 @@ class Paired:
         )
 
 
-def compare_episodes(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
+def compare_episodes(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> PairedComparison:
     """Compare episodes of two evaluations, paired by task, initial state, seed and sample number (`eval.samples`)."""
     # Reset ids count through all evaluated suites; state numbers start at 0 in each suite.
     has_states = all(e.state is not None for e in (*first, *second))
@@ -124,12 +124,12 @@ def compare_episodes(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], 
     states = len({a.reset_id for a, _ in pairs})
     if pairs and all(e.success_once is None for both in pairs for e in both):
         gain = Mean.of((a.reset_id, b.episode_return - a.episode_return) for a, b in pairs)
-        return Paired(suite=suite, pairs=len(pairs), states=states, gain=gain)
+        return PairedComparison(suite=suite, pairs=len(pairs), states=states, gain=gain)
     changes = [(a.reset_id, bool(b.success_once) - bool(a.success_once)) for a, b in pairs]
     by_state: Counter[int] = Counter()
     for state, change in changes:
         by_state[state] += change
-    return Paired(
+    return PairedComparison(
         suite=suite,
         pairs=len(pairs),
         states=states,
@@ -156,7 +156,7 @@ def _index_by_start(
     return episodes_by_start
 
 
-def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[Paired]:
+def compare_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[PairedComparison]:
     """Compare two evaluations of one environment, suite by suite; the main suite is first."""
     main_suites = own_suite(first), own_suite(second)
     comparisons = []

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.monitor.intervals import Rate, student_t
 from embodyrl.reports.history import History
 from embodyrl.reports.paired import SIGNIFICANT
@@ -223,7 +223,7 @@ def compare_groups(first: SeedGroup, second: SeedGroup) -> str | None:
 
 
 def _get_experiment_key(config: Mapping[str, object]) -> str:
-    values = {name: value for name, value in flat(config).items() if name not in _OWN_NAMES}
+    values = {name: value for name, value in flatten(config).items() if name not in _OWN_NAMES}
     return json.dumps(values, sort_keys=True, default=str)
 
 

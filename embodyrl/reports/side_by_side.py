@@ -9,7 +9,7 @@ import imageio.v2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from embodyrl.files import replacing
+from embodyrl.files import replace_atomically
 
 _imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
 
@@ -28,7 +28,7 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
     out.parent.mkdir(parents=True, exist_ok=True)
     video_options = {"fps": fps, "codec": "libx264", "macro_block_size": 2, "pixelformat": "yuv420p"}
     with (
-        replacing(out) as scratch,
+        replace_atomically(out) as scratch,
         _imageio.get_reader(before) as left,
         _imageio.get_reader(after) as right,
         _imageio.get_writer(scratch, **video_options) as writer,
@@ -57,7 +57,7 @@ def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str,
     palette = Image.fromarray(samples).quantize(_GIF_COLOURS, method=Image.Quantize.MAXCOVERAGE)
     quantized = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as scratch:
+    with replace_atomically(out) as scratch:
         quantized[0].save(scratch, save_all=True, append_images=quantized[1:], duration=1000 // _GIF_FPS, loop=0)
 
 

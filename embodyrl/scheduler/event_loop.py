@@ -185,11 +185,13 @@ class PolicyClient:
         """
         transfers: list[tuple[int, Replies]] = []
         for parts in buckets:
-            ticket = arena.allocate()
-            yield self.send_to_actors(PublishRequest(ticket=ticket, parts=parts))
+            record_ref = arena.allocate()
+            yield self.send_to_actors(PublishRequest(record_ref=record_ref, parts=parts))
             # One of the two buckets is filled while the other is read.
             yield from _finish_transfers(arena, transfers)
-            transfers.append((ticket, self._send_to(targets(), LoadWeightsRequest(ticket=ticket, parts=parts))))
+            transfers.append(
+                (record_ref, self._send_to(targets(), LoadWeightsRequest(record_ref=record_ref, parts=parts)))
+            )
         yield from _finish_transfers(arena, transfers)
 
     def _get_ready_processes(self) -> list[str]:
@@ -255,9 +257,9 @@ class PolicyClient:
 def _finish_transfers(arena: Arena, transfers: list[tuple[int, Replies]]) -> Iterator[Replies]:
     """Yield the replies of each transfer, for which the caller waits; then free the bucket of the transfer."""
     while transfers:
-        ticket, replies = transfers.pop()
+        record_ref, replies = transfers.pop()
         yield replies
-        arena.free([ticket])
+        arena.free([record_ref])
 
 
 MAX_WAIT_S = 1.0
@@ -325,7 +327,7 @@ _TOKEN_COUNT_FIELDS = (Record.cost, Record.valid)
 
 
 class Actors:
-    """Client of the actor ranks: computes log-probabilities, trains, saves and loads. Batches are passed as tickets."""
+    """Client of the actor ranks: computes log-probabilities, trains, saves, loads. Batches are record references."""
 
     def __init__(self, loop: EventLoop, arena: Arena, algorithm: Algorithm, run_plan: RunPlan) -> None:
         self._loop, self._arena, self._algorithm = loop, arena, algorithm
@@ -337,9 +339,9 @@ class Actors:
     def score(self, collection: RolloutResult) -> Scores:
         """Compute the reference log-probabilities that the algorithm needs, and gather its inputs from the records."""
         if self._algorithm.needs_reference and collection.episodes:
-            # Exclude the last ticket: its record has an observation without an action.
-            tickets = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
-            self._loop.call(ScoreRequest(tickets=np.concatenate(tickets)))
+            # Exclude the last record reference: its record has an observation without an action.
+            record_refs = [collection.record_refs[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
+            self._loop.call(ScoreRequest(record_refs=np.concatenate(record_refs)))
         rows = [episode.records for episode in collection.episodes]
         logprob_records = rows if self._algorithm.needs_reference_in_prepare else []
         states = rows if self._algorithm.estimator.needs_states else []
@@ -357,18 +359,20 @@ class Actors:
             return {"loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0, "seconds": 0.0}
         self._arena[Record.advantage][batch.records] = batch.advantage
         self._arena[Record.returns][batch.records] = batch.returns
-        # A batch contains record numbers; a request contains tickets, which detect reused records.
-        ticket_by_record = np.zeros(self._arena.capacity, np.int64)
-        tickets = np.concatenate(list(collection.tickets.values()))
-        ticket_by_record[get_record_indices(tickets)] = tickets
+        # A batch contains record numbers; a request contains record references, which detect reused records.
+        ref_by_record = np.zeros(self._arena.capacity, np.int64)
+        record_refs = np.concatenate(list(collection.record_refs.values()))
+        ref_by_record[get_record_indices(record_refs)] = record_refs
         algorithm = self._algorithm
         finals = [e for e in collection.episodes if e.final_record >= 0] if algorithm.estimator.needs_replay else []
-        partial_episodes = collection.episodes if algorithm.settings.needs_all_ends and collection.continues else []
+        partial_episodes = (
+            collection.episodes if algorithm.settings.needs_terminal_observations and collection.continues else []
+        )
         request = UpdateRequest(
             step=step,
-            tickets=ticket_by_record[batch.records],
+            record_refs=ref_by_record[batch.records],
             episode=batch.episode,
-            finals=tuple((e.spec.episode_id, int(ticket_by_record[e.final_record])) for e in finals),
+            finals=tuple((e.spec.episode_id, int(ref_by_record[e.final_record])) for e in finals),
             earlier=tuple((e.spec.episode_id, e.earlier.spec.noise_seed) for e in partial_episodes if e.earlier),
             open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in partial_episodes if e.cut),
             in_parts=self._in_parts,

@@ -1,4 +1,4 @@
-"""State of a rollout: episodes to start, the slots that may start them, and the results."""
+"""State of a rollout: episodes to start, the environments that may start them, and the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodyrl.plan.episodes import EpisodeList
 from embodyrl.types import Episode, EpisodeSpec, FloatArray, IntArray
 
 _NO_QUOTA = 2**62
-"""Number of remaining chunk steps of a slot without a quota, effectively unlimited."""
+"""Number of remaining chunk steps of an environment without a quota, effectively unlimited."""
 _MAX_REWARD_ERRORS = 10
 """Maximum number of distinct reward errors logged in a run."""
 
@@ -48,7 +48,7 @@ class RolloutResult:
     """Result of a rollout."""
 
     episodes: list[Episode] = field(default_factory=list)
-    tickets: dict[int, IntArray] = field(default_factory=dict)
+    record_refs: dict[int, IntArray] = field(default_factory=dict)
     """Tickets (handles of arena records) of each episode, by episode id; empty if records are not kept."""
     dropped: int = 0
     """Number of planned episodes that were dropped after repeated worker crashes."""
@@ -112,10 +112,10 @@ class EpisodeQueue:
 
 @dataclass
 class Rollout:
-    """Execution state of an episode list; several rollouts may share the slots."""
+    """Execution state of an episode list; several rollouts may share the environments."""
 
     plan: EpisodeList
-    not_before: int = 0
+    min_version: int = 0
     """Minimum version of the weights with which the policy acts in these episodes; resets may happen earlier."""
     greedy: bool = False
     temperature: float | None = None
@@ -146,35 +146,39 @@ class Rollout:
         return self.greedy, self.temperature
 
     def select_startable(self, rows: IntArray) -> IntArray:
-        """Return those idle slots that can start an episode, if the slots in `rows` start episodes in this order."""
-        rows = rows[rows < self.plan.num_slots]
+        """Return the idle environments that can start an episode, if those in `rows` start in this order."""
+        rows = rows[rows < self.plan.num_envs]
         rows = rows[self._remaining_quota[rows] > 0]
         return rows[self._num_queued[rows] > 0] if len(self._queues) > 1 else rows[: self._num_queued[0]]
 
-    def peek(self, slot: int) -> EpisodeSpec | None:
-        """Return the next episode of this slot, if any."""
-        return self._queues[self._get_queue_index(slot)].head if len(self.select_startable(np.array([slot]))) else None
+    def peek(self, env_index: int) -> EpisodeSpec | None:
+        """Return the next episode of this environment, if any."""
+        return (
+            self._queues[self._get_queue_index(env_index)].head
+            if len(self.select_startable(np.array([env_index])))
+            else None
+        )
 
     def start_episodes(self, rows: IntArray) -> list[EpisodeSpec]:
-        """Start the next episode of each slot in `rows` (see `select_startable`)."""
+        """Start the next episode of each environment in `rows` (see `select_startable`)."""
         queues = [self._get_queue_index(row) for row in rows.tolist()]
         self._running += len(queues)
         np.subtract.at(self._num_queued, queues, 1)
         return [self._queues[queue].pop() for queue in queues]
 
-    def discard_attempt(self, slot: int, spec: EpisodeSpec, *, requeue: bool) -> None:
+    def discard_attempt(self, env_index: int, spec: EpisodeSpec, *, requeue: bool) -> None:
         """Discard an attempt at an episode without using quota. With `requeue`, return the episode to the queue."""
         if requeue:
-            self._num_queued[queue := self._get_queue_index(slot)] += 1
+            self._num_queued[queue := self._get_queue_index(env_index)] += 1
             self._queues[queue].requeue(spec)
             self.queue_version += 1
 
-    def use_quota(self, slot: int, chunks: int) -> None:
-        """Subtract the chunk steps of an ended episode from the slot's quota."""
-        self._remaining_quota[slot] -= chunks
+    def use_quota(self, env_index: int, chunks: int) -> None:
+        """Subtract the chunk steps of an ended episode from the environment's quota."""
+        self._remaining_quota[env_index] -= chunks
 
     def get_remaining_quota(self, rows: IntArray) -> IntArray:
-        """Return the number of remaining chunk steps of idle slots in this wave; without a quota, about 2^62."""
+        """Return the number of remaining chunk steps of idle environments in this wave; without a quota, about 2^62."""
         return self._remaining_quota[rows]
 
     def on_episode_end(self) -> None:
@@ -191,12 +195,12 @@ class Rollout:
 
     @property
     def _is_exhausted(self) -> bool:
-        # Episodes may remain although the slots have no quota left.
-        return not self._running and not len(self.select_startable(np.arange(self.plan.num_slots)))
+        # Episodes may remain although the environments have no quota left.
+        return not self._running and not len(self.select_startable(np.arange(self.plan.num_envs)))
 
-    def _get_queue_index(self, slot: int) -> int:
-        # One shared queue, or one queue per slot (pre-assigned episodes, quotas).
-        return slot if len(self._queues) > 1 else 0
+    def _get_queue_index(self, env_index: int) -> int:
+        # One shared queue, or one queue per environment (pre-assigned episodes, quotas).
+        return env_index if len(self._queues) > 1 else 0
 
     def _start_next_wave(self) -> None:
         wave = self._waves.popleft()
@@ -205,5 +209,5 @@ class Rollout:
         self.queue_version += 1
         # Quotas apply to one wave.
         self._remaining_quota = np.full(
-            self.plan.num_slots, _NO_QUOTA if wave.quota_chunks is None else wave.quota_chunks
+            self.plan.num_envs, _NO_QUOTA if wave.quota_chunks is None else wave.quota_chunks
         )

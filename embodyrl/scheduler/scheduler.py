@@ -1,4 +1,4 @@
-"""Rollout scheduling: assigns episodes to slots and batches observations; data stay in the arena."""
+"""Rollout scheduling: assigns episodes to environments and batches observations; data stay in the arena."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.scheduler.env_states import CutEpisode, EnvStates, Phase, StageKey, Stages, get_next_action_index
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, RolloutStats
-from embodyrl.scheduler.slot import CutEpisode, Phase, Slots, StageKey, Stages, get_next_action_index
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
@@ -47,16 +47,16 @@ class RolloutScheduler(EventLoop):
         cfg, algorithm = run_plan.cfg, run_plan.algorithm
         self._num_stages = cfg.rollout.pipeline_stage_num
         self._step_timeout_s = cfg.faults.step_timeout_s
-        # A single crash is weak evidence: other slots of the worker were busy, too.
+        # A single crash is weak evidence: other environments of the worker were busy, too.
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
         self._needs_values = algorithm is not None and algorithm.estimator.needs_values
-        self._needs_final_observations = algorithm is not None and algorithm.needs_finals
-        self._needs_terminal_observations = algorithm is not None and algorithm.settings.needs_all_ends
+        self._needs_final_observations = algorithm is not None and algorithm.needs_final_observations
+        self._needs_terminal_observations = algorithm is not None and algorithm.settings.needs_terminal_observations
         self._chunk_steps = cfg.chunk_steps
         self._lockstep = run_plan.env.simulator.lockstep
         # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.
-        self._padded_size = run_plan.num_slots if cfg.runner.deterministic else 0
-        self._slots = Slots(run_plan.num_slots, arena, has_values=run_plan.policy.value_dim > 0)
+        self._padded_size = run_plan.num_envs if cfg.runner.deterministic else 0
+        self._envs = EnvStates(run_plan.num_envs, arena, has_values=run_plan.policy.value_dim > 0)
         self._stages = Stages(run_plan.env_workers, self._num_stages)
         self._task_limits: dict[str, int | None] = {}
         self._version = 0
@@ -72,11 +72,11 @@ class RolloutScheduler(EventLoop):
         """Transfer the weights of a version to the policy's processes, which use them from the next chunk on."""
         for replies in self._policy.publish(version):
             self.run_until(replies.complete)
-        # Slots whose episodes wait for this version may act from here on.
+        # Environments whose episodes wait for this version may act from here on.
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
-        """Queue a rollout (`first`: at the front of the queue), and start its episodes in free slots."""
+        """Queue a rollout (`first`: at the front of the queue), and start its episodes in free environments."""
         self._num_opened += 1
         self._rollouts.insert(0 if first else len(self._rollouts), rollout)
         self.advance()
@@ -114,7 +114,7 @@ class RolloutScheduler(EventLoop):
             return wait_s
         if any(rollout.replayed is not None for rollout in self._rollouts):
             ready = np.flatnonzero(self._may_act)
-            self._slots.repeat_actions(ready)
+            self._envs.repeat_actions(ready)
             self._stages.mark_changed(ready)
         # Simulators before the policy: whether a small batch waits depends on whether a simulator is busy.
         self._dispatch_env()
@@ -132,9 +132,9 @@ class RolloutScheduler(EventLoop):
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
         """Free the records of a rollout's result, or of some of its episodes."""
         # Popped, so that no record is freed twice.
-        episode_ids = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
+        episode_ids = list(collection.record_refs) if episodes is None else [e.spec.episode_id for e in episodes]
         if episode_ids:
-            self._arena.free(np.concatenate([collection.tickets.pop(episode_id) for episode_id in episode_ids]))
+            self._arena.free(np.concatenate([collection.record_refs.pop(episode_id) for episode_id in episode_ids]))
 
     def on_message(self, worker: str, message: Message) -> None:
         """Handle reports and deaths of env workers; callback for `Supervisor`."""
@@ -150,7 +150,7 @@ class RolloutScheduler(EventLoop):
     # --- dispatch ---------------------------------------------------------------------------------------------------
 
     def _dispatch_env(self) -> None:
-        """Send work to each idle stage. All slots of a stage step together, but resets do not wait for inference."""
+        """Send work to each idle stage. Environments of a stage step together; resets do not wait for inference."""
         # A crash also couples stages: a suspicious episode waits until its worker has no other episode.
         crashed = any(rollout.crash_count for rollout in self._rollouts)
         work = (
@@ -163,36 +163,36 @@ class RolloutScheduler(EventLoop):
         for key, rows in self._stages.get_stages_to_check(work):
             if key[0] in self._supervisor.starting:
                 continue
-            phases = self._slots.phases(rows)
+            phases = self._envs.phases(rows)
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
             ready = 1 in may_act[rows.start : rows.stop]
             can_step = Phase.ACTED in phases and not (ready or Phase.INFERRING in phases)
-            acted = self._slots.in_phase(Phase.ACTED, rows) if can_step else _NO_ROWS
+            acted = self._envs.in_phase(Phase.ACTED, rows) if can_step else _NO_ROWS
             if self._lockstep and can_step:
-                self._arena.free(self._slots.drop_cut_episodes(np.setdiff1d(rows, acted)))
+                self._arena.free(self._envs.drop_cut_episodes(np.setdiff1d(rows, acted)))
             resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in phases else ()
             if len(acted) or resets:
                 assignments.append((key, acted, resets))
-        # Together, because array operations take as long on a few slots as on thousands.
+        # Together, because array operations take as long on a few environments as on thousands.
         rows = np.concatenate([_NO_ROWS, *(acted for _, acted, _ in assignments)])
         if len(rows):
-            self._slots.step(rows)
-        sources, targets, offset = self._slots.current[rows], self._slots.target[rows], 0
+            self._envs.step(rows)
+        sources, targets, offset = self._envs.current[rows], self._envs.target[rows], 0
         for key, acted, resets in assignments:
             own = slice(offset, offset := offset + len(acted))
             request = self._stages.start_request(key, acted, sources[own], targets[own], resets)
-            # The slots of a worker may run sequentially, so the deadline grows with their number.
+            # The environments of a worker may run sequentially, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
     def _reset_requests(self, worker: str, rows: range, crashed: bool) -> tuple[ResetRequest, ...]:
-        """Start the next episodes of idle slots; slots that continue a cut episode need no reset."""
-        idle, limit, started = self._slots.in_phase(Phase.IDLE, rows), self._task_limits.get(worker), []
+        """Start the next episodes of idle environments; environments that continue a cut episode need no reset."""
+        idle, limit, started = self._envs.in_phase(Phase.IDLE, rows), self._task_limits.get(worker), []
         if limit is None and not crashed:
-            # All slots together: no episode has to run alone in its worker.
+            # All environments together: no episode has to run alone in its worker.
             for rollout in self._rollouts:
                 if len(assigned := rollout.select_startable(idle)):
                     started.append(assigned)
-                    self._slots.assign(assigned, rollout)
+                    self._envs.assign(assigned, rollout)
                     if len(assigned) == len(idle):
                         break
                     idle = np.setdiff1d(idle, assigned, assume_unique=True)
@@ -200,29 +200,29 @@ class RolloutScheduler(EventLoop):
             for assigned in idle[:, None]:
                 if (rollout := self._next_rollout(worker, int(assigned[0]), limit)) is not None:
                     started.append(assigned)
-                    self._slots.assign(assigned, rollout)
+                    self._envs.assign(assigned, rollout)
         if not started:
             return ()
         starting = np.concatenate(started)
-        continues = np.array([self._slots.each[row].cut_episode is not None for row in starting.tolist()])
+        continues = np.array([self._envs.each[row].cut_episode is not None for row in starting.tolist()])
         new = starting[~continues]
         # In this order: `continue_episodes` fills the targets that `begin` allocates.
-        self._slots.begin(np.concatenate([new, starting[continues]]))
-        self._slots.continue_episodes(starting[continues])
-        return tuple(self._slots.reset_requests(new, self._stages.first[worker]))
+        self._envs.begin(np.concatenate([new, starting[continues]]))
+        self._envs.continue_episodes(starting[continues])
+        return tuple(self._envs.reset_requests(new, self._stages.first[worker]))
 
     def _next_rollout(self, worker: str, row: int, limit: int | None) -> Rollout | None:
-        """Return the first rollout whose next episode this slot can run.
+        """Return the first rollout whose next episode this environment can run.
 
-        Workers with few simulators accept few tasks at a time (`limit`); their slots then wait instead of starting a
-        later rollout.
+        Workers with few simulators accept few tasks at a time (`limit`); their environments then wait instead of
+        starting a later rollout.
         """
-        running = [r for r in self._stages.slots_of(worker) if self._slots.each[r].episode is not None]
-        # Slots that wait for new weights are excluded: they may also wait for the end of this rollout.
-        may_act, phase = self._may_act, self._slots.phase
+        running = [r for r in self._stages.envs_of(worker) if self._envs.each[r].episode is not None]
+        # Environments that wait for new weights are excluded: they may also wait for the end of this rollout.
+        may_act, phase = self._may_act, self._envs.phase
         busy = [] if self._lockstep else [r for r in running if phase[r] != Phase.READY or may_act[r]]
-        slots = [self._slots.each[r] for r in busy]
-        if any(self._crashes_repeatedly(slot.rollout, slot.episode) for slot in slots):
+        env_indices = [self._envs.each[r] for r in busy]
+        if any(self._crashes_repeatedly(env_index.rollout, env_index.episode) for env_index in env_indices):
             return None
         for rollout in self._rollouts:
             spec = rollout.peek(row)
@@ -230,7 +230,7 @@ class RolloutScheduler(EventLoop):
                 continue
             if busy and self._crashes_repeatedly(rollout, spec):
                 return None
-            active = {episode.task_id for r in running if (episode := self._slots.each[r].episode) is not None}
+            active = {episode.task_id for r in running if (episode := self._envs.each[r].episode) is not None}
             return rollout if limit is None or len(active | {spec.task_id}) <= limit else None
         return None
 
@@ -244,15 +244,15 @@ class RolloutScheduler(EventLoop):
 
     @property
     def _may_act(self) -> BoolArray:
-        """Return a mask [N] of slots whose observation the policy may process with the current weights."""
-        return self._slots.may_act(self._version)
+        """Return a mask [N] of environments whose observation the policy may process with the current weights."""
+        return self._envs.may_act(self._version)
 
     def _dispatch_inference(self) -> bool:
         """Send inference batches: at the target size, after a short wait, or if no more observations can arrive.
 
         Return True if observations wait although a process is idle.
         """
-        slots = self._slots
+        env_indices = self._envs
         ready = np.flatnonzero(self._may_act)
         if not len(ready):
             self._ready_since = 0.0
@@ -260,19 +260,19 @@ class RolloutScheduler(EventLoop):
             return False
         now = time.monotonic()
         self._ready_since = self._ready_since or now
-        active, acting = int(np.count_nonzero(slots.phase)), self._policy.num_rollout_processes
+        active, acting = int(np.count_nonzero(env_indices.phase)), self._policy.num_rollout_processes
         target = max(1, active // (self._num_stages * acting))
         if len(ready) < target and self._stages.busy and now - self._ready_since < _SHORT_WAIT_S:
             return True
         self._ready_since, waiting = 0.0, len(ready)
-        rollout = slots.each[ready[0]].rollout
+        rollout = env_indices.each[ready[0]].rollout
         assert rollout is not None
-        # Temperature and greedy mode apply to a whole batch: slots with another mode wait for the next batch.
+        # Temperature and greedy mode apply to a whole batch: environments with another mode wait for the next batch.
         if len({open_rollout.mode for open_rollout in self._rollouts}) > 1:
-            modes = [(other := slots.each[row].rollout) and other.mode for row in ready]
+            modes = [(other := env_indices.each[row].rollout) and other.mode for row in ready]
             ready = ready[[mode == rollout.mode for mode in modes]]
         if acting > 1:
-            # Several processes share the slots: none gets more than its share.
+            # Several processes share the environments: none gets more than its share.
             ready = ready[: num_free_processes * -(-active // acting)]
         batches = np.array_split(ready, min(num_free_processes, max(1, len(ready) // target)))
         for rows in batches:
@@ -280,12 +280,12 @@ class RolloutScheduler(EventLoop):
         return len(ready) < waiting and len(batches) < num_free_processes
 
     def _infer(self, rows: IntArray, rollout: Rollout) -> None:
-        slots = self._slots
-        slots.phase[rows] = Phase.INFERRING
+        env_indices = self._envs
+        env_indices.phase[rows] = Phase.INFERRING
         request = InferRequest(
-            tickets=to_list_if_short(slots.current[rows]),
-            noise_seeds=to_list_if_short(slots.noise_seed[rows]),
-            chunks=to_list_if_short(slots.chunks[rows]),
+            record_refs=to_list_if_short(env_indices.current[rows]),
+            noise_seeds=to_list_if_short(env_indices.noise_seed[rows]),
+            chunks=to_list_if_short(env_indices.chunks[rows]),
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,
@@ -301,98 +301,98 @@ class RolloutScheduler(EventLoop):
         self._stats.inferences += 1
         self._stats.inferred += len(rows)
         # Records of dead workers: the policy was reading them until now, so they are freed here.
-        stale = rows[self._slots.stale[rows]].tolist()
-        self._slots.phase[rows] = Phase.ACTED
+        stale = rows[self._envs.stale[rows]].tolist()
+        self._envs.phase[rows] = Phase.ACTED
         self._stages.mark_changed(rows)
         for row in stale:
-            self._arena.free(self._slots.drop(row))
+            self._arena.free(self._envs.drop(row))
 
     def _process_reports(self) -> None:
-        """Process all new reports together, because an array operation is as fast on thousands of slots as on a few."""
+        """Process all new reports together: an array operation is as fast on thousands of environments as on a few."""
         if not (reports := self._stages.pop_reports()):
             return
-        # Store results before `_on_step_done` closes the episode and clears the slot.
-        recordings = {first + r.slot: r for first, _, report in reports for r in report.recordings}
+        # Store results before `_on_step_done` closes the episode and clears the environment.
+        recordings = {first + r.env_index: r for first, _, report in reports for r in report.recordings}
         for row, recording in recordings.items():
-            rollout = self._slots.each[row].rollout
+            rollout = self._envs.each[row].rollout
             if recording.problem and rollout is not None:
                 rollout.out.video_problems.append(recording.problem)
         for row, error in (
             (first + local, error) for first, _, report in reports for local, error in report.reward_errors
         ):
-            if (rollout := self._slots.each[row].rollout) is not None:
+            if (rollout := self._envs.each[row].rollout) is not None:
                 rollout.out.reward_errors.append(error)
-        stepped = np.concatenate([first + np.asarray(request.slots, np.int64) for first, request, _ in reports])
+        stepped = np.concatenate([first + np.asarray(request.env_indices, np.int64) for first, request, _ in reports])
         if len(stepped):
             self._on_step_done(stepped, recordings)
         for row in (first + local for first, _, report in reports for local in report.solved):
-            self._slots.solved[row] = True
-        if resets := [first + reset.slot for first, request, _ in reports for reset in request.resets]:
-            self._slots.advance(np.array(resets))
+            self._envs.solved[row] = True
+        if resets := [first + reset.env_index for first, request, _ in reports for reset in request.resets]:
+            self._envs.advance(np.array(resets))
 
     def _on_step_done(self, rows: IntArray, recordings: Mapping[int, Recording]) -> None:
-        records = get_record_indices(self._slots.current[rows])
+        records = get_record_indices(self._envs.current[rows])
         terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _END_FIELDS)
         # `store_chunks` must get every row: it counts the chunks of the quota.
-        ended = self._slots.store_chunks(rows) | terminated | truncated
-        self._slots.advance(rows[~ended])
+        ended = self._envs.store_chunks(rows) | terminated | truncated
+        self._envs.advance(rows[~ended])
         if not ended.any():
             return
         rows, terminated, truncated = rows[ended], terminated[ended], truncated[ended]
-        finals = self._slots.target[rows]
+        finals = self._envs.target[rows]
         videos = [recording.path if (recording := recordings.get(row)) else None for row in rows.tolist()]
         instructions = read_instructions(self._arena, get_record_indices(finals))
         # The observation after a time limit or a cut has no action; it is kept for its value.
         discards_final = (
             (terminated & (not self._needs_terminal_observations))
-            | ~self._slots.keeps[rows]
+            | ~self._envs.keeps[rows]
             | (not self._needs_final_observations)
         )
-        finished = self._slots.finish(rows, terminated, truncated, discards_final, instructions, videos)
-        for i, (rollout, episode, tickets) in enumerate(finished):
+        finished = self._envs.finish(rows, terminated, truncated, discards_final, instructions, videos)
+        for i, (rollout, episode, record_refs) in enumerate(finished):
             if rollout.continues and episode.cut:
                 observation = {
                     str(name): self._arena[name][get_record_indices(finals[i])].copy() for name in OBSERVATION
                 }
-                self._slots.each[rows[i]].cut_episode = CutEpisode(executed=episode.whole, observation=observation)
+                self._envs.each[rows[i]].cut_episode = CutEpisode(executed=episode.whole, observation=observation)
             # Lost attempts are not counted; otherwise a crash would change metrics of a deterministic run.
             self._stats.env_steps += episode.length
             rollout.out.episodes.append(episode)
             if rollout.keep:
-                rollout.out.tickets[episode.spec.episode_id] = tickets
+                rollout.out.record_refs[episode.spec.episode_id] = record_refs
             if rollout.on_episode is not None:
                 rollout.on_episode(episode)
         self._arena.free(finals[discards_final])
 
     def _on_death(self, worker: str) -> None:
-        """Requeue a dead worker's running episodes; mark slots as stale if the policy is reading their records."""
+        """Requeue a dead worker's episodes; mark environments as stale if the policy is reading their records."""
         self._process_reports()
         # Drop open requests: the restarted worker does not have them.
         self._stages.drop_requests(worker)
-        for row in self._stages.slots_of(worker):
-            slot = self._slots.each[row]
-            slot.cut_episode = None
-            if slot.rollout is None or self._slots.stale[row]:
+        for row in self._stages.envs_of(worker):
+            env_index = self._envs.each[row]
+            env_index.cut_episode = None
+            if env_index.rollout is None or self._envs.stale[row]:
                 continue
-            if self._slots.phase[row] == Phase.INFERRING:
-                self._slots.stale[row] = True
+            if self._envs.phase[row] == Phase.INFERRING:
+                self._envs.stale[row] = True
             else:
-                self._discard_attempt(row, slot.rollout)
+                self._discard_attempt(row, env_index.rollout)
 
     def _get_running_episodes(self, worker: str) -> set[tuple[EpisodeSpec, int]]:
         self._process_reports()
-        return self._slots.get_running_episodes(self._stages.slots_of(worker))
+        return self._envs.get_running_episodes(self._stages.envs_of(worker))
 
     def _discard_attempt(self, row: int, rollout: Rollout) -> None:
-        """Requeue the slot's episode, or drop it after repeated worker crashes."""
-        spec = self._slots.each[row].episode
+        """Requeue the environment's episode, or drop it after repeated worker crashes."""
+        spec = self._envs.each[row].episode
         assert spec is not None
         # Only an episode with an open request can have crashed the worker.
         rollout.crash_count[spec.episode_id] += (
-            was_running := self._slots.phase[row] in (Phase.RESETTING, Phase.STEPPING)
+            was_running := self._envs.phase[row] in (Phase.RESETTING, Phase.STEPPING)
         )
         is_dropped = was_running and rollout.crash_count[spec.episode_id] >= self._max_attempts
-        self._arena.free(self._slots.drop(row, requeue=not is_dropped))
+        self._arena.free(self._envs.drop(row, requeue=not is_dropped))
         if is_dropped:
             rollout.out.dropped += 1
             if rollout.video is not None and (choice := rollout.video(spec)) is not None:
@@ -410,9 +410,9 @@ class RolloutScheduler(EventLoop):
         if not truncated:
             return
         # `_on_step_done` appended the record of the final observation to those of the chunks.
-        tickets = np.array([result.tickets[e.spec.episode_id][-1] for e in truncated])
-        request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
+        record_refs = np.array([result.record_refs[e.spec.episode_id][-1] for e in truncated])
+        request = ValueRequest(record_refs=record_refs, padded_size=self._padded_size)
         self.run_until(self._policy.send_to_rollout_processes(request).complete)
-        for episode, values in zip(truncated, self._arena[Record.value][get_record_indices(tickets)], strict=True):
+        for episode, values in zip(truncated, self._arena[Record.value][get_record_indices(record_refs)], strict=True):
             index = get_next_action_index(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
             episode.bootstrap_value[:] = values[index]

@@ -51,7 +51,7 @@ def plan_hosts(
             f"rollout_{i}",
             "rollout",
             replace(common, rank_info=RankInfo(rank=i, world=count), trains=False, request=request, sharded=sharded),
-            run_plan.devices.of_policy(ranks + i),
+            run_plan.devices.get_policy_gpu(ranks + i),
         )
         for i in range(count)
     ]
@@ -65,7 +65,7 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
             f"policy_{rank}" if rank else "policy",
             "actor",
             replace(init, rank_info=replace(rank_info, rank=rank, world=ranks)),
-            devices.of_policy(rank),
+            devices.get_policy_gpu(rank),
         )
         for rank in range(ranks)
     ]
@@ -83,7 +83,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
         engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if resources.sleeps else {}),
-        engine_share=resources.engine_share,
+        engine_memory_fraction=resources.engine_memory_fraction,
         url=cfg.rollout.url,
         critic=None if learner is None else learner.critic.path,
         served_model=cfg.rollout.served_model,
@@ -103,7 +103,9 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
             learning["gradient_sync"] = resources.gradient_sync
         learning |= {
             "algorithm": learner.algorithm,
-            "env": run_plan.env_settings if run_plan.algorithm and run_plan.algorithm.settings.needs_all_ends else None,
+            "env": run_plan.env_settings
+            if run_plan.algorithm and run_plan.algorithm.settings.needs_terminal_observations
+            else None,
             "actor": learner.actor,
             "longest_episode": -(-learner.env.train.max_episode_steps // learner.chunk_steps),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
@@ -168,7 +170,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class RunningWorkers:
     """Running workers and their shared memory."""
 
     supervisor: Supervisor
@@ -222,7 +224,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workers(Started):
+class RolloutWorkers(RunningWorkers):
     """Running worker processes of a run that executes episodes, and their scheduler."""
 
     scheduler: RolloutScheduler
@@ -235,7 +237,7 @@ def start_workers(
     *,
     start_from: Path | None = None,
     progress: Progress | None = None,
-) -> Workers:
+) -> RolloutWorkers:
     """Create the arena, start all workers and wait until they are ready; `progress` is called while waiting."""
     cfg = run_plan.cfg
     arena = Arena.create(run_plan.layout, run_plan.capacity, suggest_fewer_records(run_plan))
@@ -250,7 +252,7 @@ def start_workers(
     hosts = plan_hosts(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=meet.rank_info)
     policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
     scheduler = RolloutScheduler(supervisor, arena, policy, run_plan)
-    workers = Workers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
+    workers = RolloutWorkers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
     envs = [build_env_spec(run_plan, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, hosts, callbacks, progress)
@@ -261,7 +263,7 @@ def suggest_fewer_records(run_plan: RunPlan) -> str:
     """Return a sentence with the settings that reduce the memory of the arena; values that are minimal are left out."""
     cfg, trains = run_plan.cfg, run_plan.algorithm is not None
     keys = []
-    if run_plan.num_slots > (cfg.algorithm.group_size if trains else 1):
+    if run_plan.num_envs > (cfg.algorithm.group_size if trains else 1):
         keys.append(f"env.{'train' if trains else 'eval'}.total_num_envs")
     if trains and cfg.algorithm.rollout_epoch > 1:
         keys.append("algorithm.rollout_epoch")
@@ -275,7 +277,7 @@ def build_env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
     cfg, worker = run_plan.cfg, run_plan.env_workers[number]
     init = EnvWorkerInit(
         env=run_plan.env_settings,
-        context=replace(run_plan.context, num_slots=len(worker.slots), num_workers=run_plan.env_workers_per_node),
+        context=replace(run_plan.context, num_envs=len(worker.env_indices), num_workers=run_plan.env_workers_per_node),
         video=cfg.video_cfg,
         expert_noise=getattr(cfg.model, "expert_noise", 0.0),
         arena=arena.handle,
@@ -290,5 +292,5 @@ def build_env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
         init=init,
         environ=_ONE_THREAD,
         component="env",
-        gpu=run_plan.devices.of_env_worker(number, on_gpu=run_plan.env.simulator.on_gpu),
+        gpu=run_plan.devices.get_env_worker_gpu(number, on_gpu=run_plan.env.simulator.on_gpu),
     )

@@ -13,7 +13,7 @@ from embodyrl.channels.arena import Arena, get_record_indices
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Request, UpdateRequest
 from embodyrl.cluster.protocol import Message
-from embodyrl.files import by_number, write_atomically
+from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.plan.run_plan import RunPlan
 
 _TRACE_LIMIT = 500_000
@@ -33,7 +33,7 @@ class Span(NamedTuple):
     start: float
     end: float
     size: int
-    """Number of slots, observations or records in the request."""
+    """Number of environments, observations or records in the request."""
     detail: dict[str, float]
 
 
@@ -48,13 +48,13 @@ class Timeline:
     def __init__(
         self,
         *,
-        num_slots: int,
+        num_envs: int,
         env_workers: Sequence[str],
         arena: Arena,
         trace: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._num_slots = num_slots
+        self._num_envs = num_envs
         self._env_workers = env_workers
         self._arena = arena
         self._clock = clock
@@ -78,7 +78,7 @@ class Timeline:
         self._pending.setdefault(worker, deque()).append((request.label, self._now(), _count_items(request)))
         # Read before the update, because the records may be reused afterwards.
         if isinstance(request, UpdateRequest):
-            versions = self._arena[Record.version].take(get_record_indices(request.tickets))
+            versions = self._arena[Record.version].take(get_record_indices(request.record_refs))
             counts = np.bincount(request.step - versions).tolist()
             self._staleness.update({age: count for age, count in enumerate(counts) if count})
 
@@ -142,7 +142,7 @@ class Timeline:
         ]
         return result | {
             "rollout/slot_occupancy": sum(span.size * (span.end - span.start) for span in busy)
-            / (self._num_slots * wall),
+            / (self._num_envs * wall),
             "rollout/policy_busy": _total_length(inference) / wall,
             "rollout/env_busy": sum(_total_length(spans) for spans in env.values()) / (workers * wall),
             "rollout/policy_waits_for_env": (
@@ -156,7 +156,9 @@ class Timeline:
         """Write the trace in the Chrome trace format, with a track per worker, unless there are no spans."""
         if self._file is None or not self._trace:
             return
-        tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}, key=by_number), start=1)}
+        tracks = {
+            name: k for k, name in enumerate(sorted({s.worker for s in self._trace}, key=natural_sort_key), start=1)
+        }
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": name}} for name, k in tracks.items()
         ]
@@ -176,12 +178,12 @@ class Timeline:
 
 
 def _count_items(request: Request) -> int:
-    """Return the number of slots, observations or records of a request."""
+    """Return the number of environments, observations or records of a request."""
     if isinstance(request, EnvRequest):
-        return len(request.slots) + len(request.resets)
+        return len(request.env_indices) + len(request.resets)
     if isinstance(request, InferRequest):
-        return len(request.tickets)
-    return sum(len(access.tickets) for access in request.get_read_access())
+        return len(request.record_refs)
+    return sum(len(access.record_refs) for access in request.get_read_access())
 
 
 def _merge_intervals(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -203,4 +205,4 @@ def open_timeline(run_plan: RunPlan, arena: Arena, log_dir: Path) -> Timeline:
     """Return the timeline of a run, with a trace file if `runner.trace` is set."""
     names = [worker.name for worker in run_plan.env_workers]
     trace = log_dir / "trace.json" if run_plan.cfg.runner.trace else None
-    return Timeline(num_slots=run_plan.num_slots, env_workers=names, arena=arena, trace=trace)
+    return Timeline(num_envs=run_plan.num_envs, env_workers=names, arena=arena, trace=trace)

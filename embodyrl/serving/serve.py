@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from embodyrl.commands.facts import precision_facts
-from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.commands.banner import precision_banner_lines
+from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
@@ -15,7 +15,7 @@ from embodyrl.plan.build import mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.remote.dialects import names_of, need
+from embodyrl.policies.remote.wire_formats import get_field_names, import_optional
 from embodyrl.types import EnvSpec, PolicySpec
 
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -35,22 +35,22 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str]
     """
     env, spec = describe(cfg)
     for package in ("websockets", "msgpack"):
-        need(package)
-    weights = first_weights(cfg, env)
-    for name, text in (*serving_banner_lines(cfg, env, spec), *weight_facts(cfg, weights)):
+        import_optional(package)
+    weights = resolve_initial_weights(cfg, env)
+    for name, text in (*serving_banner_lines(cfg, env, spec), *weight_banner_lines(cfg, weights)):
         say(f"  {name:<10} {text}")
     import torch
 
-    from embodyrl.policies.tensors import best_device, seed_everything
+    from embodyrl.policies.tensors import get_best_device, seed_everything
     from embodyrl.serving.server import ObservationHandler, PolicyServer
 
     torch.set_num_threads(available_cores())
     seed_everything(cfg.seed, deterministic=False)
-    request = PolicyRequest(env=env, device=best_device(), seed=cfg.seed, trainable=False)
+    request = PolicyRequest(env=env, device=get_best_device(), seed=cfg.seed, trainable=False)
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
         policy.load_weights(Path(weights))
-    server = PolicyServer(ObservationHandler(policy, env, names_of(cfg.serve)), cfg.serve, say)
+    server = PolicyServer(ObservationHandler(policy, env, get_field_names(cfg.serve)), cfg.serve, say)
     return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
 
 
@@ -83,20 +83,20 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     return env, spec
 
 
-def server_facts(cfg: Config) -> list[tuple[str, str]]:
+def server_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a server, as pairs of name and text."""
     env, spec = describe(cfg)
-    weights = first_weights(cfg, env)
-    return [*serving_banner_lines(cfg, env, spec), *weight_facts(cfg, weights)]
+    weights = resolve_initial_weights(cfg, env)
+    return [*serving_banner_lines(cfg, env, spec), *weight_banner_lines(cfg, weights)]
 
 
 def serving_banner_lines(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
     """Return the lines of the start banner for a robot policy, as pairs of name and text."""
-    names = names_of(cfg.serve)
+    names = get_field_names(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
-        *precision_facts(cfg),
+        *precision_banner_lines(cfg),
         ("weights", str(cfg.ckpt or cfg.model.weights)),
         ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),

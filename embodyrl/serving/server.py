@@ -18,8 +18,17 @@ import numpy as np
 
 from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError
 from embodyrl.policies.protocol import Policy
-from embodyrl.policies.remote.dialects import MessageError, Names, bytes_keyed, need, pack, text_keyed, unpack, upright
 from embodyrl.policies.remote.settings import ServeSettings
+from embodyrl.policies.remote.wire_formats import (
+    MessageError,
+    Names,
+    encode_openpi_array,
+    encode_vla_eval_array,
+    import_optional,
+    pack,
+    rotate_upright,
+    unpack,
+)
 from embodyrl.specs import convert_gripper
 from embodyrl.types import EnvSpec, FloatArray, Observation
 from embodyrl.version import __version__
@@ -45,7 +54,7 @@ class ObservationHandler:
         height, width = observation.images[0].shape[:2] if observation.images else env.cameras.size
         images = np.zeros((1, len(observation.images), height, width, 3), np.uint8)
         for index, image in enumerate(observation.images):
-            images[0, index] = upright(image, env.cameras.rotation_deg)
+            images[0, index] = rotate_upright(image, env.cameras.rotation_deg)
         state = np.zeros((1, env.state_dim), np.float32) if observation.state is None else observation.state[None]
         batch = Observation(images=images, state=state, instructions=(observation.prompt,))
         actions = np.array(self._policy.act(batch, noise=None).actions[0])
@@ -129,7 +138,7 @@ class PolicyServer:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 loop.add_signal_handler(signum, stop, signum)
         try:
-            server = await need("websockets.asyncio.server").serve(
+            server = await import_optional("websockets.asyncio.server").serve(
                 self._handle_client,
                 cfg.host,
                 cfg.port,
@@ -172,7 +181,7 @@ class PolicyServer:
             self._num_open -= 1
 
     async def _serve_client(self, socket: Any) -> None:
-        connection_closed = need("websockets.exceptions").ConnectionClosed
+        connection_closed = import_optional("websockets.exceptions").ConnectionClosed
         self._num_clients += 1
         number, num_answers = self._num_clients, 0
         self._log(f"client {number} connected")
@@ -192,7 +201,7 @@ class PolicyServer:
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
         """Serve the openpi protocol: send the metadata, then a chunk or an error text for each observation."""
-        await client.send(pack(self._handler.describe(), bytes_keyed))
+        await client.send(pack(self._handler.describe(), encode_openpi_array))
         while True:
             data = await client.receive()
             started = time.perf_counter()
@@ -203,7 +212,7 @@ class PolicyServer:
                 yield error
                 continue
             timing = {"infer_ms": 1000 * (time.perf_counter() - started)}
-            await client.send(pack({"actions": actions, "server_timing": timing}, bytes_keyed))
+            await client.send(pack({"actions": actions, "server_timing": timing}, encode_openpi_array))
             yield None
 
     async def _vla_eval(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
@@ -296,7 +305,7 @@ def _check_envelope(message: Any) -> dict[str, Any]:
 
 
 def _pack_message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
-    return pack({"type": kind, "payload": payload, "seq": sequence, "timestamp": time.time()}, text_keyed)
+    return pack({"type": kind, "payload": payload, "seq": sequence, "timestamp": time.time()}, encode_vla_eval_array)
 
 
 def _build_silent_logger() -> logging.Logger:

@@ -47,7 +47,7 @@ class ChatTemplate:
             return None
         template, arguments = cls.read(folder), getattr(model, "chat_template_kwargs", {})
         if (path := getattr(model, "chat_template", None)) is not None:
-            template = cls(template_text(path), cls._tokens(folder))
+            template = cls(read_template(path), cls._tokens(folder))
         if template is None and arguments:
             raise ConfigError(
                 f"model.chat_template_kwargs: the tokenizer in {folder} has no chat template. Set model.chat_template."
@@ -94,7 +94,7 @@ class ChatTemplate:
             raise RejectedMessages(" ".join(str(error).split())[:200]) from error
 
 
-def template_text(path: str) -> str:
+def read_template(path: str) -> str:
     """Return the content of the template file that `model.chat_template` names.
 
     Raises:
@@ -138,7 +138,7 @@ def _build_environment() -> Any:
     return environment
 
 
-def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:
+def find_roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:
     """Return an error with a fix if the template rejects a sequence of roles, else None.
 
     `parts`: the content of a message is a list of parts (text, images).
@@ -238,7 +238,7 @@ def _render_template_text(template: ChatTemplate, *, parts: bool) -> tuple[str, 
     return render(user) + render(system, user) + tool, render(user, assistant, user, reply=True)
 
 
-def opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
+def get_opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
     """Return the tag that ends the generation prompt and that the reply closes, such as `<think>`; else an empty text.
 
     A tag that the template itself closes after each reply is not returned.
@@ -276,7 +276,7 @@ def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> d
     return {text: token for text, token in special_tokens(folder).items() if after.startswith(text)}
 
 
-def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
+def find_end_token_problem(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
     """Return an error if the end-of-turn token of the template is not an EOS token of the model, else None."""
     template_ends = turn_ends(template, folder, parts=parts)
     settings = {**_read_json(folder / "config.json"), **_read_json(folder / "generation_config.json")}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import cache_dir, resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
-from embodyrl.files import read_json, replacing
+from embodyrl.files import read_json, replace_atomically
 from embodyrl.text.chat import ChatTemplate, turn_ends
 
 _PACKAGE = "package:"
@@ -123,7 +123,7 @@ def convert(source: str, target: str) -> None:
         dequantized = type(loaded)(config)
     dequantized.load_state_dict(loaded.state_dict(), assign=True)
     dequantized.tie_weights()
-    with replacing(folder) as scratch:
+    with replace_atomically(folder) as scratch:
         tokenizer.save_pretrained(scratch)
         dequantized.generation_config = loaded.generation_config
         dequantized.save_pretrained(scratch)

@@ -32,7 +32,7 @@ _SIGNALS_S = 0.5
 call."""
 
 
-class Loopback(LimitedServer):
+class LoopbackServer(LimitedServer):
     """Local HTTP server that reads requests in threads and answers all requests in one thread.
 
     The thread that calls `process_requests` answers in order: OpenGL windows and environments are not thread-safe.
@@ -114,7 +114,7 @@ class Loopback(LimitedServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Loopback
+    server: LoopbackServer
     timeout = _REQUEST_S
     """Timeout for receiving a packet and for sending the response, in seconds."""
 

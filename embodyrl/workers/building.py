@@ -13,13 +13,13 @@ from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.training import Trainer
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
-from embodyrl.policies.tensors import best_device
+from embodyrl.policies.tensors import get_best_device
 from embodyrl.workers.lifecycle import PolicyHostInit
 
 
 def build_policy(init: PolicyHostInit) -> Policy:
     """Build the policy with its initial weights."""
-    policy = POLICIES.get(init.model.model_type).build(init.model, replace(init.request, device=best_device()))
+    policy = POLICIES.get(init.model.model_type).build(init.model, replace(init.request, device=get_best_device()))
     if init.start_from is not None:
         policy.load_weights(Path(init.start_from))
     return policy
@@ -75,7 +75,7 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
     """Build the frozen reference policy: the initial policy, or another policy with the same vocabulary."""
     own = getattr(policy, "alone", policy)  # without the value head
     if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
-        return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))
+        return cast(Policy, cast(TextPolicy, own).build_served_reference(url, init.algorithm.reference_model))
     path = (init.objective if init.algorithm is None else init.algorithm).reference_path
     if path is None:
         initial_policy = build_policy(init)
@@ -83,7 +83,7 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
         if casts_to_bfloat16(init, policy):
             cast_to_bfloat16(reference.module, sharded=init.shards)
         return reference
-    request = replace(init.request, device=best_device(), trainable=False, backend="hf", critic=None)
+    request = replace(init.request, device=get_best_device(), trainable=False, backend="hf", critic=None)
     reference = POLICIES.get(init.model.model_type).build(init.model.whole(path), request)
     reference.load_weights(Path(path))
     if getattr(policy, "vocabulary", None) != getattr(reference, "vocabulary", None):

@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from embodyrl.channels.arena import Tickets
+from embodyrl.channels.arena import RecordRefs
 from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, encode_instruction
 from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
 from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, TextEnv
@@ -37,7 +37,7 @@ class EnvWorkerInit(WorkerInit):
 
 
 class EnvWorker:
-    """Env worker: runs slots 0 to num_slots-1 of one environment in this process."""
+    """Env worker: runs environments 0 to num_envs-1 of one environment in this process."""
 
     def __init__(self, init: EnvWorkerInit) -> None:
         self._init = init
@@ -49,8 +49,8 @@ class EnvWorker:
         self._render_s = 0.0
         self._is_conversation = self._arena[Record.reply].shape[1] > 0
         """True if the instruction is a conversation that grows with each reply, False if it is fixed per episode."""
-        self._instructions = np.zeros((init.context.num_slots, self._arena[Record.instruction].shape[1]), np.uint8)
-        """[N, bytes] encoded instruction of each slot's episode."""
+        self._instructions = np.zeros((init.context.num_envs, self._arena[Record.instruction].shape[1]), np.uint8)
+        """[N, bytes] encoded instruction of each environment's episode."""
 
     def ready(self) -> WorkerReady:
         """Return the `WorkerReady` message with the worker's task limit."""
@@ -60,7 +60,7 @@ class EnvWorker:
         """Run the chunks of one stage, then its resets."""
         self._render_s, self._problems = 0.0, []
         started = time.perf_counter()
-        recordings = self._step(request) if len(request.slots) else []
+        recordings = self._step(request) if len(request.env_indices) else []
         stepped = time.perf_counter()
         # Both parts render frames; simulation time is the remainder.
         step_render_s = self._render_s
@@ -73,27 +73,27 @@ class EnvWorker:
             render_s=self._render_s,
             reset_s=ended - stepped - (self._render_s - step_render_s),
             recordings=(*recordings, *self._problems),
-            reward_errors=tuple(self._reward_errors.items()) if len(request.slots) else (),
+            reward_errors=tuple(self._reward_errors.items()) if len(request.env_indices) else (),
             solved=tuple(solved),
         )
 
     def _step(self, request: EnvRequest) -> list[Recording]:
-        arena, slots = self._arena, np.asarray(request.slots, np.int64).tolist()
+        arena, env_indices = self._arena, np.asarray(request.env_indices, np.int64).tolist()
         records = arena.read(request.sources)
         record_frame = self._record_frame if self._recorded else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
         if self._init.scripted or self._init.labelled:
             policy_actions = None if self._init.scripted else arena[Record.action][records, :length]
             actions, result = self._env.expert_chunk(
-                slots, length, noise=self._init.expert_noise, instead=policy_actions, after_step=record_frame
+                env_indices, length, noise=self._init.expert_noise, instead=policy_actions, after_step=record_frame
             )
             arena[Record.action][records, :length] = actions
         else:
             if self._is_conversation:
                 replies = [decode_instruction(row) for row in arena[Record.reply][records]]
-                cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
+                cast(TextEnv, self._env).set_replies(env_indices, replies, arena[Record.cut_off][records])
             # The policy wrote the actions into the record of the observation.
-            result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=record_frame)
+            result = self._env.step_chunk(env_indices, arena[Record.action][records, :length], after_step=record_frame)
         rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
             if rest:
@@ -105,79 +105,84 @@ class EnvWorker:
         self._reward_errors = result.reward_errors
         arena[Record.components][records] = 0 if result.components is None else result.components
         # Also for episodes that have just ended: a truncated one is bootstrapped from its final observation.
-        self._observe(slots, request.targets)
+        self._observe(env_indices, request.targets)
         if self._recordings is None:
             return []
-        done = [slot for slot, done in zip(slots, result.done, strict=True) if done and slot in self._recorded]
-        return [self._recordings.end(slot) for slot in done]
+        done = [
+            env_index
+            for env_index, done in zip(env_indices, result.done, strict=True)
+            if done and env_index in self._recorded
+        ]
+        return [self._recordings.end(env_index) for env_index in done]
 
     def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
-        """Start episodes; return the slots whose goal is already reached before the first action."""
+        """Start episodes; return the environments whose goal is already reached before the first action."""
         if self._recordings is not None:
             for request in requests:
-                self._recordings.discard(request.slot)  # the episode was cut
-        slots = [request.slot for request in requests]
-        self._env.reset(slots, [request.start for request in requests])
+                self._recordings.discard(request.env_index)  # the episode was cut
+        env_indices = [request.env_index for request in requests]
+        self._env.reset(env_indices, [request.start for request in requests])
         if not self._is_conversation:
-            self._read_instructions(slots)
+            self._read_instructions(env_indices)
         for request in requests:
             if request.video_stem is not None:
                 self._start_recording(request)
-        self._observe(slots, [request.target for request in requests])
-        return self._env.solved_at_reset(slots) if isinstance(self._env, ReportsSolvedStarts) else ()
+        self._observe(env_indices, [request.target for request in requests])
+        return self._env.solved_at_reset(env_indices) if isinstance(self._env, ReportsSolvedStarts) else ()
 
-    def _observe(self, slots: list[int], targets: Tickets) -> None:
+    def _observe(self, env_indices: list[int], targets: RecordRefs) -> None:
         """Write observations into records, which become readable once all are complete."""
         arena = self._arena
         started = time.perf_counter()
         images, state = arena[Record.images], arena[Record.observed_state]
         with arena.write_all(targets) as records:
-            self._env.observe(slots, images, state, records)
+            self._env.observe(env_indices, images, state, records)
             states = state.take(records, 0)
             if not np.isfinite(states).all():
                 row = int(np.flatnonzero(~np.isfinite(states).all(axis=1))[0])
-                raise EnvError(_format_non_finite_error(self._env, slots[row], states[row]))
+                raise EnvError(_format_non_finite_error(self._env, env_indices[row], states[row]))
             if self._is_conversation:
-                self._read_instructions(slots)
-            arena[Record.instruction][records] = self._instructions.take(slots, 0)
+                self._read_instructions(env_indices)
+            arena[Record.instruction][records] = self._instructions.take(env_indices, 0)
         self._render_s += time.perf_counter() - started
 
-    def _read_instructions(self, slots: list[int]) -> None:
+    def _read_instructions(self, env_indices: list[int]) -> None:
         width = self._instructions.shape[1]
-        texts = [self._env.instruction(slot) for slot in slots]
+        texts = [self._env.instruction(env_index) for env_index in env_indices]
         encoded = {text: encode_instruction(text, width) for text in {*texts}}
-        self._instructions[slots] = [encoded[text] for text in texts]
+        self._instructions[env_indices] = [encoded[text] for text in texts]
 
     @property
     def _recorded(self) -> Set[int]:
-        return frozenset() if self._recordings is None else self._recordings.slots
+        return frozenset() if self._recordings is None else self._recordings.env_indices
 
     def _start_recording(self, request: ResetRequest) -> None:
         try:
             self._recordings = self._recordings or Mp4Recordings(self._env, self._init.video)
             problem = self._recordings.begin(request)
         except EmbodyError as error:
-            problem = Recording(slot=request.slot, path=None, problem=str(error))
+            problem = Recording(env_index=request.env_index, path=None, problem=str(error))
         self._problems += [problem] if problem else []
 
-    def _record_frame(self, slot: int, success: bool) -> None:
+    def _record_frame(self, env_index: int, success: bool) -> None:
         started = time.perf_counter()
-        if self._recordings is not None and (problem := self._recordings.add(slot, success)):
+        if self._recordings is not None and (problem := self._recordings.add(env_index, success)):
             self._problems.append(problem)
         self._render_s += time.perf_counter() - started
 
     def close(self) -> None:
         """Stop recordings and free the simulators."""
-        for slot in [*self._recorded]:
+        for env_index in [*self._recorded]:
             assert self._recordings is not None
-            self._recordings.discard(slot)
+            self._recordings.discard(env_index)
         self._env.close()
         if self._init.shared_arena is None:
             self._arena.close()
 
 
-def _format_non_finite_error(env: Env, slot: int, state: FloatArray) -> str:
+def _format_non_finite_error(env: Env, env_index: int, state: FloatArray) -> str:
     return (
-        f"env '{env.spec.name}', slot {slot} ('{env.instruction(slot)}'): state {state.tolist()}; expected finite "
+        f"env '{env.spec.name}', environment {env_index} ('{env.instruction(env_index)}'): state {state.tolist()}; "
+        "expected finite "
         f"numbers. Likely cause: the physics diverged."
     )

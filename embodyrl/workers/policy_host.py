@@ -171,7 +171,7 @@ class PolicyHost:
 
 @dataclass(frozen=True, slots=True)
 class _RunningChunk:
-    """A sampled chunk of a slot, from which one action per record is executed."""
+    """A sampled chunk of an environment, from which one action per record is executed."""
 
     episode: int
     """Noise seed of the episode."""
@@ -202,7 +202,7 @@ class PolicyInference:
         self._running_chunks: dict[int, _RunningChunk] = {}
 
     def infer(self, request: InferRequest) -> None:
-        """Compute one chunk per ticket and write it into the record of its observation.
+        """Compute one chunk per record reference and write it into the record of its observation.
 
         Raises:
             NonFiniteError: the policy's outputs are not finite. Tokens sampled from NaN look valid, so diverged weights
@@ -212,10 +212,10 @@ class PolicyInference:
         steps = request.chunks
         if self._steps_per_chunk > 1:
             request, steps = self._continue_chunks(request)
-        if not len(request.tickets):
+        if not len(request.record_refs):
             return
-        records = arena.read(request.tickets)
-        # In a deterministic run each slot has a fixed row: results of a row depend on its position, too.
+        records = arena.read(request.record_refs)
+        # In a deterministic run each environment has a fixed row: results of a row depend on its position, too.
         rows = _get_batch_rows(request.rows, request.padded_size, len(records))
         noise = None
         if not request.greedy:
@@ -259,7 +259,7 @@ class PolicyInference:
             arena[Record.top][records] = np.stack([encode_reply(output.top[row], width) for row in rows])
 
     def _continue_chunks(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
-        """Write the next action of slots with a running chunk; return request and env steps of the remaining slots."""
+        """Write the next action of environments with a running chunk; return request and env steps of the others."""
         remaining: list[int] = []
         entries = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
         for index, (row, seed, step) in enumerate(entries):
@@ -268,13 +268,15 @@ class PolicyInference:
                 0 if running_chunk is None or running_chunk.episode != int(seed) else int(step) - running_chunk.begin
             )
             if running_chunk is not None and 0 < steps_done < self._steps_per_chunk:
-                (record,) = self._arena.read(request.tickets[index : index + 1])
+                (record,) = self._arena.read(request.record_refs[index : index + 1])
                 self._arena[Record.action][record, 0] = running_chunk.actions[steps_done]
                 for name in (Record.tokens, Record.logprob, Record.value):
                     self._arena[name][record] = 0  # clear values of the record's earlier content
             else:
                 remaining.append(index)
-        selected = {name: np.asarray(getattr(request, name))[remaining] for name in ("tickets", "noise_seeds", "rows")}
+        selected = {
+            name: np.asarray(getattr(request, name))[remaining] for name in ("record references", "noise_seeds", "rows")
+        }
         steps = np.asarray(request.chunks)[remaining]
         # The noise of a chunk is that of an evaluation, which counts chunks.
         return replace(request, chunks=steps // self._steps_per_chunk, **selected), steps
@@ -282,8 +284,8 @@ class PolicyInference:
     def values(self, request: ValueRequest) -> None:
         """Compute the values of final observations for bootstrapping, and write the values into the records."""
         size = request.padded_size or ROWS_AT_A_TIME
-        for part in self._rank_info.get_slices(len(request.tickets), size):
-            records = self._arena.read(request.tickets[part])
+        for part in self._rank_info.get_slices(len(request.record_refs), size):
+            records = self._arena.read(request.record_refs[part])
             rows = np.arange(len(records))
             padded = _pad(records, rows, request.padded_size)
             self._arena[Record.value][records] = self._policy.values(read_observation(self._arena, padded))[rows]
@@ -293,7 +295,7 @@ def _get_batch_rows(requested: Sequence[int] | IntArray, padded_size: int, count
     if not padded_size:
         return np.arange(count)
     rows = np.asarray(requested, dtype=np.int64)
-    assert len(np.unique(rows)) == count, f"two tickets have the same row: {requested}"
+    assert len(np.unique(rows)) == count, f"two record references have the same row: {requested}"
     assert rows.max() < padded_size, f"row {rows.max()} of {padded_size}"
     return rows
 

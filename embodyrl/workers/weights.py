@@ -33,7 +33,7 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
     # Gathering is collective: ranks that do not write take part, too.
     tensors = {name: ranks.gather(_weight(module, name)).detach() for name in names}
     if ranks.rank_info.rank == 0:
-        with bucket_arena.write(request.ticket) as record:
+        with bucket_arena.write(request.record_ref) as record:
             bucket = _bucket(request.parts, bucket_arena, record)
             # One copy from the device: each copy into memory that is not pinned waits for the device.
             staging = torch.empty_like(bucket, device=tensors[request.parts[0].name].device)
@@ -46,7 +46,7 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
 
 def load_bucket(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
     """Copy the parts of weights in a bucket into the module's tensors."""
-    (record,) = bucket_arena.read([request.ticket])
+    (record,) = bucket_arena.read([request.record_ref])
     device = _weight(module, request.parts[0].name).device
     staging = _bucket(request.parts, bucket_arena, int(record)).to(device)
     with torch.no_grad():

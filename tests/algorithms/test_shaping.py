@@ -10,8 +10,8 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.algorithms.shaping import (
-    Outcomes,
     ReturnScale,
+    TaskOutcomes,
     adapt_beta,
     shape_rewards,
     subtract_kl,
@@ -56,7 +56,7 @@ def test_curriculum_ignores_unfinished_episodes():
     from embodyrl.plan.task_weights import record_outcomes
 
     won, lost = make_episode([[1.0]], success=True), make_episode([[0.0]])
-    seen: Outcomes = {}
+    seen: TaskOutcomes = {}
     record_outcomes(seen, [won, lost, replace(lost, cut=True), replace(lost, cut=True)], by_task=True)
     assert seen == {"3": [1.0, 2.0]}
     record_outcomes(seen, [won], by_task=True)

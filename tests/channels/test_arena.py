@@ -8,7 +8,7 @@ import pytest
 
 from embodyrl.channels.arena import Arena, ArenaFullError, ArenaHandle, get_record_indices
 from embodyrl.channels.layout import Field, Record, RecordLayout
-from embodyrl.errors import EmbodyError, StaleTicketError
+from embodyrl.errors import EmbodyError, StaleRecordError
 
 LAYOUT = RecordLayout(
     fields=(Field(name="image", dtype="uint8", shape=(8, 8, 3)), Field(name="value", dtype="float32", shape=(0,)))
@@ -23,16 +23,16 @@ def arena():
 
 
 def test_record_is_readable_only_after_a_complete_write(arena):
-    ticket = arena.allocate()
-    with pytest.raises(StaleTicketError, match="ALLOCATED"):
-        arena.read([ticket])
-    with pytest.raises(RuntimeError, match="half way"), arena.write(ticket):
+    record_ref = arena.allocate()
+    with pytest.raises(StaleRecordError, match="ALLOCATED"):
+        arena.read([record_ref])
+    with pytest.raises(RuntimeError, match="half way"), arena.write(record_ref):
         raise RuntimeError("half way")
-    with pytest.raises(StaleTicketError, match="WRITING"):
-        arena.read([ticket])
-    with arena.write(ticket) as record:
+    with pytest.raises(StaleRecordError, match="WRITING"):
+        arena.read([record_ref])
+    with arena.write(record_ref) as record:
         arena["image"][record] = 7
-    assert arena["image"][arena.read([ticket])].sum() == 7 * 8 * 8 * 3
+    assert arena["image"][arena.read([record_ref])].sum() == 7 * 8 * 8 * 3
 
 
 def test_ticket_of_a_freed_record_is_invalid(arena):
@@ -41,11 +41,11 @@ def test_ticket_of_a_freed_record_is_invalid(arena):
         pass
     arena.free([old])
     for use in (lambda: arena.read([old]), lambda: arena.free([old]), lambda: arena.write(old).__enter__()):
-        with pytest.raises(StaleTicketError, match="stale"):
+        with pytest.raises(StaleRecordError, match="stale"):
             use()
-    tickets = [arena.allocate() for _ in range(3)]
-    assert get_record_indices([old])[0] in get_record_indices(tickets)
-    with pytest.raises(StaleTicketError):
+    record_refs = [arena.allocate() for _ in range(3)]
+    assert get_record_indices([old])[0] in get_record_indices(record_refs)
+    with pytest.raises(StaleRecordError):
         arena.read([old])
 
 
@@ -61,7 +61,7 @@ def test_ticket_of_a_reused_record_is_invalid(arena):
         pass
     assert arena.read([new]) == [record]
     for use in (lambda: arena.read([old]), lambda: arena.free([old]), lambda: arena.write(old).__enter__()):
-        with pytest.raises(StaleTicketError, match=f"stale: the record has sequence {arena['sequence'][record]}"):
+        with pytest.raises(StaleRecordError, match=f"stale: the record has sequence {arena['sequence'][record]}"):
             use()
 
 
@@ -87,16 +87,16 @@ def test_writing_one_record_does_not_change_other_records(arena):
     assert np.array_equal(np.unique(arena["image"][arena.read([a])]), [255])
 
 
-def _fill(handle: ArenaHandle, ticket: int) -> None:
+def _fill(handle: ArenaHandle, record_ref: int) -> None:
     arena = Arena.attach(handle)
-    with arena.write(ticket) as record:
+    with arena.write(record_ref) as record:
         arena["image"][record] = 42
     arena.close()
 
 
-def _die_while_writing(handle: ArenaHandle, ticket: int) -> None:
+def _die_while_writing(handle: ArenaHandle, record_ref: int) -> None:
     arena = Arena.attach(handle)
-    with arena.write(ticket) as record:
+    with arena.write(record_ref) as record:
         arena["image"][record] = 13
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -110,18 +110,18 @@ def _run(target, *args) -> int | None:
 
 @pytest.mark.integration
 def test_attached_process_writes_to_shared_memory(arena):
-    ticket = arena.allocate()
-    assert _run(_fill, arena.handle, ticket) == 0
-    assert arena["image"][arena.read([ticket])[0]].min() == 42
+    record_ref = arena.allocate()
+    assert _run(_fill, arena.handle, record_ref) == 0
+    assert arena["image"][arena.read([record_ref])[0]].min() == 42
 
 
 @pytest.mark.integration
 def test_record_of_a_killed_writer_can_be_reused(arena):
-    ticket = arena.allocate()
-    assert _run(_die_while_writing, arena.handle, ticket) == -signal.SIGKILL
-    with pytest.raises(StaleTicketError, match="WRITING"):
-        arena.read([ticket])
-    arena.free([ticket])
+    record_ref = arena.allocate()
+    assert _run(_die_while_writing, arena.handle, record_ref) == -signal.SIGKILL
+    with pytest.raises(StaleRecordError, match="WRITING"):
+        arena.read([record_ref])
+    arena.free([record_ref])
     assert arena.num_free == 3
 
 
@@ -136,7 +136,7 @@ def test_arena_creates_no_files_in_dev_shm():
     arena = Arena.create(LAYOUT, 100)
     assert mapped_from_dev_shm() == before
     arena.close()
-    with pytest.raises(StaleTicketError, match="Cannot attach"):
+    with pytest.raises(StaleRecordError, match="Cannot attach"):
         Arena.attach(arena.handle)
 
 

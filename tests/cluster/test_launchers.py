@@ -33,7 +33,7 @@ class EchoWorker:
 
     def handle(self, request: str) -> Iterator[str]:
         if request == "raise":
-            raise EnvError("slot 3 returned NaN")
+            raise EnvError("environment 3 returned NaN")
         if request == "sys.exit":
             raise SystemExit
         if request == "exit":
@@ -109,7 +109,7 @@ def test_worker_exception_keeps_text_and_traceback(launcher):
     launcher.send("echo", "raise", timeout_s=10)
     died = next_event(launcher).message
     assert isinstance(died, WorkerDied)
-    assert "slot 3 returned NaN" in died.reason
+    assert "environment 3 returned NaN" in died.reason
     assert "in handle" in died.traceback
 
 

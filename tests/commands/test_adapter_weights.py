@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from embodyrl import load_policy
 from embodyrl.cli.dry_run import describe
-from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
@@ -75,9 +75,9 @@ def test_banner_names_the_adapter_and_its_base_weights(command: str, base: Path,
 def test_trainable_adapter_accepts_other_base_weights(base: Path, adapter: Path) -> None:
     words = [*WORDS, f"model.path={base}", f"model.lora.path={adapter}", "model.is_lora=true"]
     cfg = load_config("train", [*words, f"ckpt={SHIPPED}"])
-    weights = first_weights(cfg, env_spec(cfg))
+    weights = resolve_initial_weights(cfg, env_spec(cfg))
     assert weights == SHIPPED
-    assert weight_facts(cfg, weights) == [("weights", f"{SHIPPED} + adapter {adapter}, trained further")]
+    assert weight_banner_lines(cfg, weights) == [("weights", f"{SHIPPED} + adapter {adapter}, trained further")]
 
 
 def test_weights_trained_together_with_an_adapter_are_kept(base: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from embodyrl.commands.facts import common_banner_lines
+from embodyrl.commands.banner import common_banner_lines
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 

@@ -115,7 +115,7 @@ def episode(*, steps: int, success: bool, cut: bool = False, counted: bool = Tru
 
 
 def test_success_rate_is_not_biased_towards_short_episodes():
-    """Four slots of ten steps, episodes of at most ten steps: two slots fail, two succeed at once and repeat."""
+    """Four environments, episodes of at most ten steps: two fail, two succeed at once and repeat."""
     failed = [episode(steps=10, success=False) for _ in range(2)]
     won = [episode(steps=1, success=True, counted=i % 9 == 0) for i in range(18)]
     cut = [episode(steps=1, success=False, cut=True, counted=False) for _ in range(2)]

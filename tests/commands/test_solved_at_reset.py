@@ -28,7 +28,7 @@ def is_solved(reset_id: int) -> bool:
 
 @pytest.mark.parametrize("env_id", ["goal_env:Started", "goal_env:started_vector"])
 def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) -> None:
-    from embodyrl.reports.card import card_of
+    from embodyrl.reports.card import build_card
 
     quiet = (
         "launcher=inline",
@@ -49,14 +49,14 @@ def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) 
     lines: list[str] = []
     print_table(result, lines.append)
     assert any(f"{len(expected)} of {EPISODES} episodes start with the goal already reached" in line for line in lines)
-    assert card_of(result.folder.parents[1])["solved_at_reset"] == len(expected)
+    assert build_card(result.folder.parents[1])["solved_at_reset"] == len(expected)
 
 
 def test_tabletop_detects_tasks_solved_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     from embodyrl.envs.tabletop.world import create_world
 
     cfg = load_config("eval", ["env=tabletop", "model=scripted"])
-    env = ENVS.get("tabletop").make(cfg.env, EnvContext(num_slots=2))
+    env = ENVS.get("tabletop").make(cfg.env, EnvContext(num_envs=2))
     assert isinstance(env, ReportsSolvedStarts)
     starts = [EpisodeStart(reset_id=i, seed=0, max_episode_steps=5) for i in (0, 1)]
     env.reset([0, 1], starts)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError, create_model
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.settings import (
     Constraint,
     Count,
@@ -90,7 +90,7 @@ def test_updated_changes_one_value_only() -> None:
     assert Paint().updated({"inner.depth": 7, "colour": Colour.blue}) == Paint(colour=Colour.blue, inner=Inner(depth=7))
     assert Paint().updated({"inner.depth": 7, "inner.width": 8}) == Paint(inner=Inner(depth=7, width=8))
     assert to_builtin(Paint()) == {"colour": "red", "inner": {"depth": 2, "width": 3}}
-    assert nested(flat(to_builtin(Paint()))) == to_builtin(Paint())
+    assert nested(flatten(to_builtin(Paint()))) == to_builtin(Paint())
     assert format_value({"a": [True, None]}) == "{a:[true,null]}"
 
 

@@ -19,7 +19,7 @@ from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
-from embodyrl.data.shown import load_shown
+from embodyrl.data.rl_demonstrations import load_rl_demonstrations
 from embodyrl.data.tables import read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
@@ -140,7 +140,7 @@ def test_loaded_demonstrations_contain_the_executed_noisy_actions(tmp_path: Path
     assert np.abs(demos.executed - demos.action)[:, 0].max() > 0.2
     np.testing.assert_allclose(demos.executed[:, 0], demos.reward, atol=1e-6)
     np.testing.assert_array_equal(demos.executed[:, -1], demos.action[:, -1], "the gripper has no noise")
-    shown = load_shown([str(tmp_path / "demos")], POLICY, executed=True)
+    shown = load_rl_demonstrations([str(tmp_path / "demos")], POLICY, executed=True)
     np.testing.assert_allclose(shown.action[:, 0], demos.reward, atol=1e-6)
 
 

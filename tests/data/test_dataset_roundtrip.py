@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from demos import ENV, card, demonstration
 
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.data import reader
 from embodyrl.data import writer as writer_module
 from embodyrl.data.cards import read_card
@@ -228,7 +228,7 @@ def test_statistics_cover_all_written_frames(tmp_path: Path) -> None:
     write(tmp_path / "once", [demonstration(n) for n in range(4)])
     for numbers in (range(2), range(2, 4)):
         write(tmp_path / "twice", [demonstration(n) for n in numbers])
-    once, twice = (flat(json.loads((tmp_path / name / "meta/stats.json").read_text())) for name in ("once", "twice"))
+    once, twice = (flatten(json.loads((tmp_path / name / "meta/stats.json").read_text())) for name in ("once", "twice"))
     assert once.keys() == twice.keys()
     assert all(np.allclose(once[key], twice[key]) for key in once)
     ramp = vector_stats(np.arange(101))

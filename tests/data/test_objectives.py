@@ -46,13 +46,13 @@ def tiny(**keys: Any) -> Any:
 
 
 def write_pairs(arena: Arena, *before: Message) -> tuple[Any, ...]:
-    tickets = tuple(arena.allocate() for _ in PAIRS)
-    for ticket, (prompt, better, worse) in zip(tickets, PAIRS, strict=True):
-        with arena.write(ticket) as record:
+    record_refs = tuple(arena.allocate() for _ in PAIRS)
+    for record_ref, (prompt, better, worse) in zip(record_refs, PAIRS, strict=True):
+        with arena.write(record_ref) as record:
             asked = join_messages([*before, Message(role="user", content=prompt)])
             arena[Record.instruction][record] = encode_instruction(asked, arena[Record.instruction].shape[1])
             arena[Record.reply][record] = encode_reply(join_pair(better, worse), arena[Record.reply].shape[1])
-    return tickets
+    return record_refs
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_dpo_matches_trl(tmp_path: Path, micro: int, budget: int | None, forward
     )
     counted: list[int] = []
     host.policy.module.register_forward_hook(lambda *_: counted.append(1))
-    *_, done = host.handle(ImitateRequest(step=0, tickets=write_pairs(arena)))
+    *_, done = host.handle(ImitateRequest(step=0, record_refs=write_pairs(arena)))
     host.close()
     arena.close()
     assert len(counted) == forwards
@@ -121,7 +121,7 @@ def test_reward_model_ignores_system_messages(tmp_path: Path) -> None:
         host.policy.module.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
     told: list[float] = []
     for before in ((), (Message(role="system", content="10"),)):
-        asked = ImitateRequest(step=0, tickets=write_pairs(arena, *before), learn=False)
+        asked = ImitateRequest(step=0, record_refs=write_pairs(arena, *before), learn=False)
         *_, done = host.handle(asked)
         told.append(done.metrics["loss"])
     host.close()
@@ -154,11 +154,11 @@ def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Are
 def test_episode_dpo_uses_the_reference(tmp_path: Path) -> None:
     """The initial policy is its own reference: for any actions the loss is ln 2."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, beta=0.5))
-    tickets = arena.allocate_all(8)
-    with arena.write_all(tickets) as records:
+    record_refs = arena.allocate_all(8)
+    with arena.write_all(record_refs) as records:
         shape = arena[Record.action][records].shape
         arena[Record.action][records] = np.random.default_rng(0).uniform(-0.5, 0.5, shape)
-    *_, done = host.handle(ImitateRequest(step=0, tickets=tickets))
+    *_, done = host.handle(ImitateRequest(step=0, record_refs=record_refs))
     host.close()
     arena.close()
     assert done.metrics["loss"] == pytest.approx(np.log(2.0), abs=1e-5)
@@ -255,7 +255,7 @@ def test_numpy_reward_model_matches_the_value_head(tmp_path: Path, name: str, re
         state=rng.normal(size=(3, reads_state)).astype(np.float32),
         instructions=("",) * 3,
     )
-    policy.take_statistics(seen)  # type: ignore[attr-defined]
+    policy.update_statistics(seen)  # type: ignore[attr-defined]
     policy.save(tmp_path)
     reward = LearnedReward(tmp_path)
     shown = [ObservationOut(images=seen.images[i], state=seen.state[i]) for i in range(3)]

@@ -20,7 +20,7 @@ from toy_runs import TOY_CNN, TOY_COLLECT, TOY_EVAL, TOY_OFT, rows, weights
 from embodyrl.checkpoint.store import read_loop
 from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_data import _samples, load_samples
 from embodyrl.commands.sft_setup import action_log_std, data_statistics, load_inputs, sft_banner_lines
@@ -153,18 +153,21 @@ def test_sft_checkpoint_rejects_other_inputs(trained: SftResult, tmp_path: Path)
     policy = shutil.copytree(trained.checkpoint / "policy", tmp_path / "policy")
     cfg = load_config("eval", [*EVAL, *HARD, *MODEL, f"ckpt={policy}", f"model.path={trained.run / 'start'}"])
     env = build_run_plan(cfg, training=False).env
-    assert first_weights(cfg, env) == policy
+    assert resolve_initial_weights(cfg, env) == policy
     inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
     assert inputs["cameras"] == list(env.cameras.names[:1])
     assert inputs["longest_demonstration"] == 6
-    assert "warning" not in dict(weight_facts(cfg, policy, env))
+    assert "warning" not in dict(weight_banner_lines(cfg, policy, env))
     short = cfg.updated({"env.eval.max_episode_steps": 5})
-    assert "has 6 steps, more than env.eval.max_episode_steps=5" in dict(weight_facts(short, policy, env))["warning"]
+    assert (
+        "has 6 steps, more than env.eval.max_episode_steps=5"
+        in dict(weight_banner_lines(short, policy, env))["warning"]
+    )
     assert inputs["gripper"] == {"open": 1.0, "closed": 0.0, "index": -1, "binary": False}
     (policy / "embodyrl_inputs.json").write_text(json.dumps(inputs | {"cameras": ["elsewhere"]}))
     with pytest.raises(ConfigError, match=r"env.init_params.camera_names=\[elsewhere\]"):
-        first_weights(cfg, env)
-    assert first_weights(cfg.updated({"model.cameras": list(env.cameras.names[:1])}), env) == policy
+        resolve_initial_weights(cfg, env)
+    assert resolve_initial_weights(cfg.updated({"model.cameras": list(env.cameras.names[:1])}), env) == policy
 
 
 def test_sft_banner_warns_of_weights_trained_on_other_inputs(trained: SftResult, demos: Path, tmp_path: Path) -> None:

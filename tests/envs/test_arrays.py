@@ -35,29 +35,29 @@ SPEC = EnvSpec(
 class CartPoles(Simulators):
     """CartPole in numpy; the initial state is Gymnasium's for the seed, which is the reset id."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_envs: int) -> None:
         super().__init__(SPEC)
-        self.state = np.zeros((num_slots, 4))
+        self.state = np.zeros((num_envs, 4))
 
-    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+    def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         from gymnasium.utils import seeding  # heavy, as simulators are: the driver imports this module
 
         draws = [seeding.np_random(int(i))[0].uniform(-0.05, 0.05, 4) for i in reset_ids]
-        self.state[slots] = draws
+        self.state[env_indices] = draws
 
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        x, v, angle, w = self.state[slots].T
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
+        x, v, angle, w = self.state[env_indices].T
         force = np.where(actions[:, 0] > 0.5, 10.0, -10.0)
         push = (force + 0.05 * np.square(w) * np.sin(angle)) / 1.1
         turn = (9.8 * np.sin(angle) - np.cos(angle) * push) / (0.5 * (4.0 / 3.0 - 0.1 * np.square(np.cos(angle)) / 1.1))
         speed = push - 0.05 * turn * np.cos(angle) / 1.1
-        self.state[slots] = np.stack([x + 0.02 * v, v + 0.02 * speed, angle + 0.02 * w, w + 0.02 * turn], 1)
-        fell = (np.abs(self.state[slots, 0]) > 2.4) | (np.abs(self.state[slots, 2]) > 12 * 2 * np.pi / 360)
-        never = np.zeros(len(slots), np.bool_)
-        return SimSteps(reward=np.ones(len(slots), np.float32), terminated=fell, success=never, truncated=never)
+        self.state[env_indices] = np.stack([x + 0.02 * v, v + 0.02 * speed, angle + 0.02 * w, w + 0.02 * turn], 1)
+        fell = (np.abs(self.state[env_indices, 0]) > 2.4) | (np.abs(self.state[env_indices, 2]) > 12 * 2 * np.pi / 360)
+        never = np.zeros(len(env_indices), np.bool_)
+        return SimSteps(reward=np.ones(len(env_indices), np.float32), terminated=fell, success=never, truncated=never)
 
-    def observe(self, slots: IntArray, images: np.ndarray, state: FloatArray, rows: IntArray) -> None:
-        state[rows] = self.state[slots]
+    def observe(self, env_indices: IntArray, images: np.ndarray, state: FloatArray, rows: IntArray) -> None:
+        state[rows] = self.state[env_indices]
 
 
 class CartPoleSettings(EnvSettings, RewardSettings):
@@ -71,7 +71,7 @@ class CartPoleFactory(SimFactory[CartPoleSettings]):
         return SPEC
 
     def simulators(self, cfg: CartPoleSettings, context: EnvContext) -> CartPoles:
-        return CartPoles(context.num_slots)
+        return CartPoles(context.num_envs)
 
 
 FACTORY = CartPoleFactory()
@@ -81,8 +81,8 @@ def lean(step: RewardStep) -> float:
     return -float(abs(step.observation.state[2]))
 
 
-def make(slots: int, **values) -> ChunkedEnv:
-    return ChunkedEnv(CartPoles(slots), slots, **({"use_rel_reward": False, "reward_coef": 1.0} | values))
+def make(env_indices: int, **values) -> ChunkedEnv:
+    return ChunkedEnv(CartPoles(env_indices), env_indices, **({"use_rel_reward": False, "reward_coef": 1.0} | values))
 
 
 def begin(env: ChunkedEnv, ids: list[int], limit: int = 100) -> None:
@@ -94,22 +94,22 @@ def test_array_cartpole_matches_gymnasium():
 
     env, ids = make(3), [7, 120, 3]
     begin(env, ids)
-    assert [env.instruction(slot) for slot in range(3)] == ["left start", "right start", "left start"]
+    assert [env.instruction(env_index) for env_index in range(3)] == ["left start", "right start", "left start"]
     actions = np.random.default_rng(0).integers(0, 2, (3, 60, 1)).astype(np.float32)
     result = env.step_chunk([0, 1, 2], actions)
     state = np.zeros((3, 4), np.float32)
     env.observe([0, 1, 2], np.zeros((3, 0, 0, 0, 3), np.uint8), state)
-    for slot, reset_id in enumerate(ids):
+    for env_index, reset_id in enumerate(ids):
         theirs = gymnasium.make("CartPole-v1")
         theirs.reset(seed=reset_id)
-        for step, action in enumerate(actions[slot, :, 0].astype(int)):
+        for step, action in enumerate(actions[env_index, :, 0].astype(int)):
             seen, reward, terminated, *_ = theirs.step(action)
-            assert (result.reward[slot, step], result.terminated[slot, step]) == (reward, terminated)
+            assert (result.reward[env_index, step], result.terminated[env_index, step]) == (reward, terminated)
             if terminated:
                 break
         assert terminated
-        assert result.valid[slot].sum() == step + 1
-        np.testing.assert_allclose(state[slot], seen, rtol=1e-5)
+        assert result.valid[env_index].sum() == step + 1
+        np.testing.assert_allclose(state[env_index], seen, rtol=1e-5)
 
 
 def test_time_limit_truncates_the_episode():
@@ -147,8 +147,8 @@ def test_termination_flags_of_wrong_shape_are_refused(monkeypatch):
     begin(env, [1, 2])
     advance = env._sims.step
 
-    def columns(slots, actions):
-        steps = advance(slots, actions)
+    def columns(env_indices, actions):
+        steps = advance(env_indices, actions)
         return replace(steps, terminated=steps.terminated[:, None])
 
     monkeypatch.setattr(env._sims, "step", columns)
@@ -166,9 +166,9 @@ def test_array_environment_passes_check_env():
 class Stairs(CartPoles):
     """Environment in which step k has reward k squared; the third step reaches the goal."""
 
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        self.state[slots] += 1
-        k = np.rint(self.state[slots, 0])
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
+        self.state[env_indices] += 1
+        k = np.rint(self.state[env_indices, 0])
         return SimSteps(reward=(k**2).astype(np.float32), terminated=k >= 3, success=k >= 3, truncated=k < 0)
 
 
@@ -235,7 +235,7 @@ def test_each_slot_has_a_separate_instruction(tmp_path):
     """Instructions in the records of a rollout equal those of the environment."""
     env = make(4)
     begin(env, [0, 99, 100, 149])
-    assert [env.instruction(slot) for slot in range(4)] == [SPEC.tasks[task] for task in (0, 0, 1, 1)]
+    assert [env.instruction(env_index) for env_index in range(4)] == [SPEC.tasks[task] for task in (0, 0, 1, 1)]
     words = ("env=libero_10", "env.env_type=test_arrays:FACTORY", "env.train.state_ids=null", "env.eval.state_ids=null")
     more = ("model=mlp", "algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=12", "launcher=inline")
     short = ("env.train.max_episode_steps=2", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}")

@@ -10,9 +10,9 @@ from embodyrl.errors import EnvError
 from embodyrl.types import EpisodeStart, ExpertSpec, ObservationOut
 
 
-def make(*scripts, slots=1, relative=True, coef=1.0, **kwargs):
+def make(*scripts, env_indices=1, relative=True, coef=1.0, **kwargs):
     sims = ScriptedSims(scripts, **kwargs)
-    return sims, ChunkedEnv(sims, slots, use_rel_reward=relative, reward_coef=coef)
+    return sims, ChunkedEnv(sims, env_indices, use_rel_reward=relative, reward_coef=coef)
 
 
 def start(reset_id=0, *, limit=100, ignore=False, seed=0):
@@ -71,9 +71,9 @@ def test_ignored_terminations_truncate_and_keep_success():
 
 
 def test_slots_end_independently():
-    """One slot ignores terminations, the other does not, in either order."""
+    """One environment ignores terminations, the other does not, in either order."""
     for ignoring in ((True, False), (False, True)):
-        _, env = make(steps_of([0, 1, 1], success=[1, 2], terminated=[1, 2]), slots=2)
+        _, env = make(steps_of([0, 1, 1], success=[1, 2], terminated=[1, 2]), env_indices=2)
         env.reset([0, 1], [start(limit=3, ignore=ignores) for ignores in ignoring])
         result = env.step_chunk([0, 1], chunk(2, 4))
         assert result.valid.sum(axis=1).tolist() == [3 if ignores else 2 for ignores in ignoring]
@@ -99,7 +99,7 @@ def test_absolute_rewards_are_scaled_only():
 
 
 def test_after_step_is_called_for_executed_steps_only():
-    _, env = make(steps_of([1.0], terminated=[0]), steps_of([0.0, 2.0], success=[0]), slots=3)
+    _, env = make(steps_of([1.0], terminated=[0]), steps_of([0.0, 2.0], success=[0]), env_indices=3)
     env.reset([2, 0], [start(0), start(1, limit=2)])
     seen = []
     result = env.step_chunk([2, 0], chunk(2, 3), after_step=lambda *told: seen.append(told))
@@ -111,7 +111,7 @@ def test_after_step_is_called_for_executed_steps_only():
 
 
 def test_observation_is_written_into_the_given_views():
-    _, env = make(steps_of([0.0]), steps_of([0.0]), slots=2)
+    _, env = make(steps_of([0.0]), steps_of([0.0]), env_indices=2)
     env.reset([0, 1], [start(0), start(1)])
     env.step_chunk([1], chunk(1, 3))
     images, state = np.full((2, 1, 4, 6, 3), 99, np.uint8), np.zeros((2, 2), np.float32)
@@ -124,9 +124,11 @@ def test_observation_is_written_into_the_given_views():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_reward_names_slot_task_and_value(bad):
-    _, env = make(steps_of([0.0]), steps_of([0.0, bad]), slots=4)
+    _, env = make(steps_of([0.0]), steps_of([0.0, bad]), env_indices=4)
     env.reset([3], [start(1)])
-    with pytest.raises(EnvError, match=rf"slot 3, task 1 \('do thing 1'\).*step 1.*reward {bad}, expected a finite"):
+    with pytest.raises(
+        EnvError, match=rf"environment 3, task 1 \('do thing 1'\).*step 1.*reward {bad}, expected a finite"
+    ):
         env.step_chunk([3], chunk(1, 4))
 
 
@@ -134,29 +136,29 @@ def test_non_finite_reward_names_slot_task_and_value(bad):
 def test_wrong_action_shape_is_refused_before_stepping(shape):
     sims, env = make(steps_of([0.0]))
     env.reset([0], [start()])
-    with pytest.raises(EnvError, match=r"slots \[0\] on tasks \[0\].*expected \(1, K >= 1, 2\)"):
+    with pytest.raises(EnvError, match=r"environments \[0\] on tasks \[0\].*expected \(1, K >= 1, 2\)"):
         env.step_chunk([0], np.zeros(shape, np.float32))
     assert len(sims.log) == 1
 
 
 def test_non_finite_action_is_refused_before_stepping():
-    sims, env = make(steps_of([0.0]), slots=2)
+    sims, env = make(steps_of([0.0]), env_indices=2)
     env.reset([0, 1], [start(), start()])
     actions = chunk(2, 3)
     actions[1, 2, 1] = np.nan
-    with pytest.raises(EnvError, match=r"slot 1.*action 2 of the chunk is nan in dimension 1"):
+    with pytest.raises(EnvError, match=r"environment 1.*action 2 of the chunk is nan in dimension 1"):
         env.step_chunk([0, 1], actions)
     assert len(sims.log) == 2
 
 
 def test_calls_in_the_wrong_order_raise_errors():
-    sims, env = make(steps_of([1.0], terminated=[0]), slots=2)
+    sims, env = make(steps_of([1.0], terminated=[0]), env_indices=2)
     for call in (lambda: env.step_chunk([0], chunk(1, 1)), lambda: env.render(0), lambda: env.instruction(0)):
-        with pytest.raises(EnvError, match="slot 0: there is no episode; call reset"):
+        with pytest.raises(EnvError, match="environment 0: there is no episode; call reset"):
             call()
     env.reset([0, 1], [start(), start()])
     env.step_chunk([0], chunk(1, 1))
-    with pytest.raises(EnvError, match=r"slot 0.*the episode has ended"):
+    with pytest.raises(EnvError, match=r"environment 0.*the episode has ended"):
         env.step_chunk([1, 0], chunk(2, 1))
     assert [entry for entry in sims.log if entry[:2] == ("step", 1)] == []
     env.reset([0], [start()])
@@ -177,9 +179,9 @@ def test_close_closes_all_simulators():
     assert sims.closed
 
 
-def sight(env, slot):
+def sight(env, env_index):
     out = ObservationOut(images=np.zeros((1, 4, 6, 3), np.uint8), state=np.zeros(2, np.float32))
-    env.observe([slot], out.images[None], out.state[None])
+    env.observe([env_index], out.images[None], out.state[None])
     assert (out.images == out.state[1]).all()
     return out.state.tolist()
 
@@ -205,7 +207,7 @@ def test_lockstep_termination_renders_no_final_observation():
     sims = ScriptedBatch([steps_of([0.0, 1.0], terminated=[1]), steps_of([0.0])])
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
     looked, observe = [], sims.observe
-    sims.observe = lambda slots, *views: (looked.append(slots), observe(slots, *views))
+    sims.observe = lambda env_indices, *views: (looked.append(env_indices), observe(env_indices, *views))
     env.reset([0, 1], [start(0), start(1)])
     assert env.step_chunk([0, 1], chunk(2, 4)).terminated[0].tolist() == [False, True, False, False]
     assert looked == []
@@ -214,21 +216,21 @@ def test_lockstep_termination_renders_no_final_observation():
 class Still(ScriptedSims):
     """Simulators whose expert does nothing."""
 
-    def expert(self, slot):
+    def expert(self, env_index):
         return np.zeros(2, np.float32)
 
 
 def test_expert_noise_depends_on_episode_and_step():
-    """Fails if all steps of an episode have equal noise, or if the noise depends on slots and chunks."""
+    """Fails if all steps of an episode have equal noise, or if the noise depends on environments and chunks."""
     sims = Still([steps_of([0.0] * 9)] * 2)
     sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0, 1)))
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
 
-    def shaken(slot, seed, chunks):
-        env.reset([slot], [start(slot, seed=seed)])
+    def shaken(env_index, seed, chunks):
+        env.reset([env_index], [start(env_index, seed=seed)])
         sims.log.clear()
         for length in chunks:
-            assert not env.expert_chunk([slot], length, noise=0.1)[0].any(), "what is kept is clean"
+            assert not env.expert_chunk([env_index], length, noise=0.1)[0].any(), "what is kept is clean"
         return [value for _, _, value in sims.log]
 
     once = shaken(0, 5, [4])

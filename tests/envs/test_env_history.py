@@ -23,13 +23,13 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lerobot" / "act" / "state" / "t
 SIZE = {"camera_heights": 16, "camera_widths": 16, "camera_names": ["front"]}
 
 
-def make(slots=1, **keys):
+def make(env_indices=1, **keys):
     cfg = env_of("tabletop", init_params=SIZE, **keys)
-    return ENVS.get("tabletop").make(cfg, EnvContext(num_slots=slots))
+    return ENVS.get("tabletop").make(cfg, EnvContext(num_envs=env_indices))
 
 
 def plain():
-    return ENVS.get("tabletop").make(env_of("tabletop", init_params=SIZE), EnvContext(num_slots=1))
+    return ENVS.get("tabletop").make(env_of("tabletop", init_params=SIZE), EnvContext(num_envs=1))
 
 
 def look(env):
@@ -172,17 +172,17 @@ def test_new_episode_starts_a_new_average():
 
 def test_saved_average_can_be_loaded_twice():
     cfg = env_of("tabletop", init_params=SIZE, ensemble_chunk=4, ensemble_coeff=0.0)
-    sims = HistorySims(ENVS.get("tabletop").simulators(cfg, EnvContext(num_slots=1)), cfg)
-    slot, chunks = np.array([0]), np.random.default_rng(0).uniform(-1, 1, (4, 1, 28)).astype(np.float32)
-    sims.reset(slot, np.array([3]), np.array([1]))
-    sims.step(slot, chunks[0])
+    sims = HistorySims(ENVS.get("tabletop").simulators(cfg, EnvContext(num_envs=1)), cfg)
+    env_index, chunks = np.array([0]), np.random.default_rng(0).uniform(-1, 1, (4, 1, 28)).astype(np.float32)
+    sims.reset(env_index, np.array([3]), np.array([1]))
+    sims.step(env_index, chunks[0])
     saved, ends = sims.save(0), []
     for _ in range(2):
         sims.load(0, saved)
         for chunk in chunks[1:]:
-            sims.step(slot, chunk)
+            sims.step(env_index, chunk)
         state = np.zeros((1, sims.spec.state_dim), np.float32)
-        sims.observe(slot, np.zeros((1, 1, 16, 16, 3), np.uint8), state, slot)
+        sims.observe(env_index, np.zeros((1, 1, 16, 16, 3), np.uint8), state, env_index)
         ends.append(state)
     sims.close()
     assert np.array_equal(*ends)

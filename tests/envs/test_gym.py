@@ -100,18 +100,18 @@ def config(env_id: str, **values: Any) -> EnvSettings:
     return env_of(env_type="gym", id=env_id, use_rel_reward=False, **values)
 
 
-def begin(cfg: EnvSettings, slots: int = 1, *, limit: int = 100):
-    env = ENVS.get("gym").make(cfg, EnvContext(num_slots=slots))
+def begin(cfg: EnvSettings, env_indices: int = 1, *, limit: int = 100):
+    env = ENVS.get("gym").make(cfg, EnvContext(num_envs=env_indices))
     start = EpisodeStart(reset_id=7, seed=0, max_episode_steps=limit)
-    env.reset(list(range(slots)), [start] * slots)
+    env.reset(list(range(env_indices)), [start] * env_indices)
     return env
 
 
-def look(env: Any, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def look(env: Any, env_index: int = 0) -> tuple[np.ndarray, np.ndarray]:
     spec: EnvSpec = env.spec
     images = np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
     state = np.full(spec.state_dim, np.nan, np.float32)
-    env.observe([slot], images[None], state[None])
+    env.observe([env_index], images[None], state[None])
     return images, state
 
 
@@ -217,11 +217,11 @@ def test_cartpole_matches_gymnasium():
 
 
 def test_slots_are_separate_and_reset_ids_are_seeds():
-    env = ENVS.get("gym").make(config("Pendulum-v1"), EnvContext(num_slots=3))
+    env = ENVS.get("gym").make(config("Pendulum-v1"), EnvContext(num_envs=3))
     starts = [EpisodeStart(reset_id=i, seed=9, max_episode_steps=50) for i in (4, 5, 4)]
     env.reset([0, 1, 2], starts)
     env.step_chunk([1], np.ones((1, 4, 1), np.float32))
-    states = [look(env, slot)[1] for slot in range(3)]
+    states = [look(env, env_index)[1] for env_index in range(3)]
     np.testing.assert_array_equal(states[0], states[2])
     assert not np.allclose(states[0], states[1])
 
@@ -310,7 +310,7 @@ def test_video_without_images_is_refused():
         env.render(0)
     assert not env.spec.simulator.renders
     # Also where nobody draws, as in a training without recordings.
-    assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(pictures=False)).simulator.renders
+    assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(renders_images=False)).simulator.renders
 
 
 def test_time_limit_defaults_to_the_run_limit():
@@ -424,7 +424,7 @@ class DrawsFirst(gymnasium.Wrapper):
 
 def test_wrapper_randomness_depends_on_the_reset_id():
     cfg = env_of(env_type="gym", id="CartPole-v1", wrappers=["test_gym:DrawsFirst"], use_rel_reward=False)
-    env, drawn = ENVS.get("gym").make(cfg, EnvContext(num_slots=1)), []
+    env, drawn = ENVS.get("gym").make(cfg, EnvContext(num_envs=1)), []
     for reset_id in (3, 4, 3):
         env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=9)])
         drawn.append(env._sims.info(0)["drawn"])

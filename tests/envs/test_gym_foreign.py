@@ -40,7 +40,7 @@ def described(name: str, **values: Any) -> EnvSpec:
     ],
 )
 def test_text_observation_is_the_instruction(name, values, said):
-    env = begin(config(place(name), **values), slots=2)
+    env = begin(config(place(name), **values), env_indices=2)
     assert (env.instruction(0), env.instruction(1)) == (said, said)
     assert env.spec.text.instructed
     assert env.spec.state_dim == 2
@@ -117,7 +117,7 @@ def test_observations_are_checked_before_workers_start(name, said):
 
 @pytest.mark.parametrize("name", ["PartialSuccess", "partial_batch"])
 def test_fraction_is_not_accepted_as_success(name):
-    env = begin(config(f"foreign_envs:{name}"), slots=2)
+    env = begin(config(f"foreign_envs:{name}"), env_indices=2)
     with pytest.raises(EnvError, match=r"0.3.* for success in info, expected True or False"):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 

@@ -149,7 +149,7 @@ def write(space: spaces.Box, value: Any) -> ObservationOut:
     ],
 )
 def test_unusual_gymnasium_environments_run(name):
-    env = begin(config(f"test_gym_odd:{name}"), slots=2)
+    env = begin(config(f"test_gym_odd:{name}"), env_indices=2)
     before = look(env)[1]
     result = env.step_chunk([0, 1], np.full((2, 3, 1), 0.5, np.float32))
     assert result.valid.all()
@@ -160,7 +160,7 @@ def test_unusual_gymnasium_environments_run(name):
 def test_failing_close_is_reported(caplog):
     warnings = described("test_gym_odd:CannotClose").warnings
     assert "close() of env.id=test_gym_odd:CannotClose failed: RuntimeError: the simulator is gone" in warnings[0]
-    begin(config("test_gym_odd:CannotClose"), slots=2).close()
+    begin(config("test_gym_odd:CannotClose"), env_indices=2).close()
     assert [r.getMessage().partition(" (")[0] for r in caplog.records] == [
         "close() of env 'test_gym_odd:CannotClose' failed: RuntimeError: the simulator is gone"
     ] * 2
@@ -170,7 +170,7 @@ def test_failing_close_is_reported(caplog):
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 def test_batched_success_can_be_none_or_an_array(mode, array):
     cfg = config("test_gym_odd:solved").updated({"kwargs": {"mode": mode, "array": array}})
-    env = begin(cfg, slots=2)
+    env = begin(cfg, env_indices=2)
     result = env.step_chunk([0, 1], np.zeros((2, 3, 1), np.float32))
     assert result.success.tolist() == [[False, True, False]] * 2
     assert result.valid.tolist() == [[True, True, False]] * 2

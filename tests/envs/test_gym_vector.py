@@ -1,4 +1,4 @@
-"""Natively vectorized environments: each slot matches a single environment."""
+"""Natively vectorized environments: each environment matches a single environment."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def config(env_id: str) -> EnvSettings:
 
 
 def play(env_id: str) -> list[np.ndarray]:
-    """Return rewards, flags and observations of three slots whose episodes end and start at different times."""
-    env = ENVS.get("gym").make(config(env_id), EnvContext(num_slots=3))
+    """Return rewards, flags and observations of three environments whose episodes end and start at different times."""
+    env = ENVS.get("gym").make(config(env_id), EnvContext(num_envs=3))
     state = np.zeros((3, 4), np.float32)
     images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
     draw, next_id, seen = np.random.default_rng(0), 3, []
@@ -97,8 +97,8 @@ def play(env_id: str) -> list[np.ndarray]:
         result = env.step_chunk([0, 1, 2], draw.integers(0, 2, (3, 4, 1)).astype(np.float32))
         env.observe([0, 1, 2], images, state)
         seen += [result.reward, result.valid, result.terminated, result.truncated, result.success, state.copy()]
-        for slot in np.flatnonzero(result.done).tolist():
-            env.reset([slot], [start(next_id)])
+        for env_index in np.flatnonzero(result.done).tolist():
+            env.reset([env_index], [start(next_id)])
             next_id += 1
         env.observe([0, 1, 2], images, state)
         seen.append(state.copy())
@@ -131,7 +131,7 @@ def test_success_of_a_finished_episode_is_kept():
 
 
 def test_slot_without_an_action_keeps_its_state_in_lockstep():
-    env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_slots=2))
+    env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_envs=2))
     state = np.zeros((2, 4), np.float32)
     images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6)])
@@ -145,7 +145,7 @@ def test_slot_without_an_action_keeps_its_state_in_lockstep():
 
 def test_finished_episode_keeps_its_final_observation():
     """A pole pushed to one side falls four times during one chunk of its neighbour."""
-    env = ENVS.get("gym").make(config("test_gym_vector:SameStep"), EnvContext(num_slots=2))
+    env = ENVS.get("gym").make(config("test_gym_vector:SameStep"), EnvContext(num_envs=2))
     state, images = np.zeros((2, 4), np.float32), np.zeros((2, 0, 0, 0, 3), np.uint8)
     actions = np.zeros((2, 40, 1), np.float32)
     actions[1, ::2] = 1.0
@@ -172,7 +172,7 @@ def test_vector_environment_passes_check_env():
 
 def test_vector_environment_of_another_size_is_refused():
     with pytest.raises(ConfigError, match="of 3 environments, expected num_envs=1"):
-        ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_slots=2))
+        ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_envs=2))
 
 
 def test_vector_environment_without_partial_reset_is_refused():
@@ -211,16 +211,16 @@ def test_training_on_vector_and_single_environments_agrees(tmp_path, vector):
 
 def test_vector_environment_refuses_pipeline_stages():
     cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
-    with pytest.raises(ConfigError, match=r"steps all slots of a worker at once.*set it to 1"):
+    with pytest.raises(ConfigError, match=r"steps all environments of a worker at once.*set it to 1"):
         build_run_plan(cfg, training=True)
 
 
 def test_info_is_split_by_slot():
     """Poles pushed to the left and to the right differ."""
-    env = ENVS.get("gym").make(config("test_gym_vector:TellingBatch"), EnvContext(num_slots=2))
+    env = ENVS.get("gym").make(config("test_gym_vector:TellingBatch"), EnvContext(num_envs=2))
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=9) for i in range(2)])
     env.step_chunk([0, 1], np.repeat([[[0.0]], [[1.0]]], 5, axis=1).astype(np.float32))
-    assert [bool(env._sims.info(slot)["success"]) for slot in range(2)] == [True, False]
+    assert [bool(env._sims.info(env_index)["success"]) for env_index in range(2)] == [True, False]
     env.close()
 
 
@@ -253,12 +253,12 @@ def numbered(num_envs: int, mode: str = "DISABLED") -> SyncVectorEnv:
 def test_final_step_of_an_episode_is_reported_and_rendered(mode):
     """The final frame is not the first frame of the next episode; same-step resets cannot render the final frame."""
     cfg = config("test_gym_vector:numbered").updated({"kwargs": {"mode": mode}})
-    env = ENVS.get("gym").make(cfg, EnvContext(num_slots=2))
+    env = ENVS.get("gym").make(cfg, EnvContext(num_envs=2))
     told, filmed = [], []
 
-    def after_step(slot: int, success: bool) -> None:
-        told.append((slot, env._sims.info(slot)["steps"]))
-        filmed.append((slot, int(env.render(slot).max())))
+    def after_step(env_index: int, success: bool) -> None:
+        told.append((env_index, env._sims.info(env_index)["steps"]))
+        filmed.append((env_index, int(env.render(env_index).max())))
 
     expected = []
     for offset in (0, 1):  # one begins a step later than the other, and the second time the other way round
@@ -270,4 +270,4 @@ def test_final_step_of_an_episode_is_reported_and_rendered(mode):
         expected += [(offset, 2), (1 - offset, 1), (offset, 3), (1 - offset, 2), (1 - offset, 3)]
     env.close()
     assert told == expected
-    assert filmed == [(slot, steps % 3 if mode == "SAME_STEP" else steps) for slot, steps in expected]
+    assert filmed == [(env_index, steps % 3 if mode == "SAME_STEP" else steps) for env_index, steps in expected]

@@ -10,7 +10,7 @@ import pytest
 from gpu_host import H100, stub_nvidia_smi
 
 from embodyrl.envs import mujoco_rendering as renderer
-from embodyrl.envs.mujoco_rendering import Frame, check_egl, choose_device, choose_renderer, draw_frame
+from embodyrl.envs.mujoco_rendering import Frame, check_egl, choose_device, choose_renderer, render_test_frame
 
 pytest.importorskip("mujoco")
 
@@ -29,7 +29,7 @@ def test_egl_is_preferred_if_a_gpu_renders(frame, backend, words):
 
 
 def test_explicit_renderer_or_missing_gpu_skips_the_probe(monkeypatch):
-    probes = draw_frame.cache_info().misses
+    probes = render_test_frame.cache_info().misses
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     assert choose_renderer() == renderer.Renderer("osmesa", "there is no GPU")
@@ -37,7 +37,7 @@ def test_explicit_renderer_or_missing_gpu_skips_the_probe(monkeypatch):
     assert "by number" in choose_renderer().fix
     monkeypatch.setenv("MUJOCO_GL", "egl")
     assert choose_renderer().backend == "egl"
-    assert draw_frame.cache_info().misses == probes
+    assert render_test_frame.cache_info().misses == probes
 
 
 def test_missing_gpu_is_detected_by_rendering(monkeypatch):
@@ -51,8 +51,8 @@ def test_missing_gpu_is_detected_by_rendering(monkeypatch):
 
 def test_probe_ignores_the_imported_opengl_platform(monkeypatch):
     monkeypatch.setenv("PYOPENGL_PLATFORM", "egl")
-    draw_frame.cache_clear()
-    assert draw_frame("osmesa").driver
+    render_test_frame.cache_clear()
+    assert render_test_frame("osmesa").driver
 
 
 def test_every_gpu_must_be_able_to_render(monkeypatch):
@@ -79,10 +79,10 @@ def test_egl_devices_are_queried_once_for_child_processes(monkeypatch):
     monkeypatch.setattr(
         renderer, "_LIST_EGL_SCRIPT", "import os; print('0:1'); print('CUDA_VISIBLE_DEVICES' in os.environ or '1:0')"
     )
-    assert renderer.egl_device("1") == "0"
+    assert renderer.get_egl_device("1") == "0"
     assert os.environ.pop(renderer.EGL_TABLE_VARIABLE) == "0:1,1:0"
     monkeypatch.setattr(renderer, "_LIST_EGL_SCRIPT", "raise OSError")
-    assert renderer.egl_device("1") == "1", "a host without EGL"
+    assert renderer.get_egl_device("1") == "1", "a host without EGL"
 
 
 @pytest.mark.integration
@@ -121,10 +121,10 @@ def test_robosuite_imports_with_egl_device_set(monkeypatch):
 
 def test_hanging_or_crashing_probe_is_reported(monkeypatch):
     monkeypatch.setattr(renderer, "_TIMEOUT_S", 0.01)
-    assert "no frame within" in draw_frame("hangs").problem
+    assert "no frame within" in render_test_frame("hangs").problem
     monkeypatch.setattr(renderer, "_TIMEOUT_S", 60.0)
     monkeypatch.setattr(renderer, "_RENDER_SCRIPT", "import os; os.kill(os.getpid(), 11)")
-    assert draw_frame("crashes").problem == "SIGSEGV"
+    assert render_test_frame("crashes").problem == "SIGSEGV"
 
 
 @pytest.mark.parametrize(

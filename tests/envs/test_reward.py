@@ -84,7 +84,7 @@ def test_reward_function_gets_executed_steps():
         (3, 5.0, True, True, False),
     ]
     assert np.array_equal([s.action for s in SEEN], actions[0, :3])
-    assert {(s.slot, s.reset_id, s.task_id, s.instruction) for s in SEEN} == {(0, 0, 0, "do thing 0")}
+    assert {(s.env_index, s.reset_id, s.task_id, s.instruction) for s in SEEN} == {(0, 0, 0, "do thing 0")}
     assert [int(s.observation.images[0, 0, 0, 0]) for s in SEEN] == [1, 2, 3]  # copies, not one view
     assert result.components.tolist() == [[16.0, 0.0]]
 
@@ -112,7 +112,7 @@ def test_failed_reward_is_zero_and_reported_once():
     assert result.reward.tolist() == [[1, 0, 0, 1, 0]]
     assert result.components.tolist() == [[2.0, 2.0]]
     (why,) = result.reward_errors.values()
-    assert "slot 0, task 0 ('do thing 0'), initial state 0, step 2: RuntimeError: bad mood" in why
+    assert "environment 0, task 0 ('do thing 0'), initial state 0, step 2: RuntimeError: bad mood" in why
     env.reset([0], [EpisodeStart(reset_id=0, seed=1, max_episode_steps=9)])
     assert env.step_chunk([0], actions[:, :1]).reward_errors == {}
     assert list(env.step_chunk([0], actions[:, :1]).reward_errors) == [0]
@@ -127,14 +127,14 @@ def test_reward_gets_its_slot_in_batched_environments():
     env.reset([0, 1], [EpisodeStart(reset_id=1 - i, seed=0, max_episode_steps=2 + i) for i in range(2)])
     result = env.step_chunk([0, 1], np.zeros((2, 3, 2), np.float32))
     assert result.reward.tolist() == [[1, 2, 0], [1, 2, 3]]
-    told = [(s.slot, s.reset_id, s.task_id, s.instruction, s.truncated) for s in SEEN[-3:]]
+    told = [(s.env_index, s.reset_id, s.task_id, s.instruction, s.truncated) for s in SEEN[-3:]]
     other = (1, 0, 0, "do thing 0")
     assert told == [(0, 1, 1, "do thing 1", True), (*other, False), (*other, True)]
 
 
 def test_reward_gets_gymnasium_info():
     cfg = env_of(env_type="gym", id="CartPole-v1", wrappers=["gymnasium.wrappers:RecordEpisodeStatistics"])
-    factory, context = ENVS.get("gym"), EnvContext(num_slots=2, reward=own("watched"))
+    factory, context = ENVS.get("gym"), EnvContext(num_envs=2, reward=own("watched"))
     assert factory.spec(cfg, context).reward.components == ("watched", "errors")
     SEEN.clear()
     env = factory.make(cfg, context)
@@ -218,7 +218,7 @@ def test_tabletop_trains_on_a_user_reward(tmp_path):
 
 
 def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
-    """A network with one weight: the state is the log-odds. Each slot and each episode starts at 0."""
+    """A network with one weight: the state is the log-odds. Each environment and each episode starts at 0."""
     from embodyrl.envs.learned_reward import LearnedReward
 
     shape = {"num_images": 0, "normalized": False, "activation": "tanh", "hidden": [], "state_dim": 1}
@@ -229,13 +229,13 @@ def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
     )
     reward = LearnedReward(tmp_path)
 
-    def earned(step: int, chance: float, slot: int = 0) -> float:
+    def earned(step: int, chance: float, env_index: int = 0) -> float:
         state = np.array([np.log(chance / (1 - chance))], np.float32)
         seen = ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=state)
         told = {"reset_id": 0, "task_id": 0, "instruction": "", "action": np.zeros(1, np.float32), "reward": 0.0}
         flags = dict.fromkeys(("success", "terminated", "truncated"), False)
-        return reward(RewardStep(slot=slot, step=step, **told, **flags, look=lambda: seen, ask=dict))
+        return reward(RewardStep(env_index=env_index, step=step, **told, **flags, look=lambda: seen, ask=dict))
 
-    first = [earned(1, 0.2), earned(2, 0.6), earned(1, 0.5, slot=1), earned(3, 0.4), earned(4, 0.7)]
+    first = [earned(1, 0.2), earned(2, 0.6), earned(1, 0.5, env_index=1), earned(3, 0.4), earned(4, 0.7)]
     assert first == pytest.approx([0.2, 0.4, 0.5, 0.0, 0.1], abs=1e-6)
     assert [earned(1, 0.3), earned(2, 0.4)] == pytest.approx([0.3, 0.1], abs=1e-6)

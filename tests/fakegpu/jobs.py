@@ -241,11 +241,11 @@ def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
     """Fill records of `count` episodes of one chunk step with different advantages."""
     from embodyrl.channels.layout import Record, encode_instruction
 
-    tickets = []
+    record_refs = []
     for number in range(count):
-        ticket = arena.allocate()
-        tickets.append(ticket)
-        with arena.write(ticket) as record:
+        record_ref = arena.allocate()
+        record_refs.append(record_ref)
+        with arena.write(record_ref) as record:
             said = arena[Record.instruction]
             said[record] = encode_instruction(task, said.shape[1])
             arena[Record.tokens][record] = getattr(getattr(policy, "_config", None), "action_vocab_start", 7)
@@ -253,7 +253,7 @@ def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
             arena[Record.logprob][record] = -1.0
             arena[Record.advantage][record] = 1.0 if number % 2 else -1.0
             arena[Record.cost][record] = 1
-    return tickets
+    return record_refs
 
 
 def run(job: Job, folder: Path) -> Result:
@@ -276,7 +276,7 @@ def run(job: Job, folder: Path) -> Result:
     result.sleeps = plan.sleeps
     if plan.engine:
         Gpus.free = H100
-    result.planned["share"] = int(memory.engine_share(run_plan, plan) * H100) if plan.engine else 0
+    result.planned["share"] = int(memory.engine_memory_fraction(run_plan, plan) * H100) if plan.engine else 0
     try:
         prompt = run_plan.policy_costs.sample_tokens - run_plan.policy.num_action_chunks
         with one_of(run_plan.ranks), fake_text(job, prompt):
@@ -317,10 +317,10 @@ def _live(job: Job, run_plan: Any, arena: Any, init: Any, result: Result, folder
             host = PolicyHost(init)
         policy = host.policy
         text = job.model in QWEN
-        tickets = fill(arena, max(job.act, job.train), policy, run_plan.env.tasks[0])
+        record_refs = fill(arena, max(job.act, job.train), policy, run_plan.env.tasks[0])
         gpu.scalar = 0.0 if text else 1.0  # no reply has ended
         if init.acts and job.act:
-            wanted = {"tickets": tickets[: job.act], "noise_seeds": range(job.act), "chunks": [0] * job.act}
+            wanted = {"tickets": record_refs[: job.act], "noise_seeds": range(job.act), "chunks": [0] * job.act}
             # Where forward passes are recorded, the second one is a replay.
             for name in ("act", "act again")[: 1 + run_plan.cfg.model.recorded]:
                 with phase(name):
@@ -328,13 +328,13 @@ def _live(job: Job, run_plan: Any, arena: Any, init: Any, result: Result, folder
         fill_again(arena, policy)
         gpu.scalar = float(policy.spec.num_action_chunks) if text else 1.0  # tokens of the longest reply
         if job.train:
-            asked = tuple(tickets[: job.train])
+            asked = tuple(record_refs[: job.train])
             if run_plan.algorithm.needs_reference:
                 with phase("reference"):
-                    list(host.handle(ScoreRequest(tickets=asked)))
+                    list(host.handle(ScoreRequest(record_refs=asked)))
             for number, part in enumerate((asked[: run_plan.ranks], asked)):  # moments come with the first step
                 with phase(f"update {number}"):
-                    list(host.handle(UpdateRequest(step=number, tickets=part, episode=tuple(range(len(part))))))
+                    list(host.handle(UpdateRequest(step=number, record_refs=part, episode=tuple(range(len(part))))))
         for name, request in (("save", SaveRequest), ("load", LoadRequest)) if job.saves else ():
             with phase(name):
                 (done,) = host.handle(request(folder=f"{folder}/saved"))

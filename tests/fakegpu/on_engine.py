@@ -88,7 +88,7 @@ def write_config(folder: Path) -> None:
 
 def engine_of(**arguments: Any) -> VllmEngine:
     """Return an engine without saved weights, because fake weights cannot be saved."""
-    request = PolicyRequest(env=ENV, device="cuda:3", seed=0, engine_share=0.5, engine=arguments)
+    request = PolicyRequest(env=ENV, device="cuda:3", seed=0, engine_memory_fraction=0.5, engine=arguments)
     return VllmEngine(write_config, request, dtype="bfloat16")
 
 

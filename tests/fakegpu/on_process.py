@@ -69,7 +69,7 @@ def test_gpu_syncs_and_copies_match_the_recorded_table(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("lora", [True, False], ids=["adapters", "all weights"])
 def test_largest_batch_uses_the_planned_memory(lora: bool, tmp_path: Path) -> None:
-    """Two layers of 7B's widths, 64 slots."""
+    """Two layers of 7B's widths, 64 environments."""
     words = ("actor.fsdp.size=1", "env.train.total_num_envs=64")
     got = run(Job(name="act", model="7b", layers=2, lora=lora, words=words, act=64, train=0), tmp_path)
     took = got.peaks["act"] - got.phases["build"]["live"]

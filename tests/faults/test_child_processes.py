@@ -56,7 +56,7 @@ def test_child_processes_of_workers_end_when_the_driver_is_killed(launcher, tmp_
     words = [*EVAL, f"launcher={launcher}", "env.id=family_env:Slow", "eval.episodes=400"]
     words = [word for word in words if launcher == "local" or not word.startswith("launcher.env_workers")]
     command = start_cli(*words, cwd=tmp_path, env={FOLDER: str(tmp_path)})
-    # Three of the process that describes the environment, three of each slot.
+    # Three of the process that describes the environment, three of each environment.
     assert wait_until(lambda: count(tmp_path) >= 9, 90.0), command.printed
     assert len(running(tmp_path)) >= 6
     end(command)
@@ -69,7 +69,7 @@ def test_forked_processes_end_when_the_driver_is_killed(launcher, tmp_path):
     words = [*EVAL, f"launcher={launcher}", "env.id=family_env:SlowForks", "eval.episodes=400"]
     words = [word for word in words if launcher == "local" or not word.startswith("launcher.env_workers")]
     command = start_cli(*words, cwd=tmp_path, env={FOLDER: str(tmp_path)})
-    # Two of each slot, once the process that describes the environment has ended.
+    # Two of each environment, once the process that describes the environment has ended.
     assert wait_until(lambda: count(tmp_path) >= 6 and len(running(tmp_path)) >= 4, 90.0), command.printed
     end(command)
     assert gone(tmp_path)

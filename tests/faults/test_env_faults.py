@@ -91,7 +91,9 @@ def test_evaluation_that_exhausts_restarts_prints_the_resume_command(tmp_path):
     words = toy_words(tmp_path, *faulty, command="eval")
     done = run_cli("eval", *words, "launcher.env_workers=1", "eval.episodes=8", cwd=tmp_path)
     assert done.returncode == 4
-    assert "worker env_0 raised RuntimeError: the toy broke [env 'toy', slot 0, task 0 ('go right')" in done.stderr
+    assert (
+        "worker env_0 raised RuntimeError: the toy broke [env 'toy', environment 0, task 0 ('go right')" in done.stderr
+    )
     assert "it was restarted 1 times already" in done.stderr
     assert "faults.max_restarts_per_worker" in done.stderr
     assert "env_0.log" in done.stderr

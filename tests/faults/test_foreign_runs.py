@@ -18,7 +18,7 @@ from toy_runs import train_toy
 from embodyrl import files
 from embodyrl.cli.main import main
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.commands.run_folder import first_weights
+from embodyrl.commands.run_folder import resolve_initial_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import newest_values
@@ -143,9 +143,9 @@ def test_policy_trained_with_proprioception_requires_proprioception(tmp_path):
     words = ("env=tabletop", "model=openvla_oft_tiny", f"ckpt={shipped}", f"runner.output_dir={tmp_path}")
     cfg = load_config("eval", [*words, "model.use_proprio=true"])
     env = build_run_plan(cfg, training=False).env
-    assert first_weights(cfg, env) == shipped
+    assert resolve_initial_weights(cfg, env) == shipped
     with pytest.raises(ConfigError, match=r"trained with proprioception .* model\.use_proprio=true"):
-        first_weights(load_config("eval", [*words, "model.use_proprio=false"]), env)
+        resolve_initial_weights(load_config("eval", [*words, "model.use_proprio=false"]), env)
 
 
 def test_registered_components_need_no_trust(tmp_path):

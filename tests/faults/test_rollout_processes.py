@@ -87,9 +87,9 @@ def test_rollout_process_restarted_during_an_update_gets_weights_of_its_version(
             if weights_of["policy"] == 1:
                 os.kill(pid, signal.SIGSTOP)
         elif isinstance(request, PublishRequest):
-            sent[request.ticket] = weights_of["policy"]
+            sent[request.record_ref] = weights_of["policy"]
         elif isinstance(request, LoadWeightsRequest):
-            weights_of[worker] = sent[request.ticket]
+            weights_of[worker] = sent[request.record_ref]
         elif isinstance(request, InferRequest):
             acted.append((request.version, weights_of[worker]))
             if weights_of["policy"] == 1 and not killed:

@@ -1,4 +1,4 @@
-"""ManiSkill's GPU backend: one batched simulation for all slots of a worker."""
+"""ManiSkill's GPU backend: one batched simulation for all environments of a worker."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ pytestmark = [
 WORDS = ["env=maniskill", "env.id=PushCube-v1", "env.sim_backend=gpu", "rollout.pipeline_stage_num=1"]
 
 
-def look(env, slot):
+def look(env, env_index):
     spec = env.spec
     out = ObservationOut(
         images=np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8),
         state=np.zeros(spec.state_dim, np.float32),
     )
-    env.observe([slot], out.images[None], out.state[None])
+    env.observe([env_index], out.images[None], out.state[None])
     return out.images, out.state
 
 
 def test_reset_id_determines_the_episode_in_every_slot():
-    env = FACTORY.make(load_config("train", WORDS).env, EnvContext(num_slots=4))
+    env = FACTORY.make(load_config("train", WORDS).env, EnvContext(num_envs=4))
     starts = [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6, 7, 5)]
     env.reset([0, 1, 2, 3], starts)
     images, state = look(env, 0)

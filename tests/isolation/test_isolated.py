@@ -22,7 +22,7 @@ from settings import env_of
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import EnvError, MissingDependencyError
-from embodyrl.isolation import NoAnswerError, call_isolated
+from embodyrl.isolation import NoResultError, call_isolated
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 
@@ -101,7 +101,7 @@ def is_running(pid: int) -> bool:
 def test_child_processes_end_with_the_process(crash, tmp_path):
     file = tmp_path / "pid"
     if crash:
-        with pytest.raises(NoAnswerError, match="killed by SIGKILL"):
+        with pytest.raises(NoResultError, match="killed by SIGKILL"):
             call_isolated(f"{__name__}:start_child", str(file), True, kind=Answer)
     else:
         assert call_isolated(f"{__name__}:start_child", str(file), False, kind=Answer).number == int(file.read_text())
@@ -111,7 +111,7 @@ def test_child_processes_end_with_the_process(crash, tmp_path):
 
 def test_isolated_call_leaves_no_semaphore_memory_folder_or_process(tmp_path):
     file = tmp_path / "files"
-    with pytest.raises(NoAnswerError, match=r"no display$"):
+    with pytest.raises(NoResultError, match=r"no display$"):
         call_isolated(f"{__name__}:leave", str(file), kind=Answer)
     pid, *files = file.read_text().split()
     assert len(files) == 4
@@ -127,7 +127,7 @@ def test_error_in_an_isolated_call_keeps_class_and_message():
 
 
 def test_hanging_process_is_killed():
-    with pytest.raises(NoAnswerError, match="no response within"):
+    with pytest.raises(NoResultError, match="no response within"):
         call_isolated(f"{__name__}:hang", kind=Answer, timeout_s=0.5)
 
 
@@ -174,7 +174,7 @@ def test_workers_do_not_probe_the_environment_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = build_run_plan(load_config("eval", ["env=gym", "env.id=counted_env:Plain", "model=random"]), training=False)
     count = len(Path("resets").read_text())
-    env = ENVS.get("gym").make(plan.cfg.env, replace(plan.context, num_slots=1))
+    env = ENVS.get("gym").make(plan.cfg.env, replace(plan.context, num_envs=1))
     assert len(Path("resets").read_text()) == count > 0
     assert env.spec == replace(plan.env, warnings=())
     env.close()

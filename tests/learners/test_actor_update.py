@@ -31,14 +31,16 @@ from embodyrl.workers.policy_host import PolicyHost
 class Actor:
     host: PolicyHost
     arena: Arena
-    tickets: IntArray
+    record_refs: IntArray
 
     def __setitem__(self, field: str, values: object) -> None:
-        self.arena[field][get_record_indices(self.tickets)] = values
+        self.arena[field][get_record_indices(self.record_refs)] = values
 
     def update(self, step: int = 0) -> dict[str, float]:
         """Train on the records, one episode each."""
-        (done,) = self.host.handle(UpdateRequest(step=step, tickets=self.tickets, episode=tuple(range(RECORDS))))
+        (done,) = self.host.handle(
+            UpdateRequest(step=step, record_refs=self.record_refs, episode=tuple(range(RECORDS)))
+        )
         return done.metrics
 
 
@@ -97,7 +99,7 @@ def test_importance_weights_are_per_sample(make: Make):
     actor = make(*words, "algorithm.behave_weight_level=geometric", *HALVES)
     drift, advantage = np.array([0.0, 0.3, -0.4, 1.0, -0.8, 0.5]), np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])
     actor["advantage"] = advantage[:, None]
-    actor.arena[Record.logprob][get_record_indices(actor.tickets)] += drift[:, None]
+    actor.arena[Record.logprob][get_record_indices(actor.record_refs)] += drift[:, None]
     assert actor.update()["policy_loss"] == pytest.approx(-np.mean(advantage * np.exp(-drift)), rel=1e-3)
 
 
@@ -116,7 +118,7 @@ def test_loss_weights_are_per_optimizer_step(make: Make, mode, whole):
         by_mode = {"seq-mean-token-mean": np.mean(earned / units), "token-mean": earned.sum() / units.sum()}
         # A sum over tokens, of which an action of the toy has seven.
         expected.append(by_mode.get(mode, 7 * np.mean(earned)))
-    request = UpdateRequest(step=0, tickets=actor.tickets, episode=tuple(episode.tolist()))
+    request = UpdateRequest(step=0, record_refs=actor.record_refs, episode=tuple(episode.tolist()))
     (done,) = actor.host.handle(request)
     assert done.metrics["policy_loss"] == pytest.approx(-np.mean(expected), rel=1e-3)
 
@@ -236,7 +238,7 @@ def test_samples_are_shuffled_per_step_and_epoch():
 def test_value_clipping_is_relative_to_rollout_values(make: Make):
     """The estimate is right, but 1 below the rollout's value and may change by 0.1: half of 0.9 squared."""
     actor = make("algorithm=ppo", "actor.optim.lr=0", "actor.optim.value_lr=0", "algorithm.value_clip=0.1")
-    now = actor.arena[Record.value][get_record_indices(actor.tickets)].copy()
+    now = actor.arena[Record.value][get_record_indices(actor.record_refs)].copy()
     actor["advantage"], actor["returns"], actor["value"] = 0.0, now, now + 1.0
     assert actor.update()["value_loss"] == pytest.approx(0.5 * 0.9**2, rel=1e-3)
 
@@ -278,8 +280,8 @@ def test_updated_reference_is_restored_on_resume(make: Make, tmp_path):
 def test_reference_log_probs_cover_every_sample(make: Make):
     """In micro-batches of two; before the first update the reference equals the policy."""
     actor = make("algorithm.kl_beta=0.1", "actor.micro_batch_size=2")
-    list(actor.host.handle(ScoreRequest(tickets=actor.tickets)))
-    records = get_record_indices(actor.tickets)
+    list(actor.host.handle(ScoreRequest(record_refs=actor.record_refs)))
+    records = get_record_indices(actor.record_refs)
     scored, acted = (actor.arena[name][records] for name in (Record.ref_logprob, Record.logprob))
     np.testing.assert_allclose(scored, acted, atol=1e-4)
     assert scored.any(axis=1).all()
@@ -312,7 +314,7 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
     actor["advantage"] = np.array([1, -2, 4, -8, 3, 1])[:, None]
     learner = actor.host._learner
     assert isinstance(learner, PolicyGradientLearner)
-    batch = learner._build_batch(get_record_indices(actor.tickets), np.arange(RECORDS))
+    batch = learner._build_batch(get_record_indices(actor.record_refs), np.arange(RECORDS))
     proximal = returned(learner._compute_proximal(batch))
     (parts,) = learner._plan_micro_batches(batch, proximal, [np.arange(RECORDS)])
     found = []
@@ -328,7 +330,7 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     actor = make("actor.max_tokens_per_mbs=20", *HALVES)
     costs = np.array([20, 1, 1, 20, 1, 5])
     actor["cost"], actor["advantage"] = costs, np.array([1, -2, 4, -8, 0, 1])[:, None]
-    learner, records = actor.host._learner, get_record_indices(actor.tickets)
+    learner, records = actor.host._learner, get_record_indices(actor.record_refs)
     assert isinstance(learner, PolicyGradientLearner)
     batch = learner._build_batch(records, np.arange(RECORDS))
     planned = [np.array([1, 3, 5]), np.array([2, 4, 0])]

@@ -46,9 +46,9 @@ def test_initial_tabletop_policy_follows_instructions(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_few_steps_improve_the_policy(tmp_path: Path) -> None:
     few = ("runner.max_steps=5", "runner.val_check_interval=5", "runner.deterministic=true", "seed=1", "video=none")
-    # Few slots: the same episodes, and less padding in inferences of one size.
-    slots = ("env.train.total_num_envs=16", "algorithm.rollout_epoch=8", "env.eval.total_num_envs=16")
-    run = default_run(tmp_path, *few, *slots, "eval.episodes=90")
+    # Few environments: the same episodes, and less padding in inferences of one size.
+    env_indices = ("env.train.total_num_envs=16", "algorithm.rollout_epoch=8", "env.eval.total_num_envs=16")
+    run = default_run(tmp_path, *few, *env_indices, "eval.episodes=90")
     before, after = validations(run)
     assert after >= before + 0.25
 

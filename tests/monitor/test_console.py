@@ -106,7 +106,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
     with os.fdopen(writer, "w") as stream:
         monitor = ConsoleMonitor(stream)
         monitor.open(tmp_path, info)
-        monitor.banner(["embodyrl train", "  env        tabletop (21 tasks) · 64 slots"])
+        monitor.banner(["embodyrl train", "  env        tabletop (21 tasks) · 64 environments"])
         monitor.progress(1, 8, "rollout")
         monitor.log(3, METRICS)
         monitor.text("env worker 1 [died]")
@@ -143,7 +143,7 @@ def test_terminal_keeps_the_last_dashboard(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_banner_breaks_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, COLUMNS="30")
-    assert "tabletop (21\r\n               tasks) · 64\r\n               slots\r\n" in text
+    assert "tabletop (21\r\n               tasks) · 64\r\n               environments\r\n" in text
 
 
 def test_narrow_terminal_breaks_the_change_of_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

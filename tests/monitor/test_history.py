@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from embodyrl.files import by_number
+from embodyrl.files import natural_sort_key
 from embodyrl.monitor import history
 from embodyrl.monitor.history import EpisodeRow, newest_values, read_rows
 
@@ -41,6 +41,6 @@ def test_least_likely_tokens_are_listed_in_order() -> None:
 
 def test_names_are_sorted_numerically() -> None:
     names = ["chunk-1000/file-002", "chunk-999/file-1000", "chunk-999/file-999", "env_10.log", "env_9.log", "a", ""]
-    assert sorted(names, key=by_number) == [
+    assert sorted(names, key=natural_sort_key) == [
         *("", "a", "chunk-999/file-999", "chunk-999/file-1000", "chunk-1000/file-002", "env_9.log", "env_10.log")
     ]

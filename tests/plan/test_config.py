@@ -80,7 +80,7 @@ def test_reply_length_follows_the_evaluated_task(run: Path, tmp_path: Path) -> N
 
 
 def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
-    """The run used grpo's groups of 8, which do not fit one slot."""
+    """The run used grpo's groups of 8, which do not fit one environment."""
     save_config(load_config("train", ["experiment=cartpole", "actor.optim.lr=0.002"]), run)
     values = found("train", base=run)
     assert (values["algorithm.adv_type"], values["algorithm.update_epoch"], values["actor.optim.lr"]) == (

@@ -141,7 +141,7 @@ def test_single_gpu_is_shared_and_cpu_hosts_hide_no_gpu(tmp_path, monkeypatch):
     for visible, gpu in (("4", "4"), ("", None)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         dealt = build_run_plan(toy_config(tmp_path, *APART), training=True).devices
-        assert [dealt.of_policy(0), dealt.of_policy(1), dealt.of_env_worker(1, on_gpu=None)] == [gpu] * 3
+        assert [dealt.get_policy_gpu(0), dealt.get_policy_gpu(1), dealt.get_env_worker_gpu(1, on_gpu=None)] == [gpu] * 3
 
 
 def test_batched_simulator_has_one_worker_per_gpu(tmp_path, monkeypatch):

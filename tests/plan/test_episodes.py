@@ -112,14 +112,14 @@ def test_deterministic_mode_assigns_episodes_to_fixed_slots(config):
 
 
 def test_step_quota_never_runs_out_of_episodes(config):
-    """A chunk may end an episode, so a slot needs as many episodes as it has chunk steps."""
+    """A chunk may end an episode, so an environment needs as many episodes as it has chunk steps."""
     cfg = config("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=18", "algorithm.rollout_epoch=2")
     plan = plan_of(cfg, counts_chunk_steps=True)
     assert [wave.quota_chunks for wave in plan.waves] == [5, 5]  # 18 env steps in chunks of 4
     for wave in plan.waves:
         assert [len(q) for q in wave.queues] == [5, 5, 5, 5]
         for queue in wave.queues:
-            assert len({e.reset_id for e in queue}) == 1, "fixed reset ids: one per slot and epoch"
+            assert len({e.reset_id for e in queue}) == 1, "fixed reset ids: one per environment and epoch"
     ids = [e.episode_id for e in episodes_of(plan)]
     assert len(set(ids)) == len(ids) == 40
 
@@ -144,7 +144,7 @@ def test_random_reset_ids_differ_in_every_step_and_epoch(config):
 
 
 def test_continued_episodes_use_random_reset_ids(config):
-    """A slot that continues an episode is in another state than planned for its step."""
+    """An environment that continues an episode is in another state than planned for its step."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=64", "env.train.use_fixed_reset_state_ids=true")
     for continues in (True, False):
         cfg = config(*words, f"env.train.continue_episodes={continues}".lower())
@@ -155,11 +155,11 @@ def test_continued_episodes_use_random_reset_ids(config):
 def test_an_evaluation_covers_tasks_and_states_evenly(config):
     plan = eval_episodes(config("eval.episodes_per_task=6"), ENV, POLICY)
     episodes = episodes_of(plan)
-    assert plan.num_slots == 2
+    assert plan.num_envs == 2
     assert Counter(e.task_id for e in episodes) == {0: 6, 1: 6, 2: 6}
     for task in range(3):
         own = [e for e in episodes if e.task_id == task]
-        assert [e.reset_id for e in own] == [*ENV.reset_ids_of(task), *ENV.reset_ids_of(task)][:6]
+        assert [e.reset_id for e in own] == [*ENV.get_reset_ids(task), *ENV.get_reset_ids(task)][:6]
         assert [e.seed for e in own] == [e.seed for e in episodes[:6]], "trial n of each task has the same seed"
         assert len({e.seed for e in own}) == 6
     assert all(a.task_id <= b.task_id for a, b in pairwise(episodes)), "a worker loads one task after the other"
@@ -183,7 +183,7 @@ def test_evaluation_samples_share_initial_states_but_not_noise(config):
 
 
 def plan_slots(cfg: Config) -> int:
-    return eval_episodes(cfg, ENV, POLICY).num_slots
+    return eval_episodes(cfg, ENV, POLICY).num_envs
 
 
 def test_evaluations_with_other_seeds_use_the_same_initial_states(config):

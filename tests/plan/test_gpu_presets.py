@@ -17,7 +17,7 @@ from gpu_host import H100, of_size, stub_nvidia_smi
 from panda import PANDA
 
 from embodyrl.cli.dry_run import describe
-from embodyrl.commands import facts as command_facts
+from embodyrl.commands import banner as command_facts
 from embodyrl.config.paths import assets_dir
 from embodyrl.devices import Gpus
 from embodyrl.envs import factory as env_factory

@@ -10,7 +10,7 @@ from embodyrl.cli.output import about
 from embodyrl.config import compose
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config, load_saved_config, overridden
+from embodyrl.plan.config import apply_overrides, load_config, load_saved_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.saved import ENVIRONMENT_FILE, dump_config, save_config
 
@@ -211,7 +211,7 @@ def test_updated_rejects_keys_that_the_command_does_not_use(name: str) -> None:
 
 def test_section_must_be_set() -> None:
     with pytest.raises(ConfigError, match=r"^algorithm is not set\.$"):
-        overridden(load_config("train", ()), {"algorithm": None})
+        apply_overrides(load_config("train", ()), {"algorithm": None})
 
 
 def test_commands_agree_on_shared_keys() -> None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from embodyrl import devices
 from embodyrl.checkpoint.tensors import load_tensors, save_tensors
-from embodyrl.commands.facts import require_disk
+from embodyrl.commands.banner import require_disk
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.data.layout import Card, build_info
@@ -288,7 +288,7 @@ def test_vllm_sleeps_if_its_cache_does_not_fit_with_training(tmp_path, monkeypat
     def plan(mib, *more):
         stub_nvidia_smi(tmp_path, monkeypatch, *of_size(mib))
         drawn = build_run_plan(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
-        return plan_memory(drawn), drawn.resources.engine_share
+        return plan_memory(drawn), drawn.resources.engine_memory_fraction
 
     on = "rollout.vllm.enable_sleep_mode=true"
     (large, beside), (asked, alone) = plan(80_000), plan(80_000, on)
@@ -311,7 +311,7 @@ def test_vllm_memory_fraction_excludes_memory_of_other_processes(tmp_path, monke
     def share(free):
         stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:2], str(free), "80000", *H100[4:]))
         drawn = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-        return drawn.resources.engine_share
+        return drawn.resources.engine_memory_fraction
 
     assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
 
@@ -324,7 +324,7 @@ def test_memory_plan_includes_simulators_on_a_shared_gpu(tmp_path, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         drawn = build_run_plan(toy_config(tmp_path, *words, f"env.kwargs.gpu_bytes=[{2 * GIB},{GIB}]"), training=True)
         needed = plan_memory(drawn)
-        assert needed.env_gpu == 4 * GIB, "two slots each"
+        assert needed.env_gpu == 4 * GIB, "two environments each"
         return drawn, replace(needed, gradients=3 * GIB)
 
     require_memory(*plan("0,1"))
@@ -349,7 +349,7 @@ def test_memory_peak_is_the_maximum_over_phases():
     assert plan.policy == 8
     assert replace(plan, in_use=9).policy == 15
     assert replace(plan, on_gpu=False).policy == 5 + 7, "what was gathered stays in pieces"
-    assert replace(plan, on_gpu=False, acting_batch=9).policy == 5 + 9
+    assert replace(plan, on_gpu=False, inference_batch=9).policy == 5 + 9
     assert replace(plan, keeps_acting=True).policy == 8 + 7
     assert (replace(plan, engine=2).policy, replace(plan, engine=2, sleeps=True).policy) == (10, 10)
     assert (replace(plan, engine=1, in_use=9).policy, replace(plan, engine=1, in_use=9, sleeps=True).policy) == (16, 15)

@@ -27,11 +27,11 @@ def test_only_cameras_used_by_the_policy_are_rendered():
 
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
 def test_task_weights_are_refused_with_random_reset_ids(words):
-    """The weights cannot be ignored: each episode of a slot has its own initial state."""
+    """The weights cannot be ignored: each episode of an environment has its own initial state."""
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     run_plan(*ppo, training=True)
     for free in ("env.train.use_fixed_reset_state_ids=false", "env.train.continue_episodes=true"):
-        with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} weights initial states, but slots"):
+        with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} weights initial states, but environments"):
             run_plan(*ppo, free, training=True)
 
 
@@ -66,11 +66,11 @@ def test_mismatched_model_error_suggests_a_suitable_model(words, fix):
 
 @pytest.mark.parametrize("stale", [0, 2])
 def test_record_capacity_includes_final_observations(stale):
-    """4 slots, 2 epochs, 3 chunks each: 24 chunks of 12 episodes, of which 8 may be cut; for all open steps."""
+    """4 environments, 2 epochs, 3 chunks each: 24 chunks of 12 episodes, of which 8 may be cut; for all open steps."""
     words = ("algorithm=ppo", "env.train.total_num_envs=4", "algorithm.rollout_epoch=2", "model.num_action_chunks=4")
     limits = ("env.train.max_episode_steps=8", "env.train.max_steps_per_rollout_epoch=12")
     plan = run_plan(*words, *limits, f"algorithm.max_staleness={stale}", training=True)
-    assert plan.capacity == (1 + stale) * (24 + 12 + 8) + 2 * plan.num_slots
+    assert plan.capacity == (1 + stale) * (24 + 12 + 8) + 2 * plan.num_envs
 
 
 def test_run_ends_at_max_epochs_or_max_steps():
@@ -85,7 +85,7 @@ def test_run_ends_at_max_epochs_or_max_steps():
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
-        # 8 slots x 32 env steps = 256 samples: 4 minibatches in each of 10 epochs, or half an update per sample.
+        # 8 environments x 32 env steps = 256 samples: 4 minibatches in each of 10 epochs, or half an update per sample.
         (("algorithm=ppo", "algorithm.update_epoch=10", "actor.global_batch_size=64"), 40),
         (("algorithm=sac", "algorithm.updates_per_sample=0.5", "actor.global_batch_size=64"), 128),
     ],

@@ -180,7 +180,7 @@ def test_copy_of_an_included_checkpoint_has_the_tasks_of_its_training(
 
 
 def test_presets_of_other_groups_are_named_in_the_banner() -> None:
-    from embodyrl.commands.facts import preset_banner_lines
+    from embodyrl.commands.banner import preset_banner_lines
 
     ((label, text),) = preset_banner_lines(load(*PAIR))
     assert label == "presets"

@@ -18,14 +18,14 @@ from processes import start_cli
 
 import embodyrl
 from embodyrl.api.acting import LoadedPolicy
-from embodyrl.controls import controls_of
+from embodyrl.controls import get_controls
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.writer import read_episodes
 from embodyrl.play.controls import inputs_to_action
-from embodyrl.play.desk import RequestHandlers
 from embodyrl.play.recording import VIDEOS, Recording
+from embodyrl.play.request_handlers import RequestHandlers
 from embodyrl.play.scene import Scene
 
 CHECKPOINT = "assets/flow_small_tabletop"
@@ -136,10 +136,10 @@ def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> 
 
 
 def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_path: Path) -> None:
-    from embodyrl.play.start import policy_with_env
+    from embodyrl.play.start import load_policy_with_env
 
     words = ["model=flow_small", "env.control.latency_steps=2"]
-    policy, env = policy_with_env(Path(CHECKPOINT), words, records=True)
+    policy, env = load_policy_with_env(Path(CHECKPOINT), words, records=True)
     recording = Recording(tmp_path / "demos", policy.run_plan)
     scene = Scene(policy, env, recording, reset_ids=(5,))
     for _ in range(10):
@@ -255,7 +255,7 @@ def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPo
 
 def test_pressed_key_selects_a_discrete_action(tmp_path: Path) -> None:
     """An environment without saved states, whose images are rendered."""
-    from embodyrl.play.start import policy_with_env
+    from embodyrl.play.start import load_policy_with_env
 
     names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
     few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
@@ -263,13 +263,13 @@ def test_pressed_key_selects_a_discrete_action(tmp_path: Path) -> None:
     cfg = embodyrl.compose("train", *SMALL, *names, *few, *played, f"runner.output_dir={tmp_path}/runs")
     run = embodyrl.train(cfg).run
     assert "embodyrl play" in (run / "logs" / "events.log").read_text()
-    policy, env = policy_with_env(run, ["trust=true"])
+    policy, env = load_policy_with_env(run, ["trust=true"])
     recording = Recording(tmp_path / "demos", policy.run_plan)
     scene = Scene(policy, env, recording)
     page = Client(RequestHandlers("run", scene), "a")
     told = page.hello()
     assert (told["rewinds"], told["recorded"], told["speaks"]) == (False, True, False)
-    keys = [control.key for control in controls_of(env.layout.action)]
+    keys = [control.key for control in get_controls(env.layout.action)]
     states = [page.act("tick", inputs={"0": 1} if keys else None) for _ in range(6)]
     assert [state["steps"] for state in states] == [1, 2, 3, 4, 4, 4]
     assert states[-1]["over"], "the environment is not stepped after its end"

@@ -1,13 +1,13 @@
 """Actions of a person's inputs."""
 
-from embodyrl.controls import arm_controls, controls_of
+from embodyrl.controls import build_arm_controls, get_controls
 from embodyrl.play.controls import inputs_to_action, neutral_action
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 
 def test_default_keys_cover_all_dimensions_of_a_box_action() -> None:
     action = ActionSpec(dim=2, low=(-2.0, 0.0), high=(4.0, float("inf")))
-    assert [(c.key, c.index, c.value) for c in controls_of(action)] == [
+    assert [(c.key, c.index, c.value) for c in get_controls(action)] == [
         ("KeyA", 0, -2.0),
         ("KeyD", 0, 4.0),
         ("KeyS", 1, 0.0),
@@ -35,7 +35,7 @@ def test_gripper_keeps_its_last_command() -> None:
 def test_digit_keys_select_discrete_actions_and_no_key_selects_the_neutral_action() -> None:
     action = ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,), neutral=(2.0,))
     last = neutral_action(action)
-    assert [c.key for c in controls_of(action)] == ["Digit0", "Digit1", "Digit2"]
+    assert [c.key for c in get_controls(action)] == ["Digit0", "Digit1", "Digit2"]
     assert inputs_to_action(action, {}, last).tolist() == [2.0]
     assert inputs_to_action(action, {1: 1.0}, last).tolist() == [1.0]
 
@@ -43,7 +43,7 @@ def test_digit_keys_select_discrete_actions_and_no_key_selects_the_neutral_actio
 def test_gamepad_moves_an_arm_and_turns_it_about_the_vertical() -> None:
     gripper = GripperConvention(open=-1.0, closed=1.0)
     turns = ((3, 0.5), (4, 0.5), (5, 0.5))
-    controls = arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), turns=turns, gripper=gripper)
+    controls = build_arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), turns=turns, gripper=gripper)
     pads = {c.pad: (c.index, c.value) for c in controls if c.pad.startswith("axis")}
     assert pads == {
         **{"axis0+": (1, 1.0), "axis0-": (1, -1.0)},

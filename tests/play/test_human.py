@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodyrl.api.acting import policy_of
+from embodyrl.api.acting import build_policy_of_config
 from embodyrl.commands.collect import collect
 from embodyrl.commands.dagger import dagger
 from embodyrl.commands.sft_data import load_samples
@@ -21,7 +21,7 @@ from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.writer import read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
-from embodyrl.plan.config import load_config, overridden
+from embodyrl.plan.config import apply_overrides, load_config
 from embodyrl.play.human import uncertainty
 from embodyrl.policies import POLICIES
 
@@ -80,7 +80,7 @@ def test_person_corrects_failed_episodes_and_the_policy_trains_on_them(tmp_path:
     places = (f"data.path={demos}", f"collect.out={tmp_path}/rounds", "runner.experiment_name=taught")
     cfg = configure("dagger", tmp_path, *SMALL, *few, *places, "dagger.expert=person:WatchedExpert", "trust=true")
     with pytest.raises(EmbodyError, match=r"for 0.01 s .*correction_timeout_s.* to resume, run the same command"):
-        dagger(overridden(cfg, {"dagger.correction_timeout_s": 0.01}))
+        dagger(apply_overrides(cfg, {"dagger.correction_timeout_s": 0.01}))
     from person import WatchedExpert
 
     WatchedExpert.pages.clear()
@@ -116,7 +116,9 @@ def test_person_corrects_failed_episodes_and_the_policy_trains_on_them(tmp_path:
 
 
 def test_uncertainty_is_the_spread_of_sampled_actions(demos: Path, tmp_path: Path) -> None:
-    policy = policy_of(load_config("eval", [TABLE[0], CAMERA, *QUIET, *SMALL[:2], f"runner.output_dir={tmp_path}"]))
+    policy = build_policy_of_config(
+        load_config("eval", [TABLE[0], CAMERA, *QUIET, *SMALL[:2], f"runner.output_dir={tmp_path}"])
+    )
     shown = load_demonstrations(demos)
     first = uncertainty(policy, shown, 0)
     assert first > 0

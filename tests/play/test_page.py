@@ -14,10 +14,10 @@ import embodyrl
 from embodyrl.cli.play import page
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
-from embodyrl.play.desk import RequestHandlers
 from embodyrl.play.recording import Recording
+from embodyrl.play.request_handlers import RequestHandlers
 from embodyrl.play.scene import Scene
-from embodyrl.web_pages.loopback import Loopback
+from embodyrl.web_pages.loopback import LoopbackServer
 
 pytestmark = [
     pytest.mark.integration,
@@ -31,7 +31,7 @@ window.pad = {connected: true, buttons, axes: [0, 0, 0, 0]}; navigator.getGamepa
 
 @contextmanager
 def serving(desk: RequestHandlers) -> Iterator[str]:
-    server = Loopback(0, {"/": page}, desk.posts)
+    server = LoopbackServer(0, {"/": page}, desk.posts)
     thread = threading.Thread(target=server.process_requests)
     thread.start()
     try:

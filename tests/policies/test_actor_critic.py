@@ -339,7 +339,7 @@ def test_statistics_are_saved_exactly(tmp_path):
     assert isinstance(policy, LearnsStatistics)
     before = policy.act(observe(env, 6), noise=None).actions
     for seed in range(3):
-        policy.take_statistics(observe(env, 40, seed))
+        policy.update_statistics(observe(env, 40, seed))
     after = policy.act(observe(env, 6), noise=None)
     assert not np.array_equal(after.actions, before)
     policy.save(tmp_path)

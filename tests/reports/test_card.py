@@ -14,7 +14,7 @@ from embodyrl.cli.main import main
 from embodyrl.commands.run_folder import open_run
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.intervals import wilson
-from embodyrl.reports.card import card_of, card_text, write_card
+from embodyrl.reports.card import build_card, card_text, write_card
 
 
 def carded(tmp_path: Path) -> Path:
@@ -33,7 +33,7 @@ def carded(tmp_path: Path) -> Path:
 
 def test_run_card_matches_the_run_files(tmp_path: Path) -> None:
     run = carded(tmp_path)
-    card = card_of(run)
+    card = build_card(run)
     assert (card["commit"], card["embodyrl"], card["command"]) == (
         "abc+changes",
         "0.1.0",
@@ -41,7 +41,7 @@ def test_run_card_matches_the_run_files(tmp_path: Path) -> None:
     )
     with (run / "overrides.txt").open("a") as file:
         file.write("# attempt 3: train trust=true\n# attempt 4: train seed=7\n# attempt 5: train runner.max_steps=3\n")
-    assert card_of(run)["command"] == card["command"], "nothing new was typed"
+    assert build_card(run)["command"] == card["command"], "nothing new was typed"
     assert card["config_sha256"] == hashlib.sha256((run / "config.yaml").read_bytes()).hexdigest()
     assert card["seeds"] == {"run": 7, "evaluation": "1000 to 1005"}
     assert card["states"] == {"training": [0, 2999], "evaluation": [3000, 3499], "evaluated": 6}
@@ -71,7 +71,7 @@ def test_card_counts_states_steps_and_discordant_pairs(tmp_path: Path) -> None:
         for number, (row, success) in enumerate(zip(rows, successes, strict=True)):
             row.update(reset_id=3000 + number // 2, success_once=success == "T", task_id=0, task="open")
         (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    card = card_of(run)
+    card = build_card(run)
     assert card["states"]["evaluated"] == 3
     assert (card["change"][0]["only_first"], card["change"][0]["only_last"]) == (1, 3)
     assert card["costs"]["training_env_steps"] == 600
@@ -81,7 +81,7 @@ def test_resumed_evaluation_cost_includes_all_episodes(tmp_path: Path) -> None:
     """The table contains the steps of the last attempt; the six episodes took 10 to 15 steps."""
     run = carded(tmp_path)
     (run / "eval" / "step_000003" / "eval.json").write_text(json.dumps({"env_steps": 29}))
-    assert card_of(run)["costs"]["evaluation_env_steps"] == 500 + sum(range(10, 16))
+    assert build_card(run)["costs"]["evaluation_env_steps"] == 500 + sum(range(10, 16))
 
 
 def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["run"] == "mine"
     assert (run / "CARD.md").is_file()
     with pytest.raises(ConfigError, match=r"config.yaml is missing"):
-        card_of(tmp_path)
+        build_card(tmp_path)
 
 
 def test_card_contains_own_source_files_and_their_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_card_contains_own_source_files_and_their_pythonpath(tmp_path: Path, mon
     folder = open_run(toy_config(tmp_path, "algorithm.adv_type=my_estimator:MINE"), "train", ["a=b"], None)
     folder.close()
     source.write_text("")
-    card = card_of(folder.root)
+    card = build_card(folder.root)
     digest = hashlib.sha256(code.encode()).hexdigest()[:16]
     assert card["sources"]["my_estimator"] == digest
     assert card["command"] == f"PYTHONPATH={source.parent} embodyrl train a=b"
@@ -123,7 +123,7 @@ def test_run_without_evaluation_has_a_card(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "plain")
     for file in (run / "eval").rglob("*.jsonl"):
         file.unlink()
-    card = card_of(run)
+    card = build_card(run)
     assert (card["figures"], card["protocol"], card["commit"]) == ([], None, None)
     assert "# Result card: plain" in card_text(card)
 
@@ -142,7 +142,7 @@ def test_card_includes_time_of_killed_attempts(tmp_path: Path) -> None:
     run = carded(tmp_path)
     row = {"time/step": 3600.0, "time/validate": 1800.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(1, 5)))
-    costs = card_of(run)["costs"]
+    costs = build_card(run)["costs"]
     assert costs["wall_hours"] == 6.0
     assert {"cpu_hours", "gpu_hours"}.isdisjoint(costs), "of the killed one nobody knows them"
 
@@ -153,6 +153,6 @@ def test_card_uses_protocol_and_seeds_of_the_last_evaluation(tmp_path: Path) -> 
     (first / "eval.json").write_text(json.dumps({"protocol": {"name": "older", "departures": []}}))
     rows = [json.loads(line) for line in (first / "episodes.jsonl").read_text().splitlines()]
     (first / "episodes.jsonl").write_text("".join(json.dumps(row | {"seed": row["seed"] - 500}) + "\n" for row in rows))
-    card = card_of(run)
+    card = build_card(run)
     assert card["protocol"]["name"] == "p"
     assert card["seeds"]["evaluation"] == "1000 to 1005"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
+from embodyrl.commands.banner import evaluation_banner_lines
 from embodyrl.commands.export import export
-from embodyrl.commands.facts import evaluation_banner_lines
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import to_builtin
@@ -218,7 +218,7 @@ WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetens
 
 @pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
 def test_included_weights_declare_their_training_states(folder: Path) -> None:
-    made = flat(read_plain_yaml(folder / EXPORTED_CONFIG))
+    made = flatten(read_plain_yaml(folder / EXPORTED_CONFIG))
     env = made.get("env.robot", made.get("env.task_suite_name", made["env.env_type"]))
     name = re.sub("_(tabletop|soup|pusht_start)$", "", folder.name)
     model = "openvla_oft_tiny" if name.startswith("openvla") else name

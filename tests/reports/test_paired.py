@@ -10,7 +10,7 @@ import pytest
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import Rate
 from embodyrl.plan.keys import state_keys
-from embodyrl.reports.paired import compare_episodes, mcnemar, pair_suites, rate_difference
+from embodyrl.reports.paired import compare_episodes, compare_suites, mcnemar, rate_difference
 
 
 def row(
@@ -39,9 +39,9 @@ def test_episodes_of_different_suites_are_not_paired() -> None:
     """Fails if tasks with equal names and numbers are treated as the same episodes."""
     first = [row(0, 1.0, suite="a"), *(row(k, 1.0, suite="a_swap", task_id=1) for k in (10, 11))]
     second = [row(0, 0.0, suite="a"), *(row(k, 0.0, suite="a_lan", task_id=1) for k in (10, 11))]
-    assert [(one.suite, one.pairs) for one in pair_suites(first, second)] == [("a", 1), ("a_lan", 0)]
+    assert [(one.suite, one.pairs) for one in compare_suites(first, second)] == [("a", 1), ("a_lan", 0)]
     alone = [row(0, 0.0)]
-    assert [(one.suite, one.pairs) for one in pair_suites(first, alone)] == [("", 1)]
+    assert [(one.suite, one.pairs) for one in compare_suites(first, alone)] == [("", 1)]
 
 
 def test_suites_are_paired_in_any_order() -> None:
@@ -55,19 +55,19 @@ def test_suites_are_paired_in_any_order() -> None:
         ]
 
     first, second = evaluation("a", "b", "c", won="b"), evaluation("a", "c", "b", won="c")
-    found = {one.suite: (one.pairs, one.only_first, one.only_second) for one in pair_suites(first, second)}
+    found = {one.suite: (one.pairs, one.only_first, one.only_second) for one in compare_suites(first, second)}
     assert found == {"a": (2, 0, 0), "c": (2, 0, 2), "b": (2, 2, 0)}
     older = [replace(e, state=None) for e in second]
-    assert [one.pairs for one in pair_suites(first, older)] == [2, 0, 0], "earlier versions say reset ids alone"
+    assert [one.pairs for one in compare_suites(first, older)] == [2, 0, 0], "earlier versions say reset ids alone"
 
 
 def test_config_differences_that_change_states_are_found() -> None:
-    from embodyrl.reports.history import other_worlds
+    from embodyrl.reports.history import describe_differences
 
     one: dict[str, Any] = {"env": {"env_type": "t", "axis": "base", "reward_coef": 1.0}, "data": {"path": "a"}}
 
     def differs(**groups: dict[str, Any]) -> str | None:
-        return other_worlds(one, one | groups, state_keys())
+        return describe_differences(one, one | groups, state_keys())
 
     assert differs(env={"env_type": "t", "reward_coef": 2.0}) is None, "an older run lacks a key"
     assert differs(env={"env_type": "t", "axis": "colours"}) == "env.axis=base and colours"

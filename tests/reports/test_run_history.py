@@ -8,7 +8,7 @@ from run_files import write_evaluation, write_run, write_video
 
 from embodyrl.cli.discover.runs import describe_run
 from embodyrl.errors import ConfigError
-from embodyrl.reports.card import card_of
+from embodyrl.reports.card import build_card
 from embodyrl.reports.history import read_history
 from embodyrl.reports.page import write_report
 
@@ -79,7 +79,7 @@ def test_unfinished_evaluation_is_not_a_result(tmp_path: Path) -> None:
     (line,) = write_report([run], tmp_path / "report.html")
     assert "step 3: 66.7 %" in line
     assert "that of step 7 is unfinished and not counted (2 episodes)" in line
-    assert [figures["step"] for figures in card_of(run)["figures"]] == [0, 3]
+    assert [figures["step"] for figures in build_card(run)["figures"]] == [0, 3]
 
 
 def test_evaluations_are_sorted_by_step_beyond_a_million(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_episodes_return_in_plan_order_and_records_are_freed(tmp_path):
             assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
             assert rollout.dropped == 0
             assert rollout.tally.env_steps == sum(e.length for e in rollout.episodes)
-            held = get_record_indices(np.concatenate(list(rollout.tickets.values()))).tolist()
+            held = get_record_indices(np.concatenate(list(rollout.record_refs.values()))).tolist()
             assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
             assert len(set(held)) == len(held)
             assert stage.workers.arena.num_free == stage.workers.arena.capacity - len(held)
@@ -96,11 +96,11 @@ def test_episodes_are_independent_of_pipeline_stages(tmp_path):
 
 
 def test_episode_results_are_schedule_independent(tmp_path):
-    """Also with timing-dependent assignment of episodes to slots."""
+    """Also with timing-dependent assignment of episodes to environments."""
     lists = []
-    for stages, slots in ((1, 4), (2, 4), (4, 4), (2, 8)):
-        words = (f"rollout.pipeline_stage_num={stages}", f"env.train.total_num_envs={slots}", "env.kwargs.tasks=3")
-        with running_crew(tmp_path, *words, f"algorithm.rollout_epoch={16 // slots}") as stage:
+    for stages, num_envs in ((1, 4), (2, 4), (4, 4), (2, 8)):
+        words = (f"rollout.pipeline_stage_num={stages}", f"env.train.total_num_envs={num_envs}", "env.kwargs.tasks=3")
+        with running_crew(tmp_path, *words, f"algorithm.rollout_epoch={16 // num_envs}") as stage:
             lists.append([e.spec for e in collect(stage).episodes])
     assert len(lists[0]) == 16
     assert lists[0] == lists[1] == lists[2] == lists[3]
@@ -129,12 +129,12 @@ def test_step_quota_interrupts_episodes_and_bootstraps(tmp_path):
     with running_crew(tmp_path, *PPO, "env.kwargs.goal=0.5", "env.train.total_num_envs=8") as stage:
         rollout = collect(stage)
         chunks = sum(len(e.records) for e in rollout.episodes)
-        assert chunks == 8 * 3, "each slot runs exactly its quota"
+        assert chunks == 8 * 3, "each environment runs exactly its quota"
         before: Counter[int] = Counter()
         for e in rollout.episodes:
-            slot = e.spec.episode_id // 3  # at most three episodes in three chunks
-            assert e.counted == (3 - before[slot] >= 2), "an episode of 8 steps takes two chunks"
-            before[slot] += len(e.records)
+            env_index = e.spec.episode_id // 3  # at most three episodes in three chunks
+            assert e.counted == (3 - before[env_index] >= 2), "an episode of 8 steps takes two chunks"
+            before[env_index] += len(e.records)
         cut = [e for e in rollout.episodes if e.cut]
         assert cut, "12 steps do not divide into episodes of 8"
         by_end = {(e.terminated, e.truncated): e for e in rollout.episodes if not e.cut}
@@ -157,11 +157,11 @@ def test_limit_of_loaded_tasks_is_never_exceeded(tmp_path):
     with running_crew(tmp_path, *words) as stage:
         running: dict[int, int] = {}
         together: list[set[int]] = []
-        slots = stage.workers.scheduler._slots.each
+        num_envs = stage.workers.scheduler._envs.each
 
         def look(_):
             running.clear()
-            running.update({s.index: s.episode.task_id for s in slots if s.episode is not None})
+            running.update({s.index: s.episode.task_id for s in num_envs if s.episode is not None})
             together.append(set(running.values()))
 
         plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
@@ -226,7 +226,7 @@ def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
 
 
 def test_deadlines_grow_with_the_number_of_slots(tmp_path, monkeypatch):
-    """Slots may run in sequence: fails if many slots have the deadline of one slot."""
+    """Environments may run in sequence: fails if many environments have the deadline of one environment."""
     with running_crew(
         tmp_path, "faults.step_timeout_s=7", "env.kwargs.goal=99", "rollout.pipeline_stage_num=2"
     ) as stage:
@@ -235,7 +235,7 @@ def test_deadlines_grow_with_the_number_of_slots(tmp_path, monkeypatch):
 
         def noted(worker, request, *, timeout_s):
             if isinstance(request, EnvRequest):
-                given.append((len(request.slots) + len(request.resets), timeout_s))
+                given.append((len(request.env_indices) + len(request.resets), timeout_s))
             send(worker, request, timeout_s=timeout_s)
 
         monkeypatch.setattr(supervisor, "send", noted)

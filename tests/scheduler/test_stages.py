@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+from embodyrl.scheduler.env_index import Stages
 
 from embodyrl.channels.messages import EnvReport, EnvRequest
-from embodyrl.plan.run_plan import WorkerSlots
-from embodyrl.scheduler.slot import Stages
+from embodyrl.plan.run_plan import WorkerEnvs
 
 
 def stages() -> Stages:
-    workers = [WorkerSlots(name=f"env_{n}", slots=range(4 * n, 4 * n + 4)) for n in range(100)]
+    workers = [WorkerEnvs(name=f"env_{n}", env_indices=range(4 * n, 4 * n + 4)) for n in range(100)]
     return Stages(workers, 2)
 
 
@@ -27,7 +27,7 @@ def test_only_stages_with_new_events_are_checked():
     assert keys(found, 1) == []
     found.mark_worker_changed("env_7")
     assert keys(found, 1) == [("env_7", 0), ("env_7", 1)]
-    assert found.slots_of("env_7") == [28, 29, 30, 31]
+    assert found.envs_of("env_7") == [28, 29, 30, 31]
 
 
 def test_new_episodes_cause_a_check_of_all_idle_stages():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from embodyrl.scheduler.env_index import Phase
 from toy_runs import Stage, rows, running_crew, toy_config, train_toy
 
 from embodyrl.algorithms.protocol import Scores
@@ -20,7 +21,6 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import greedy_episodes, train_episodes
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
-from embodyrl.scheduler.slot import Phase
 from embodyrl.types import RewardSpec
 
 
@@ -63,11 +63,11 @@ def test_chunks_respect_max_staleness(tmp_path, lag):
 
 def test_next_rollout_resets_early_and_uses_new_weights(tmp_path):
     with running_crew(tmp_path, "runner.max_steps=3") as stage:
-        sampler, slots = sampler_of(stage), stage.workers.scheduler._slots
+        sampler, env_indices = sampler_of(stage), stage.workers.scheduler._envs
         first = collect(stage, sampler, 0)
         sampler.ahead(1)
         stage.workers.scheduler.run_until(lambda: not stage.workers.scheduler._stages.busy)
-        assert set(slots.phase.tolist()) == {Phase.READY}, "reset, and waiting for version 1"
+        assert set(env_indices.phase.tolist()) == {Phase.READY}, "reset, and waiting for version 1"
         stage.workers.scheduler.release(first)
         second = collect(stage, sampler, 1)
         assert [e.spec for e in second.episodes] == planned(stage, 1)
@@ -90,7 +90,7 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
         kept = {rollout.episodes[i].spec.group_id for i in algorithm.select(rollout.episodes)}
         assert kept - set(range(4)), "a further group has a signal"
         batch = algorithm.prepare(rollout.episodes, Scores())
-        held = set(get_record_indices(np.concatenate(list(rollout.tickets.values()))).tolist())
+        held = set(get_record_indices(np.concatenate(list(rollout.record_refs.values()))).tolist())
         assert set(batch.records.tolist()) <= held
         stage.workers.scheduler.release(rollout)
         assert stage.workers.arena.num_free == stage.workers.arena.capacity
@@ -146,7 +146,7 @@ def failing_reward(step: RewardStep) -> float:
 
 
 def test_reward_errors_are_counted_in_refills(tmp_path):
-    """One error for each of the eight episodes in four slots."""
+    """One error for each of the eight episodes in four environments."""
     words = ("reward.path=test_step_rollouts:failing_reward", "env.kwargs.goal=99", "~env.use_rel_reward")
     with running_crew(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1") as stage:
         rollout = collect(stage, sampler_of(stage), 0)
@@ -209,10 +209,12 @@ def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
         seen, pieces = {}, []
         for step in range(3):
             rollout = collect(stage, sampler, step)
-            for slot, episode in enumerate(e for e in rollout.episodes if e.earlier is not None):
-                np.testing.assert_array_equal(arena[Record.observed_state][episode.records[0]], seen[step - 1, slot])
-            for slot, episode in enumerate(e for e in rollout.episodes if e.cut):
-                seen[step, slot] = arena[Record.observed_state][episode.final_record].copy()
+            for env_index, episode in enumerate(e for e in rollout.episodes if e.earlier is not None):
+                np.testing.assert_array_equal(
+                    arena[Record.observed_state][episode.records[0]], seen[step - 1, env_index]
+                )
+            for env_index, episode in enumerate(e for e in rollout.episodes if e.cut):
+                seen[step, env_index] = arena[Record.observed_state][episode.final_record].copy()
             if ahead:
                 sampler.ahead(step + 1)
             pieces.append(sorted((e.length, e.whole.length, e.cut) for e in rollout.episodes))
@@ -231,7 +233,7 @@ def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
 
 
 def test_a_continued_episode_keeps_its_task(tmp_path):
-    """Success counts for the task of the running episode, not for the planned task of the slot."""
+    """Success counts for the task of the running episode, not for the planned task of the environment."""
     words = ("algorithm=ppo", "env.kwargs.tasks=3", "env.kwargs.goal=99", "env.train.max_episode_steps=16")
     quota = ("env.train.max_steps_per_rollout_epoch=12", "env.train.continue_episodes=true", "runner.max_steps=4")
     with running_crew(tmp_path, *words, *quota, "env.train.total_num_envs=8") as stage:
@@ -249,7 +251,7 @@ def test_a_continued_episode_keeps_its_task(tmp_path):
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_cut_episodes_end_if_a_lockstep_simulator_steps_without_them(tmp_path, lockstep):
-    """Between training steps, other episodes run in some slots; the others wait, one of them already continued."""
+    """Between training steps, other episodes run in some environments; the rest wait, one already continued."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=4", "rollout.pipeline_stage_num=1")
     long = ("env.kwargs.goal=99", "env.train.max_episode_steps=32")
     cfg = toy_config(tmp_path, *words, *long, f"env.kwargs.lockstep={lockstep}".lower())
@@ -260,8 +262,8 @@ def test_cut_episodes_end_if_a_lockstep_simulator_steps_without_them(tmp_path, l
             rollout = collect(stage, sampler, step)
             assert [e.earlier is not None for e in rollout.episodes] == [step == 1] * 4
             scheduler.release(rollout)
-        early = scheduler.open(Rollout(replace(plans[2], num_slots=1), not_before=2, continues=True))
-        other = replace(greedy_episodes(stage.run_plan.cfg, plans[3]), num_slots=2)
+        early = scheduler.open(Rollout(replace(plans[2], num_envs=1), min_version=2, continues=True))
+        other = replace(greedy_episodes(stage.run_plan.cfg, plans[3]), num_envs=2)
         other = other.without({e.episode_id for e in list(other.episodes)[1:]})
         scheduler.collect(Rollout(other, keep=False))
         scheduler.publish(2)
@@ -272,7 +274,7 @@ def test_cut_episodes_end_if_a_lockstep_simulator_steps_without_them(tmp_path, l
 
 
 def test_restarted_worker_replaces_unfinished_episodes(tmp_path):
-    """Two slots were already cut when the worker dies in the last chunk of the other two."""
+    """Two environments were already cut when the worker dies in the last chunk of the other two."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.max_episode_steps=32")
     fault = ("env.kwargs.fault=raise", "env.kwargs.at=46", f"env.kwargs.once={tmp_path}/m", "env.kwargs.goal=99")
     continued = ("env.train.continue_episodes=true", "rollout.pipeline_stage_num=2")
@@ -288,7 +290,7 @@ def test_restarted_worker_replaces_unfinished_episodes(tmp_path):
 
 
 def test_inference_batches_have_one_temperature(tmp_path, monkeypatch):
-    """Two rollouts share the slots; fails if actions are sampled at the other rollout's temperature."""
+    """Two rollouts share the environments; fails if actions are sampled at the other rollout's temperature."""
     with running_crew(tmp_path, "env.kwargs.goal=0.7", "algorithm.rollout_epoch=4") as stage:
         cfg, env, scheduler = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler
         plans = [train_episodes(cfg, env, step, counts_chunk_steps=False) for step in range(2)]

@@ -29,12 +29,12 @@ def arena():
 
 
 def chunks(count):
-    return EnvRequest(sequence=1, stage=0, slots=[0] * count, sources=[0] * count, targets=[0] * count)
+    return EnvRequest(sequence=1, stage=0, env_indices=[0] * count, sources=[0] * count, targets=[0] * count)
 
 
 def inference(count):
     none = [0] * count
-    return InferRequest(sequence=1, tickets=none, noise_seeds=none, chunks=none, greedy=False, version=0)
+    return InferRequest(sequence=1, record_refs=none, noise_seeds=none, chunks=none, greedy=False, version=0)
 
 
 REPORT = EnvReport(sequence=1, stage=0, sim_s=1.0, render_s=0.5, reset_s=0.0)
@@ -42,12 +42,12 @@ DONE = Done(sequence=1, seconds=1.0, metrics={})
 
 
 def test_utilisation_of_a_step_matches_hand_computed_values(arena):
-    """Seconds 0 to 10; slots: two on each of two workers.
+    """Seconds 0 to 10; environments: two on each of two workers.
 
-    env_0 works 0-2 and 6-10, env_1 works 0-4; the policy acts 2-3 (two slots) and 4-6 (four slots).
+    env_0 works 0-2 and 6-10, env_1 works 0-4; the policy acts 2-3 (two environments) and 4-6 (four environments).
     """
     clock = Clock()
-    timeline = Timeline(num_slots=4, env_workers=["env_0", "env_1"], arena=arena, clock=clock)
+    timeline = Timeline(num_envs=4, env_workers=["env_0", "env_1"], arena=arena, clock=clock)
     timeline.on_request("env_0", chunks(2))
     timeline.on_request("env_1", chunks(2))
     for second, worker, answer, request in (
@@ -83,10 +83,10 @@ def test_utilisation_of_a_step_matches_hand_computed_values(arena):
 
 
 def test_staleness_is_measured_at_training_time(arena):
-    timeline = Timeline(num_slots=1, env_workers=["env_0"], arena=arena)
+    timeline = Timeline(num_envs=1, env_workers=["env_0"], arena=arena)
     arena["version"][:] = [5, 4, 5, 3]
-    tickets = arena.allocate_all(4)
-    timeline.on_request("policy", UpdateRequest(sequence=1, step=5, tickets=tickets, episode=(0, 0, 0, 0)))
+    record_refs = arena.allocate_all(4)
+    timeline.on_request("policy", UpdateRequest(sequence=1, step=5, record_refs=record_refs, episode=(0, 0, 0, 0)))
     assert timeline.metrics() == {
         "rollout/staleness/0": 0.5,
         "rollout/staleness/1": 0.25,

@@ -25,8 +25,8 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupt
 from embodyrl.plan.config import load_config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote import FACTORY
-from embodyrl.policies.remote.dialects import OPENPI, bytes_keyed, pack, text_keyed, unpack
 from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
+from embodyrl.policies.remote.wire_formats import OPENPI, encode_openpi_array, encode_vla_eval_array, pack, unpack
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import RANDOM, UntrainedPolicy
 from embodyrl.serving.serve import describe
@@ -164,9 +164,9 @@ def test_unreachable_server_error_contains_a_fix():
 def test_error_reply_keeps_the_connection_open(openpi):
     wrong = [
         (b"\xc1", "not msgpack"),
-        (pack([1], bytes_keyed), "a mapping"),
-        (pack(observation() | {"prompt": 3}, bytes_keyed), "a string"),
-        (pack({"prompt": "reach"}, bytes_keyed), "'observation/image'"),
+        (pack([1], encode_openpi_array), "a mapping"),
+        (pack(observation() | {"prompt": 3}, encode_openpi_array), "a string"),
+        (pack({"prompt": "reach"}, encode_openpi_array), "'observation/image'"),
     ]
     with client.connect(openpi, compression=None, proxy=None) as socket:
         told = unpack(socket.recv(timeout=20))
@@ -176,12 +176,12 @@ def test_error_reply_keeps_the_connection_open(openpi):
             answer = socket.recv(timeout=20)
             assert isinstance(answer, str)
             assert says in answer
-        socket.send(pack(observation(), bytes_keyed))
+        socket.send(pack(observation(), encode_openpi_array))
         assert unpack(socket.recv(timeout=20))["actions"].shape == (4, 7)
 
 
 def test_arbitrary_messages_do_not_stop_the_server(openpi):
-    rng, valid = random.Random(0), pack(observation(size=8), bytes_keyed)
+    rng, valid = random.Random(0), pack(observation(size=8), encode_openpi_array)
     many = [
         b"\xdd\x00\x10\x00\x00" + b"\x90" * (1 << 20),
         b"",
@@ -189,7 +189,7 @@ def test_arbitrary_messages_do_not_stop_the_server(openpi):
         b"\x07",
         b"\xc0",
         b"\xc1",
-        pack({}, bytes_keyed),
+        pack({}, encode_openpi_array),
     ]
     for _ in range(500):
         body = bytearray(valid)
@@ -232,12 +232,14 @@ def test_vla_eval_episodes_run_one_action_at_a_time(vla_eval, openpi):
         socket.recv(timeout=20)
         chunks = []
         for seed in (0, 1):
-            socket.send(pack(observation(seed), bytes_keyed))
+            socket.send(pack(observation(seed), encode_openpi_array))
             chunks.append(unpack(socket.recv(timeout=20))["actions"])
     with client.connect(vla_eval, compression=None, proxy=None) as socket:
 
         def say(kind: str, payload: dict[str, Any], number: int) -> None:
-            socket.send(pack({"type": kind, "payload": payload, "seq": number, "timestamp": 0.0}, text_keyed))
+            socket.send(
+                pack({"type": kind, "payload": payload, "seq": number, "timestamp": 0.0}, encode_vla_eval_array)
+            )
 
         def ask(seed: int, number: int) -> Any:
             seen = observation(seed)
@@ -285,7 +287,7 @@ def test_every_wait_has_a_deadline(vla_eval, request):
         try:
             with client.connect(url, compression=None, proxy=None) as socket:
                 socket.recv(timeout=20)
-                socket.send(pack(observation(), bytes_keyed))
+                socket.send(pack(observation(), encode_openpi_array))
                 heard.append(socket.recv(timeout=20))
                 free.set()
                 with suppress(ConnectionClosed):

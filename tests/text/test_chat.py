@@ -21,10 +21,10 @@ from embodyrl.text.chat import (
     control_tokens,
     count_tokens,
     count_turn_tokens,
-    opened_tag,
+    find_end_token_problem,
+    find_roles_problem,
+    get_opened_tag,
     remove_controls,
-    roles_problem,
-    unnamed_end,
 )
 from embodyrl.text.dataset import open_rows
 from embodyrl.text.messages import Message, join_messages
@@ -102,10 +102,10 @@ def test_chat_template_is_found_in_transformers_locations(layout: str, tmp_path:
 )
 def test_unsupported_role_sequence_error_contains_a_fix(roles: tuple[str, ...], fix: str, tmp_path: Path):
     template = ChatTemplate.read(folder(tmp_path / "m", ALTERNATING))
-    problem = roles_problem(template, roles, parts=False)
+    problem = find_roles_problem(template, roles, parts=False)
     assert fix in problem
     assert ", ".join(roles) in problem
-    assert roles_problem(template, ("user", "assistant", "user"), parts=False) is None
+    assert find_roles_problem(template, ("user", "assistant", "user"), parts=False) is None
 
 
 def test_roles_are_rendered_before_the_run_starts(tmp_path: Path):
@@ -214,7 +214,9 @@ def test_tag_that_the_template_closes_belongs_to_the_template(tmp_path: Path):
     place = folder(tmp_path / "m", "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}")
     template = ChatTemplate.read(place)
     assert (
-        opened_tag(replace(template, source=template.source + "{% if add_generation_prompt %}<assistant>{% endif %}"))
+        get_opened_tag(
+            replace(template, source=template.source + "{% if add_generation_prompt %}<assistant>{% endif %}")
+        )
         == ""
     )
 
@@ -262,7 +264,7 @@ def test_chat_template_of_a_run_is_checked_before_the_start_and_saved(tmp_path: 
 
 def test_undeclared_end_of_turn_token_gives_a_warning(tmp_path: Path):
     place = folder(tmp_path / "m", CHATML, ends=1)
-    warning = unnamed_end(ChatTemplate.read(place), place, parts=False)
+    warning = find_end_token_problem(ChatTemplate.read(place), place, parts=False)
     assert "ends a turn with <eos> (2)" in warning
     assert "add 2" in warning
     words = ["model=causal_lm", f"model.path={place}", "model.precision=fp32"]
@@ -270,7 +272,7 @@ def test_undeclared_end_of_turn_token_gives_a_warning(tmp_path: Path):
     sft = [*words, "data.path=embodyrl.text.tasks:arithmetic"]
     assert "ends a turn with <eos>" in describe(load_config("sft", sft))
     named = folder(tmp_path / "named", CHATML)
-    assert unnamed_end(ChatTemplate.read(named), named, parts=False) is None
+    assert find_end_token_problem(ChatTemplate.read(named), named, parts=False) is None
 
 
 def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from embodyrl.cli.dry_run import describe
-from embodyrl.commands.facts import common_banner_lines
+from embodyrl.commands.banner import common_banner_lines
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config

@@ -16,7 +16,7 @@ from fuzzing import bodies
 import embodyrl
 from embodyrl.errors import EmbodyError
 from embodyrl.web_pages import loopback
-from embodyrl.web_pages.loopback import Answer, Loopback
+from embodyrl.web_pages.loopback import Answer, LoopbackServer
 
 CHECKPOINT = "assets/openvla_oft_tabletop"
 BODIES = [
@@ -33,11 +33,11 @@ BODIES = [
 
 
 @contextmanager
-def answering(gets: dict, posts: dict) -> Iterator[Loopback]:
+def answering(gets: dict, posts: dict) -> Iterator[LoopbackServer]:
     def end() -> Answer:
         raise KeyboardInterrupt
 
-    server = Loopback(0, gets, posts)
+    server = LoopbackServer(0, gets, posts)
 
     def stop() -> None:
         with suppress(EmbodyError):
@@ -57,7 +57,7 @@ def answering(gets: dict, posts: dict) -> Iterator[Loopback]:
         server.server_close()
 
 
-def post(server: Loopback, name: str, body: bytes) -> tuple[int, bytes]:
+def post(server: LoopbackServer, name: str, body: bytes) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request("POST", name, body, {"X-Token": server.token})
     answer = connection.getresponse()
@@ -77,7 +77,7 @@ def test_requests_up_to_one_mebibyte_are_accepted() -> None:
 
 
 def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
-    from embodyrl.play.desk import RequestHandlers
+    from embodyrl.play.request_handlers import RequestHandlers
     from embodyrl.play.scene import Scene
 
     policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
@@ -104,7 +104,7 @@ def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
 
 def test_every_request_body_gets_a_response_without_an_active_episode(capfd) -> None:
     """The page of `dagger.expert=human` between two rounds."""
-    from embodyrl.play.desk import RequestHandlers
+    from embodyrl.play.request_handlers import RequestHandlers
 
     valid = {"client": "a", "seq": 1, "do": "tick", "after": 0, "inputs": {"0": 1.0}, "task": 0, "steps": 1}
     with answering({}, RequestHandlers("dagger").posts) as server:

@@ -27,7 +27,7 @@ def test_render_time_is_excluded_from_simulation_time(tmp_path, monkeypatch: pyt
     arena = Arena.create(run_plan.layout, 8)
     init = env_worker.EnvWorkerInit(
         env=run_plan.cfg.env,
-        context=replace(run_plan.context, num_slots=2),
+        context=replace(run_plan.context, num_envs=2),
         video=run_plan.cfg.video_cfg,
         arena=arena.handle,
         shared_arena=arena,
@@ -35,8 +35,8 @@ def test_render_time_is_excluded_from_simulation_time(tmp_path, monkeypatch: pyt
     worker = env_worker.EnvWorker(init)
     try:
         first, *targets = arena.allocate_all(4).tolist()
-        starts = [EpisodeStart(reset_id=slot, seed=0, max_episode_steps=8) for slot in range(2)]
-        begin = [ResetRequest(slot=slot, start=start, target=0) for slot, start in enumerate(starts)]
+        starts = [EpisodeStart(reset_id=env_index, seed=0, max_episode_steps=8) for env_index in range(2)]
+        begin = [ResetRequest(env_index=env_index, start=start, target=0) for env_index, start in enumerate(starts)]
         (_,) = worker.handle(EnvRequest(sequence=0, stage=0, resets=(replace(begin[0], target=first),)))
         arena[Record.action][:] = 0.0
         clock = count()
@@ -55,7 +55,7 @@ def test_render_time_is_excluded_from_simulation_time(tmp_path, monkeypatch: pyt
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]]]:
-    """Start an env worker of the toy environment with one slot, whose records contain ones."""
+    """Start an env worker of the toy environment with one environment, whose records contain ones."""
     run_plan = build_run_plan(toy_config(tmp_path, "env.kwargs.goal=99"), training=True)
     opened: list[env_worker.EnvWorker] = []
 
@@ -86,40 +86,42 @@ def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]
 
 def reset(worker: env_worker.EnvWorker, arena: Arena, *, steps: int, video: Path | None = None) -> int:
     """Start an episode; return the ticket of its first observation."""
-    (ticket,) = arena.allocate_all(1).tolist()
+    (record_ref,) = arena.allocate_all(1).tolist()
     begun = EpisodeStart(reset_id=0, seed=0, max_episode_steps=steps)
     stem = None if video is None else str(video)
     (_,) = worker.handle(
-        EnvRequest(sequence=0, stage=0, resets=(ResetRequest(slot=0, start=begun, target=ticket, video_stem=stem),))
+        EnvRequest(
+            sequence=0, stage=0, resets=(ResetRequest(env_index=0, start=begun, target=record_ref, video_stem=stem),)
+        )
     )
-    return ticket
+    return record_ref
 
 
 def step(worker: env_worker.EnvWorker, arena: Arena, source: int) -> tuple[int, EnvReport]:
     """Execute the chunk of a record; return the ticket of the next observation."""
     (target,) = arena.allocate_all(1).tolist()
-    request = EnvRequest(sequence=1, stage=0, slots=[0], sources=np.array([source]), targets=np.array([target]))
+    request = EnvRequest(sequence=1, stage=0, env_indices=[0], sources=np.array([source]), targets=np.array([target]))
     (report,) = worker.handle(request)
     return target, report
 
 
 def test_single_step_chunks_clear_the_remaining_record(start) -> None:
     worker, arena = start(single_step=True)
-    ticket = reset(worker, arena, steps=8)
-    (record,) = arena.read([ticket])
-    step(worker, arena, ticket)
+    record_ref = reset(worker, arena, steps=8)
+    (record,) = arena.read([record_ref])
+    step(worker, arena, record_ref)
     assert arena[Record.valid][record].tolist() == [True, False, False, False]
     for name in STEP_RESULT:
         assert not arena[name][record, 1:].any(), name
 
 
 def test_video_of_an_unfinished_episode_is_discarded(start, tmp_path) -> None:
-    """The slot is reset during a recording; later frames belong to another episode."""
+    """The environment is reset during a recording; later frames belong to another episode."""
     worker, arena = start()
-    ticket = reset(worker, arena, steps=8, video=tmp_path / "first")
-    _, report = step(worker, arena, ticket)
+    record_ref = reset(worker, arena, steps=8, video=tmp_path / "first")
+    _, report = step(worker, arena, record_ref)
     assert report.recordings == ()
-    ticket = reset(worker, arena, steps=4)
-    _, report = step(worker, arena, ticket)
+    record_ref = reset(worker, arena, steps=4)
+    _, report = step(worker, arena, record_ref)
     assert report.recordings == ()
     assert not [*tmp_path.glob("*.mp4")]

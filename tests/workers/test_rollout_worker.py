@@ -81,7 +81,7 @@ def test_each_chunk_uses_new_noise_and_the_gripper_convention_of_the_simulator(t
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_reply_and_token_count_are_written_to_the_record_of_the_prompt(tmp_path, deterministic):
-    """Also if the slots of a stage have the last rows of a fixed-size batch."""
+    """Also if the environments of a stage have the last rows of a fixed-size batch."""
     from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
     words = (f"runner.deterministic={deterministic}".lower(), "rollout.pipeline_stage_num=2", "rollout.logprobs=1")

@@ -28,10 +28,12 @@ def test_weights_are_cast_to_the_dtype_of_the_receiver(size, dtype):
     wanted = describe_weights(acting)
     for parts in fill_buckets(wanted, size):
         assert all(part.offset + (part.stop - part.start) * 2 <= size for part in parts)
-        ticket = bucket_arena.allocate()
-        publish(PublishRequest(sequence=0, ticket=ticket, parts=parts), trained, Ranks(RankInfo()), bucket_arena)
-        load_bucket(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), acting, bucket_arena)
-        bucket_arena.free([ticket])
+        record_ref = bucket_arena.allocate()
+        publish(
+            PublishRequest(sequence=0, record_ref=record_ref, parts=parts), trained, Ranks(RankInfo()), bucket_arena
+        )
+        load_bucket(LoadWeightsRequest(sequence=0, record_ref=record_ref, parts=parts), acting, bucket_arena)
+        bucket_arena.free([record_ref])
     for (name, a), b in zip(trained.named_parameters(), acting.parameters(), strict=True):
         assert torch.equal(a.to(b.dtype), b), name
     bucket_arena.close()
@@ -51,8 +53,10 @@ def test_weight_transfer_updates_the_version():
     acting, bucket_arena = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
     before = weights_version(acting)
     (parts,) = fill_buckets(describe_weights(acting), 4096)
-    request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
-    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), acting, Ranks(RankInfo()), bucket_arena)
+    request = LoadWeightsRequest(sequence=0, record_ref=bucket_arena.allocate(), parts=parts)
+    publish(
+        PublishRequest(sequence=0, record_ref=request.record_ref, parts=parts), acting, Ranks(RankInfo()), bucket_arena
+    )
     load_bucket(request, acting, bucket_arena)
     assert weights_version(acting) > before
     bucket_arena.close()
@@ -71,8 +75,10 @@ def test_running_statistics_are_transferred():
     weights = describe_weights(trained)
     assert {weight.name: weight.trained for weight in weights} == {"weight": False, "bias": False, "mean": True}
     (parts,) = fill_buckets(weights, 4096)
-    request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
-    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), trained, Ranks(RankInfo()), bucket_arena)
+    request = LoadWeightsRequest(sequence=0, record_ref=bucket_arena.allocate(), parts=parts)
+    publish(
+        PublishRequest(sequence=0, record_ref=request.record_ref, parts=parts), trained, Ranks(RankInfo()), bucket_arena
+    )
     load_bucket(request, acting, bucket_arena)
     assert torch.equal(acting.mean, trained.mean)
     assert not torch.equal(acting.table, trained.table)

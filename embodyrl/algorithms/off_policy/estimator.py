@@ -43,7 +43,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
         return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")
 
     @property
-    def needs_all_ends(self) -> bool:
+    def needs_terminal_observations(self) -> bool:
         """True if the final observation of terminated episodes is stored, as an achieved goal."""
         return self.hindsight_goals > 0
 

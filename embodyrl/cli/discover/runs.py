@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import ConfigError
-from embodyrl.files import by_number
+from embodyrl.files import natural_sort_key
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
     from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
 
     step, success, mean_return = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
-    if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"), key=by_number)):
+    if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"), key=natural_sort_key)):
         with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # a damaged table is ignored
             overall = read_table(tables[-1].parent)["overall"]
             success, mean_return = overall["success_once"], overall["mean_return"]

@@ -82,7 +82,7 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 
 def _probe_config(cfg: Config) -> list[Finding]:
     """Check that this machine meets the requirements of the chosen environment and policy."""
-    from embodyrl.commands.facts import task_memory_text
+    from embodyrl.commands.banner import task_memory_text
     from embodyrl.plan.build import count_env_workers, plan_devices
     from embodyrl.plan.checks import check_components
 

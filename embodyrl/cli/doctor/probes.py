@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from embodyrl.devices import query_gpus, visible_gpus
-from embodyrl.envs.mujoco_rendering import choose_renderer, draw_frame, egl_device
+from embodyrl.envs.mujoco_rendering import choose_renderer, get_egl_device, render_test_frame
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.findings import Finding
 
@@ -164,7 +164,7 @@ def probe_rendering() -> Finding:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
     renderer, gpus = choose_renderer(), visible_gpus()
     name = f"mujoco {version} with MUJOCO_GL={renderer.backend} ({renderer.why})"
-    frame = draw_frame(renderer.backend, egl_device(gpus[0]) if renderer.backend == "egl" and gpus else "")
+    frame = render_test_frame(renderer.backend, get_egl_device(gpus[0]) if renderer.backend == "egl" and gpus else "")
     if frame.problem:
         fix = _INSTALL_COMMANDS.get(renderer.backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
         return Finding("rendering", "FAIL", f"{name} cannot render: {frame.problem}", fix)

@@ -242,8 +242,8 @@ class RayLauncher(OpenRequests[_Handle]):
         """
         if not isinstance(request, LoadWeightsRequest):
             return copy_in(handle.pools, request)
-        if request.ticket != self._bucket[0]:
-            self._bucket = request.ticket, ray.put(copy_in(handle.pools, request))
+        if request.record_ref != self._bucket[0]:
+            self._bucket = request.record_ref, ray.put(copy_in(handle.pools, request))
         return self._bucket[1]
 
     def wait(self, timeout_s: float) -> list[Event]:

@@ -33,7 +33,7 @@ class Rows:
 def copy_in(pools: Pools, request: Request) -> list[Rows]:
     """Return the record fields that a worker reads to execute a request."""
     return [
-        _copy(pools[access.pool], access, get_record_indices(access.tickets), HEADER)
+        _copy(pools[access.pool], access, get_record_indices(access.record_refs), HEADER)
         for access in request.get_read_access()
     ]
 
@@ -47,7 +47,7 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
     """
     rows = []
     for access in request.get_write_access():
-        records, arena = get_record_indices(access.tickets), pools[access.pool]
+        records, arena = get_record_indices(access.record_refs), pools[access.pool]
         written = arena[STATE][records] == RecordState.READY
         if isinstance(request, RANK_SPLIT_REQUESTS):
             written &= ~np.logical_and.reduce(
@@ -63,9 +63,9 @@ def mark_unwritten(pools: Pools, request: Request) -> None:
         for access in request.get_write_access():
             for name in access.fields or ():
                 values = pools[access.pool][name]
-                values[get_record_indices(access.tickets)] = np.full(values.itemsize, _UNWRITTEN_BYTE, np.uint8).view(
-                    values.dtype
-                )[0]
+                values[get_record_indices(access.record_refs)] = np.full(
+                    values.itemsize, _UNWRITTEN_BYTE, np.uint8
+                ).view(values.dtype)[0]
 
 
 def _get_smallest_bytes(values: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ from embodyrl.data.conversion.source import (
     plain_shape,
 )
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, one_line
-from embodyrl.files import by_number, visible_files
+from embodyrl.files import natural_sort_key, visible_files
 
 SUFFIXES = (".hdf5", ".h5")
 _LIBERO = libero_keys(
@@ -77,7 +77,7 @@ class Hdf5Source:
         for path in files:
             with _open_file(path) as file:
                 group = _get_group(file, "data")
-                names = sorted(group, key=by_number)
+                names = sorted(group, key=natural_sort_key)
                 demos = {name: _get_group(group, name) for name in names}
                 columns = columns or (dict(_list_columns(demos[names[0]])) if names else {})
                 excluded = _find_excluded(path, file, names, data.split)

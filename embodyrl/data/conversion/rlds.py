@@ -23,7 +23,7 @@ from embodyrl.data.conversion.source import (
 )
 from embodyrl.data.conversion.tfrecord import Feature, parse_example, read_records
 from embodyrl.data.frames import decode_png, image_size
-from embodyrl.errors import ConfigError, EmbodyError, reason_of
+from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
 
 INFO, FEATURES = "dataset_info.json", "features.json"
@@ -72,7 +72,7 @@ class RldsSource:
             name = str(info["name"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EmbodyError(
-                f"{folder}: {INFO} or {FEATURES} does not describe an RLDS data set ({reason_of(error)}). "
+                f"{folder}: {INFO} or {FEATURES} does not describe an RLDS data set ({format_reason(error)}). "
                 "Download both files again."
             ) from error
         if missing := [path for path in self._shards if not path.is_file()]:

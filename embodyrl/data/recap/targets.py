@@ -108,12 +108,12 @@ def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, 
     return labels
 
 
-def forced(demos: Demonstrations) -> BoolArray:
+def find_expert_frames(demos: Demonstrations) -> BoolArray:
     """Return the mask [N] of frames whose action is not from the policy, so that the label is always positive."""
     return demos.actor != Actor.policy
 
 
-def shuffled(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) -> BoolArray:
+def shuffle_labels(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) -> BoolArray:
     """Return a copy of the labels [N]; the labels selected by the mask `free` [N] are shuffled within each task."""
     result, task = labels.copy(), outcomes.task_of_frame
     rng = np.random.default_rng(seed)
@@ -132,7 +132,7 @@ def two_hot(g: DoubleArray, bins: int) -> DoubleArray:
     return target
 
 
-def folds_of(episodes: int, folds: int, seed: int) -> IntArray:
+def assign_folds(episodes: int, folds: int, seed: int) -> IntArray:
     """Return the cross-validation fold [E] of each episode; sizes of folds differ by at most one episode."""
     return np.random.default_rng(seed).permutation(np.arange(episodes) % folds)
 

@@ -46,7 +46,7 @@ class ValueModel(nn.Module):
         return self.layers(self._features[torch.from_numpy(frames).to(self._features.device)])
 
 
-def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
+def compute_features(policy: HasFeatures, demos: Demonstrations) -> Tensor:
     """Return the policy's features of all frames, concatenated with the state: [N, F]."""
     parts: list[Tensor] = []
     for start in range(0, len(demos.action), ROWS_AT_A_TIME):

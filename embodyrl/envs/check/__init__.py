@@ -19,13 +19,19 @@ from embodyrl.envs.check.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
-from embodyrl.process_cleanup import end_children_at_exit, end_owned, owning, signal_at_parents_end, skip_destructors
+from embodyrl.process_cleanup import (
+    end_children_at_exit,
+    kill_marked_children,
+    mark_children,
+    signal_at_parents_end,
+    skip_destructors,
+)
 
 __all__ = [
     "CHECKS",
     "Finding",
     "check_env",
-    "check_env_apart",
+    "check_env_in_subprocess",
     "declaration_checks",
     "episode_checks",
     "rendering_checks",
@@ -47,7 +53,7 @@ class Finding:
 
 
 def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
-    """Build the environment with two slots, and run all checks in this process.
+    """Build the environment with two environments, and run all checks in this process.
 
     Args:
         cfg: config as for training; episodes of the first tasks of `train.task_ids` are played.
@@ -60,7 +66,7 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
     Raises:
         UnknownNameError: there is no environment with this name.
     """
-    # No other process has slots: an environment that divides memory among slots may use all of it.
+    # No other process has environments: an environment that divides memory among environments may use all of it.
     harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
     levels: dict[str, str] = {}
     try:
@@ -112,7 +118,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous_handler)
 
 
-def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+def check_env_in_subprocess(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
     """Run `check_env` in a separate process, which isolates crashes, hangs in C code and output.
 
     A check fails if the process dies or hangs; later checks are skipped.
@@ -121,7 +127,7 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_serve, args=(sender, cfg, seed, timeout_s), name="check-env", daemon=True)
     owner = f"check-env {secrets.token_hex(8)}"
-    with owning(owner):
+    with mark_children(owner):
         child.start()
     sender.close()
     failed_check = ""
@@ -140,7 +146,7 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
             child.join(_GRACE_S)
         child.kill()
         child.join()
-        end_owned(owner)
+        kill_marked_children(owner)
         receiver.close()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from embodyrl.envs.check.harness import (
     CHUNK_LENGTH,
     MAX_STEPS,
-    SLOTS,
+    NUM_ENVS,
     Harness,
     Trace,
     check,
@@ -36,7 +36,7 @@ def make(harness: Harness) -> None:
     """Check that `make` builds the environment described by `spec`."""
     started = time.perf_counter()
     env = harness.env
-    harness.note = f"{SLOTS} slots in {time.perf_counter() - started:.1f} s"
+    harness.note = f"{NUM_ENVS} environments in {time.perf_counter() - started:.1f} s"
     harness.expect(env.spec == harness.spec, "env.spec", "the factory's spec", f"{env.spec}"[:120])
     harness.expect(
         env.task_limit is None or env.task_limit >= 1, "env.task_limit", "None or at least 1", env.task_limit
@@ -114,19 +114,19 @@ def reset_ids_differ(harness: Harness) -> None:
 @check("observe")
 def step(harness: Harness) -> None:
     """Check shapes, dtypes and finite rewards of a chunk's results, and the calls of `after_step`."""
-    slots, called_slots = list(range(SLOTS)), []
-    harness.env.reset(slots, [harness.make_first_start()] * SLOTS)
-    actions = np.stack([harness.actions(CHUNK_LENGTH)] * SLOTS)
-    result = harness.env.step_chunk(slots, actions, after_step=lambda slot, _: called_slots.append(slot))
-    harness.expect_array("step_chunk: reward", result.reward, (SLOTS, CHUNK_LENGTH), np.float32)
+    env_indices, called_envs = list(range(NUM_ENVS)), []
+    harness.env.reset(env_indices, [harness.make_first_start()] * NUM_ENVS)
+    actions = np.stack([harness.actions(CHUNK_LENGTH)] * NUM_ENVS)
+    result = harness.env.step_chunk(env_indices, actions, after_step=lambda env_index, _: called_envs.append(env_index))
+    harness.expect_array("step_chunk: reward", result.reward, (NUM_ENVS, CHUNK_LENGTH), np.float32)
     for name in ("terminated", "truncated", "valid", "success"):
-        harness.expect_array(f"step_chunk: {name}", getattr(result, name), (SLOTS, CHUNK_LENGTH), np.bool_)
+        harness.expect_array(f"step_chunk: {name}", getattr(result, name), (NUM_ENVS, CHUNK_LENGTH), np.bool_)
     if harness.violations:
         return
     finite = bool(np.isfinite(result.reward).all())
     harness.expect(finite, "step_chunk: reward", "finite numbers", result.reward.tolist())
-    executed = [slot for row, slot in enumerate(slots) for _ in range(int(result.valid[row].sum()))]
-    harness.expect(sorted(called_slots) == executed, "after_step", f"calls for slots {executed}", called_slots)
+    executed = [env_index for row, env_index in enumerate(env_indices) for _ in range(int(result.valid[row].sum()))]
+    harness.expect(sorted(called_envs) == executed, "after_step", f"calls for environments {executed}", called_envs)
 
 
 @check("step")
@@ -309,28 +309,28 @@ def ignore_terminations(harness: Harness) -> None:
 
 @check("time_limit")
 def lasts(harness: Harness) -> None:
-    """Run episodes with random actions until they end, in both slots, to find crashes, hangs and non-finite values.
+    """Run episodes with random actions to their end in both environments; find crashes, hangs, non-finite values.
 
     The first steps are observed one by one: a chunk hides values that are non-finite in one step only.
     """
-    started, num_steps, episodes, slots = time.perf_counter(), 0, 0, list(range(SLOTS))
-    ids = harness.spec.reset_ids_of(harness.tasks()[-1])
+    started, num_steps, episodes, env_indices = time.perf_counter(), 0, 0, list(range(NUM_ENVS))
+    ids = harness.spec.get_reset_ids(harness.tasks()[-1])
 
-    def start_episode(slot: int) -> None:
-        harness.env.reset([slot], [harness.start(ids[episodes % len(ids)], limit=harness.horizon)])
+    def start_episode(env_index: int) -> None:
+        harness.env.reset([env_index], [harness.start(ids[episodes % len(ids)], limit=harness.horizon)])
 
-    for slot in slots:
-        start_episode(slot)
+    for env_index in env_indices:
+        start_episode(env_index)
         episodes += 1
     while num_steps < ENDURANCE_STEPS and time.perf_counter() - started < ENDURANCE_SECONDS and not harness.violations:
         length = 1 if num_steps < SINGLE_STEPS else ENDURANCE_CHUNK_LENGTH
-        actions = harness.actions(SLOTS * length, stream=num_steps).reshape(SLOTS, length, -1)
-        result = harness.env.step_chunk(slots, actions)
+        actions = harness.actions(NUM_ENVS * length, stream=num_steps).reshape(NUM_ENVS, length, -1)
+        result = harness.env.step_chunk(env_indices, actions)
         num_steps += int(result.valid.sum())
-        for slot in slots:
-            harness.observe(slot)
-            if result.done[slot]:
-                start_episode(slot)
+        for env_index in env_indices:
+            harness.observe(env_index)
+            if result.done[env_index]:
+                start_episode(env_index)
                 episodes += 1
     harness.note = f"{num_steps} steps in {episodes} episodes"
 
@@ -347,9 +347,9 @@ def repeatable(harness: Harness) -> None:
 
 
 @check("repeatable")
-def slots(harness: Harness) -> None:
-    """Check that an episode does not depend on its slot or on other slots."""
-    # Long enough that the other slot still runs when this episode ends.
+def env_indices(harness: Harness) -> None:
+    """Check that an episode does not depend on its environment or on other environments."""
+    # Long enough that the other environment still runs when this episode ends.
     start, other = (
         harness.make_first_start(),
         harness.start(harness.reset_ids(harness.tasks()[0])[-1], limit=4 * MAX_STEPS, ignore=True),
@@ -359,19 +359,19 @@ def slots(harness: Harness) -> None:
     harness.env.reset([1], [other])
     observation_before = harness.observe(1)
     repeated = harness.run_episode(0, start, actions)
-    harness.expect_same(observation_before, harness.observe(1), "slot 1 while slot 0 runs", "unchanged")
+    harness.expect_same(observation_before, harness.observe(1), "environment 1 while environment 0 runs", "unchanged")
     harness.env.reset([0], [other])
 
-    def run_other_slot() -> None:
-        """Run some steps of a second episode in slot 0, and reset the slot when the episode ends."""
+    def run_other_env() -> None:
+        """Run some steps of a second episode in environment 0, and reset the environment when the episode ends."""
         if harness.env.step_chunk([0], harness.actions(2, stream=2)[None]).done.any():
             harness.env.reset([0], [other])
 
-    in_slot_1 = harness.run_episode(
-        1, start, actions, before_chunk=None if harness.spec.simulator.lockstep else run_other_slot
+    in_env_1 = harness.run_episode(
+        1, start, actions, before_chunk=None if harness.spec.simulator.lockstep else run_other_env
     )
-    for where, trace in (("in slot 0", repeated), ("in slot 1 next to a running slot", in_slot_1)):
-        harness.expect_repeat(first, trace, f"episode {where}", "the same as in slot 0 alone")
+    for where, trace in (("in environment 0", repeated), ("in environment 1 next to a running environment", in_env_1)):
+        harness.expect_repeat(first, trace, f"episode {where}", "the same as in environment 0 alone")
 
 
 @check("repeatable", "expert", "flags")
@@ -393,7 +393,7 @@ def goals(harness: Harness) -> None:
         return
     trace = harness.run_episode(0, harness.make_first_start(), harness.actions(MAX_STEPS), chunk=1)
     states = np.stack([states.state for states in trace.observations[1:]])
-    goal_reward = cast(GoalFactory[EnvSettings], harness.factory).judge(harness.cfg)
+    goal_reward = cast(GoalFactory[EnvSettings], harness.factory).make_goal_reward(harness.cfg)
     try:
         recomputed = (
             goal_reward(states[:, slice(*spec.goal.achieved)], states[:, slice(*spec.goal.desired)])[0]

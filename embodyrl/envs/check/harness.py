@@ -11,11 +11,11 @@ from embodyrl.config.settings import to_builtin
 from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
-from embodyrl.process_cleanup import children_left
+from embodyrl.process_cleanup import list_remaining_children
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
-SLOTS = 2
-CONTEXT = EnvContext(num_slots=SLOTS)
+NUM_ENVS = 2
+CONTEXT = EnvContext(num_envs=NUM_ENVS)
 CHUNK_LENGTH = 4
 """Number of actions per chunk, K."""
 MAX_TASKS = 3
@@ -84,7 +84,7 @@ class Harness:
     """Episode of the scripted expert, without noise on its actions."""
     threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
     """Threads that existed before the environment was built."""
-    children: frozenset[int] = field(default_factory=lambda: frozenset(children_left()))
+    children: frozenset[int] = field(default_factory=lambda: frozenset(list_remaining_children()))
     """Ids of the child processes that existed before the environment was built."""
     max_pixel: int = 0
     """Maximum pixel value of all observations so far."""
@@ -157,7 +157,7 @@ class Harness:
 
     def reset_ids(self, task: int) -> list[int]:
         """Return the tested reset ids of a task, evenly spaced from the first to the last."""
-        ids = self.spec.reset_ids_of(task)
+        ids = self.spec.get_reset_ids(task)
         return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MAX_STATES)})]
 
     @property
@@ -189,43 +189,43 @@ class Harness:
             return rng.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
         return rng.uniform(low, high, (count, len(high))).astype(np.float32)
 
-    def observe(self, slot: int, fill: int = 0) -> ObservationCopy:
-        """Return the observation of a slot, written into arrays prefilled with `fill` (images) and NaN (state)."""
+    def observe(self, env_index: int, fill: int = 0) -> ObservationCopy:
+        """Return the observation of an environment, written into arrays filled with `fill` (images) and NaN (state)."""
         spec = self.spec
         images = np.full((len(spec.cameras.names), *spec.cameras.size, 3), fill, np.uint8)
         state = np.full(spec.state_dim, np.nan, np.float32)
-        self.env.observe([slot], images[None], state[None])
+        self.env.observe([env_index], images[None], state[None])
         self.max_pixel = max(self.max_pixel, int(images.max(initial=0)))
         if len(non_finite := np.flatnonzero(~np.isfinite(state))) and not self.violations:
             self.expect(False, f"observe: state[{non_finite[0]}]", "a finite number", state[non_finite[0]])
-        return ObservationCopy(images=images, state=state, instruction=self.env.instruction(slot))
+        return ObservationCopy(images=images, state=state, instruction=self.env.instruction(env_index))
 
     def get_first_observation(self, start: EpisodeStart) -> ObservationCopy:
-        """Return the first observation of an episode in slot 0."""
+        """Return the first observation of an episode in environment 0."""
         return self.run_episode(0, start, self.actions(0)).observations[0]
 
     def run_episode(
         self,
-        slot: int,
+        env_index: int,
         start: EpisodeStart,
         actions: FloatArray,
         *,
         chunk: int = CHUNK_LENGTH,
         before_chunk: Callable[[], object] | None = None,
     ) -> Trace:
-        """Reset the slot, then run `actions` [n, A] in chunks until the episode ends.
+        """Reset the environment, then run `actions` [n, A] in chunks until the episode ends.
 
         `before_chunk` is called before each chunk.
         """
         trace = Trace(start=start, actions=actions)
-        self.env.reset([slot], [start])
-        trace.observations.append(self.observe(slot))
+        self.env.reset([env_index], [start])
+        trace.observations.append(self.observe(env_index))
         for start_index in range(0, len(actions), chunk):
             if before_chunk is not None:
                 before_chunk()
-            result = self.env.step_chunk([slot], actions[None, start_index : start_index + chunk])
+            result = self.env.step_chunk([env_index], actions[None, start_index : start_index + chunk])
             trace.results.append(result)
-            trace.observations.append(self.observe(slot))
+            trace.observations.append(self.observe(env_index))
             if result.done.any():
                 break
         return trace

@@ -6,7 +6,7 @@ import numpy as np
 
 from embodyrl.envs.check.harness import CHUNK_LENGTH, Harness, check, describe_observation_difference
 from embodyrl.errors import EnvError, NoImageError
-from embodyrl.isolation import left_after
+from embodyrl.isolation import wait_for_leftovers
 
 MEASURED_STEPS = 64
 CLOSE_SECONDS = 1.0
@@ -68,7 +68,7 @@ def speed(harness: Harness) -> None:
     harness.note = (
         f"{steps / (steps_end - started):.0f} steps/s without observing, "
         f"{1000 * (observations_end - steps_end) / CHUNK_LENGTH:.2f} ms per observation, "
-        f"{1000 * (time.perf_counter() - observations_end):.2f} ms per reset (one slot)"
+        f"{1000 * (time.perf_counter() - observations_end):.2f} ms per reset (one environment)"
     )
 
 
@@ -77,5 +77,5 @@ def close(harness: Harness) -> None:
     """Check that `close` stops all threads and child processes, and can be called twice."""
     harness.env.close()
     harness.env.close()
-    remaining = left_after(CLOSE_SECONDS, harness.threads, harness.children)
+    remaining = wait_for_leftovers(CLOSE_SECONDS, harness.threads, harness.children)
     harness.warn_unless(not remaining, "close", "no threads (other than daemons) and child processes left", remaining)

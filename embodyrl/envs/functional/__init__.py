@@ -1,1 +1,1 @@
-"""JAX environments that are pure functions of a state (gymnax, Brax, MuJoCo Playground), batched over slots."""
+"""JAX environments that are pure functions of a state (gymnax, Brax, MuJoCo Playground), batched over environments."""

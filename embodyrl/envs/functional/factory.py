@@ -14,7 +14,7 @@ from embodyrl.envs.functional.settings import FunctionalSettings
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
-from embodyrl.isolation import NoAnswerError, call_isolated
+from embodyrl.isolation import NoResultError, call_isolated
 from embodyrl.types import ActionKind, EnvSpec, RewardSpec, SimulatorSpec, TextSpec
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _BUILD_S = 600.0
 
 
 class FunctionalFactory(SimFactory[FunctionalSettings]):
-    """Factory of JAX environments, with one batch for all slots of a worker."""
+    """Factory of JAX environments, with one batch for all environments of a worker."""
 
     settings = FunctionalSettings
 
@@ -53,7 +53,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
             return describe_in_process(cfg)
         try:
             return call_isolated(f"{__name__}:describe_in_process", cfg, kind=EnvSpec, timeout_s=_BUILD_S)
-        except NoAnswerError as error:
+        except NoResultError as error:
             raise EnvError(
                 f"env.id={cfg.id}: building the environment in a separate process failed: {error}."
             ) from error
@@ -63,7 +63,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
         functions = _load(cfg)
         from embodyrl.envs.functional.sims import FunctionalSims
 
-        return FunctionalSims(_build_spec(cfg, functions), functions, context.num_slots)
+        return FunctionalSims(_build_spec(cfg, functions), functions, context.num_envs)
 
 
 def describe_in_process(cfg: FunctionalSettings) -> EnvSpec:

@@ -1,4 +1,4 @@
-"""Simulators for JAX environments: one compiled call steps all slots of a batch."""
+"""Simulators for JAX environments: one compiled call steps all environments of a batch."""
 
 from typing import Any
 
@@ -12,62 +12,62 @@ from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, IntArray
 
 
 class FunctionalSims(Simulators):
-    """Simulators of one batched JAX environment; slots that are not stepped keep their state.
+    """Simulators of one batched JAX environment; environments that are not stepped keep their state.
 
     The reset id determines an episode's random key, from which the key of each step is derived. Observations on the
     CPU are read from JAX's memory without a copy, through DLPack.
     """
 
-    def __init__(self, spec: EnvSpec, functions: Functions, num_slots: int) -> None:
+    def __init__(self, spec: EnvSpec, functions: Functions, num_envs: int) -> None:
         super().__init__(spec)
         self._discrete = spec.action.kind is ActionKind.discrete
         low, high = spec.action.bounds
         self._low, self._high = np.array(low, np.float32), np.array(high, np.float32)
-        self._shape = num_slots, spec.action.dim
-        self._ids = np.zeros(num_slots, np.uint32)
-        self._step_counts = np.zeros(num_slots, np.uint32)
+        self._shape = num_envs, spec.action.dim
+        self._ids = np.zeros(num_envs, np.uint32)
+        self._step_counts = np.zeros(num_envs, np.uint32)
         self._reset, self._step = _compile_functions(functions, self._discrete)
         self._current: StepResult = self._reset.all(self._ids.copy())
 
-    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start an episode in each of the slots; all other slots keep their state."""
-        self._ids[slots], self._step_counts[slots] = reset_ids, 0
-        self._current = self._reset.masked(self._current, self._get_mask(slots), self._ids.copy())
+    def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Start an episode in each of the environments; all other environments keep their state."""
+        self._ids[env_indices], self._step_counts[env_indices] = reset_ids, 0
+        self._current = self._reset.masked(self._current, self._get_mask(env_indices), self._ids.copy())
 
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Execute one action in each of the slots, in one compiled call."""
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
+        """Execute one action in each of the environments, in one compiled call."""
         batch = np.zeros(self._shape, np.float32)
-        batch[slots] = np.clip(actions, self._low, self._high)
-        self._step_counts[slots] += 1
+        batch[env_indices] = np.clip(actions, self._low, self._high)
+        self._step_counts[env_indices] += 1
         # Copies: JAX may read the memory of its arguments after the call returns.
         self._current = current = self._step(
-            self._current, self._get_mask(slots), batch, self._ids.copy(), self._step_counts.copy()
+            self._current, self._get_mask(env_indices), batch, self._ids.copy(), self._step_counts.copy()
         )
         return SimSteps(
-            reward=to_numpy(current.reward)[slots],
-            terminated=to_numpy(current.terminated)[slots],
-            success=to_numpy(current.success)[slots],
-            truncated=to_numpy(current.truncated)[slots],
+            reward=to_numpy(current.reward)[env_indices],
+            terminated=to_numpy(current.terminated)[env_indices],
+            success=to_numpy(current.success)[env_indices],
+            truncated=to_numpy(current.truncated)[env_indices],
         )
 
-    def _get_mask(self, slots: IntArray) -> np.ndarray:
+    def _get_mask(self, env_indices: IntArray) -> np.ndarray:
         mask = np.zeros(len(self._ids), np.bool_)
-        mask[slots] = True
+        mask[env_indices] = True
         return mask
 
-    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the observations of the slots into rows of `state`; there are no images."""
-        state[rows] = to_numpy(self._current.obs)[slots]
+    def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the observations of the environments into rows of `state`; there are no images."""
+        state[rows] = to_numpy(self._current.obs)[env_indices]
 
-    def save(self, slot: int) -> Any:
-        """Return a copy of the slot's state, its reset id, and its number of steps."""
-        part = jax.tree.map(lambda array: np.array(array[slot]), self._current)
-        return part, int(self._ids[slot]), int(self._step_counts[slot])
+    def save(self, env_index: int) -> Any:
+        """Return a copy of the environment's state, its reset id, and its number of steps."""
+        part = jax.tree.map(lambda array: np.array(array[env_index]), self._current)
+        return part, int(self._ids[env_index]), int(self._step_counts[env_index])
 
-    def load(self, slot: int, state: Any) -> None:
-        """Restore a saved state of the slot's episode."""
-        part, self._ids[slot], self._step_counts[slot] = state
-        self._current = jax.tree.map(lambda array, value: array.at[slot].set(value), self._current, part)
+    def load(self, env_index: int, state: Any) -> None:
+        """Restore a saved state of the environment's episode."""
+        part, self._ids[env_index], self._step_counts[env_index] = state
+        self._current = jax.tree.map(lambda array, value: array.at[env_index].set(value), self._current, part)
 
 
 def to_numpy(array: Array) -> np.ndarray:
@@ -79,7 +79,7 @@ def to_numpy(array: Array) -> np.ndarray:
 
 
 class _ResetFunctions:
-    """Compiled reset functions: `all` resets the whole batch, `masked` only the slots in a mask."""
+    """Compiled reset functions: `all` resets the whole batch, `masked` only the environments in a mask."""
 
     def __init__(self, functions: Functions) -> None:
         reset_all = jax.vmap(lambda reset_id: functions.reset(_derive_key(reset_id, 0)))

@@ -82,7 +82,7 @@ def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) 
     if isinstance(env, VectorEnv) and env.num_envs != num_envs:
         raise ConfigError(
             f"env.id={env_id} returned a vector environment of {env.num_envs} environments, expected num_envs="
-            f"{num_envs}. Fix: build num_envs identical environments, because any slot may run any episode."
+            f"{num_envs}. Fix: build num_envs identical environments, because any environment may run any episode."
         )
     if isinstance(env, VectorEnv) and not builds_vector(cfg):
         raise ConfigError(
@@ -92,9 +92,10 @@ def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) 
 
 
 STATISTICS_NOT_SAVED = (
-    "normalizes with running statistics, which every slot estimates alone and no checkpoint contains, so evaluations "
+    "normalizes with running statistics, which each environment estimates alone and no checkpoint contains, so "
+    "evaluations "
     "would observe other numbers than training. Fix: remove it; model.normalize_state=true normalizes states and "
-    "algorithm.normalize_returns=true rewards, with saved statistics of all slots."
+    "algorithm.normalize_returns=true rewards, with saved statistics of all environments."
 )
 
 
@@ -175,7 +176,7 @@ def get_parameters(creator: Any) -> dict[str, inspect.Parameter]:
 
 
 def builds_vector(cfg: GymSettings) -> bool:
-    """Return True if the function or class of `env.id` builds one vector environment for all slots."""
+    """Return True if the function or class of `env.id` builds one vector environment for all environments."""
     assert cfg.id is not None
     if (creator := find_creator(cfg.id)) is not None:
         is_class = isinstance(creator, type)

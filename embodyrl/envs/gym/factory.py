@@ -52,23 +52,23 @@ class GymFactory(SimFactory[GymSettings]):
         """
         from embodyrl.envs.gym.isolated import describe
 
-        return describe(cfg, context.pictures)
+        return describe(cfg, context.renders_images)
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
-        """Build the simulators: one environment per slot, created at its first reset, or one vector environment."""
+        """Build the simulators: one environment per index, created at its first reset, or one vector environment."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims
 
-        probed = probe(cfg, renders=context.pictures, known_spec=context.described)
+        probed = probe(cfg, renders=context.renders_images, known_spec=context.described)
         spec, build = build_spec(cfg, probed), partial(create, cfg, probed.kwargs)
         if probed.is_vector:
             from embodyrl.envs.gym.vector_sims import VectorSims
 
-            return VectorSims(cfg, spec, probed, build, context.num_slots)
+            return VectorSims(cfg, spec, probed, build, context.num_envs)
         return GymSims(cfg, spec, probed, build)
 
-    def judge(self, cfg: GymSettings) -> GoalReward:
+    def make_goal_reward(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabelled goals with a single environment."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.goals import GymGoals

@@ -7,7 +7,7 @@ from dataclasses import replace
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spec import describe_in_process
 from embodyrl.errors import EnvError
-from embodyrl.isolation import NoAnswerError, call_isolated, left_after
+from embodyrl.isolation import NoResultError, call_isolated, wait_for_leftovers
 from embodyrl.types import EnvSpec
 
 _BUILD_S = 600.0
@@ -26,7 +26,7 @@ def describe(cfg: GymSettings, renders: bool) -> EnvSpec:
         return describe_in_process(cfg, renders)
     try:
         return call_isolated(f"{__name__}:describe_and_check_close", cfg, renders, kind=EnvSpec, timeout_s=_BUILD_S)
-    except NoAnswerError as error:
+    except NoResultError as error:
         raise EnvError(
             f"env.id={cfg.id}: the test process, which builds, resets and steps the environment once, "
             f"failed: {error}. Fix the environment; --traceback shows the log of the process."
@@ -44,6 +44,6 @@ def _is_loaded(cfg: GymSettings) -> bool:
 def describe_and_check_close(cfg: GymSettings, renders: bool) -> EnvSpec:
     """Return the spec of an environment, with a warning if threads or processes outlive its `close`."""
     spec = describe_in_process(cfg, renders)
-    remaining = left_after(_CLOSE_S)
+    remaining = wait_for_leftovers(_CLOSE_S)
     warning = f"{remaining} did not end with the environment's close(); fix: stop threads and processes in close()"
     return replace(spec, warnings=(*spec.warnings, warning)) if remaining else spec

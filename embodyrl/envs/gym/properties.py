@@ -36,8 +36,8 @@ class Probe:
     has_expert: bool
     """True if the environment or a wrapper has a method `expert_action`."""
     is_vector: bool
-    """True for a `gymnasium.vector.VectorEnv`, which contains all slots; `observation_space` and `action_space` are
-    those of one slot."""
+    """True for a `gymnasium.vector.VectorEnv`, which contains all environments; `observation_space` and `action_space`
+    are those of one environment."""
     renders: bool
     """True if the environment supports the render mode `rgb_array`."""
     warnings: tuple[str, ...] = ()

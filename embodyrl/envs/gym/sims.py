@@ -1,4 +1,4 @@
-"""Simulators for Gymnasium environments, with one instance per slot."""
+"""Simulators for Gymnasium environments, with one instance per environment."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ from embodyrl.envs.gym.episode_info import get_final_step, get_success_keys, rea
 from embodyrl.envs.gym.properties import Probe
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, make_action_converter, make_action_flattener
-from embodyrl.envs.simulators import PerSlot, SimStep, Simulators
+from embodyrl.envs.simulators import SequentialSimulators, SimStep, Simulators
 from embodyrl.errors import EnvError, NoImageError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
@@ -34,14 +34,14 @@ class GymSimulators(Simulators):
         self._writer = ObservationWriter(spec.name, probe.observation_space)
         self._observations: dict[int, Any] = {}
 
-    def render(self, slot: int) -> ByteArray:
+    def render(self, env_index: int) -> ByteArray:
         """Return a rendered frame, or the image observation of an environment that does not render.
 
         Raises:
             EnvError: the environment has neither a render mode nor an image observation.
         """
         try:
-            frame = self._render_frame(slot)
+            frame = self._render_frame(env_index)
         except GymnasiumError as error:
             raise NoImageError(
                 f"env '{self.spec.name}' cannot render: {error}. To record no video, set video=none."
@@ -54,31 +54,31 @@ class GymSimulators(Simulators):
         if frame is None and not self.spec.cameras.names:
             problem = "add the render mode 'rgb_array' or an image observation, or set video=none"
             raise NoImageError(f"env '{self.spec.name}' has no image to record: {problem}.")
-        return self._writer.image(self._observations[slot]) if frame is None else to_single_frame(frame)
+        return self._writer.image(self._observations[env_index]) if frame is None else to_single_frame(frame)
 
-    def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode (see `Simulators.instruction`)."""
-        return self._instructions.get(slot)
+    def instruction(self, env_index: int) -> str | None:
+        """Return the instruction of the environment's episode (see `Simulators.instruction`)."""
+        return self._instructions.get(env_index)
 
-    def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
+    def _read_instruction(self, env_index: int, info: Mapping[str, Any], env: Any = None) -> None:
         if not self.spec.text.prompt_bytes:
             return
-        text = read_instruction(self._cfg, self._writer.texts, self._observations[slot], info, env)
+        text = read_instruction(self._cfg, self._writer.texts, self._observations[env_index], info, env)
         if text is not None and len(text.encode("utf-8", errors="replace")) > self.spec.text.prompt_bytes:
             raise EnvError(
                 f"env '{self.spec.name}': the instruction {text!r:.60} is longer than "
                 f"{self.spec.text.prompt_bytes} bytes, the limit of its Text space or the bytes reserved for it. "
                 "Fix: declare a longer Text space, or set env.instruction."
             )
-        self._instructions[slot] = text
+        self._instructions[env_index] = text
 
     @abstractmethod
-    def _render_frame(self, slot: int) -> Any:
+    def _render_frame(self, env_index: int) -> Any:
         """Render a frame; return None without a render mode."""
 
 
-class GymSims(GymSimulators, PerSlot):
-    """Simulators with one instance of a Gymnasium environment per slot."""
+class GymSims(GymSimulators, SequentialSimulators):
+    """Simulators with one instance of a Gymnasium environment per environment."""
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, probe: Probe, create: Callable[..., Any]) -> None:
         super().__init__(cfg, spec, probe)
@@ -87,25 +87,25 @@ class GymSims(GymSimulators, PerSlot):
         self._envs: dict[int, AnyEnv] = {}
         self._infos: dict[int, dict[str, Any]] = {}
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
         """Reset the environment with the reset id as seed, which determines the initial state and all randomness."""
-        if slot not in self._envs:
-            self._envs[slot] = self._create()
-        env = self._envs[slot]
-        self._observations[slot], self._infos[slot] = begin_episode(self.spec.name, env, reset_id)
-        self._read_instruction(slot, self._infos[slot], env)
-        success = read_success(self._infos[slot], self._success_keys)
-        self.note_start(slot, solved=bool(to_bool(self.spec.name, "success in info", success)))
+        if env_index not in self._envs:
+            self._envs[env_index] = self._create()
+        env = self._envs[env_index]
+        self._observations[env_index], self._infos[env_index] = begin_episode(self.spec.name, env, reset_id)
+        self._read_instruction(env_index, self._infos[env_index], env)
+        success = read_success(self._infos[env_index], self._success_keys)
+        self.record_solved_start(env_index, solved=bool(to_bool(self.spec.name, "success in info", success)))
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; read success from `info`."""
         name = self.spec.name
-        result = require_step(name, self._envs[slot].step(self._convert_action(action)))
+        result = require_step(name, self._envs[env_index].step(self._convert_action(action)))
         observation, reward, terminated, truncated, info = result
         terminated, truncated = to_bool(name, "terminated", terminated), to_bool(name, "truncated", truncated)
         if terminated or truncated:
             observation, info = get_final_step(observation, info)
-        self._observations[slot], self._infos[slot] = observation, info
+        self._observations[env_index], self._infos[env_index] = observation, info
         return SimStep(
             reward=to_float(name, reward),
             terminated=terminated,
@@ -113,17 +113,17 @@ class GymSims(GymSimulators, PerSlot):
             truncated=truncated,
         )
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Write the slot's last observation into the arrays of `out`."""
-        self._writer.write(self._observations[slot], out)
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
+        """Write the environment's last observation into the arrays of `out`."""
+        self._writer.write(self._observations[env_index], out)
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         """Return the action of the environment's own `expert_action()`."""
-        return self._flatten_action(self._envs[slot].get_wrapper_attr("expert_action")())
+        return self._flatten_action(self._envs[env_index].get_wrapper_attr("expert_action")())
 
-    def info(self, slot: int) -> dict[str, Any]:
+    def info(self, env_index: int) -> dict[str, Any]:
         """Return the environment's `info` of the last step."""
-        return self._infos[slot]
+        return self._infos[env_index]
 
     def close(self) -> None:
         """Close the environments; idempotent.
@@ -136,8 +136,8 @@ class GymSims(GymSimulators, PerSlot):
             except Exception as error:
                 log.warning("close() of env '%s' failed: %s", self.spec.name, format_error(error))
 
-    def _render_frame(self, slot: int) -> Any:
-        env = self._envs[slot]
+    def _render_frame(self, env_index: int) -> Any:
+        env = self._envs[env_index]
         frame = env.render() if env.render_mode == "rgb_array" else None
         if frame is None and env.render_mode == "rgb_array" and not self.spec.cameras.names:
             raise EnvError(f"env '{self.spec.name}': render() returned None, expected an image [H, W, 3].")

@@ -18,7 +18,7 @@ from embodyrl.envs.gym.episode_info import get_success_keys, has_success_key, re
 from embodyrl.envs.gym.properties import PROBED_S, get_max_probe_steps, measure_success
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, get_member, iterate_leaves
-from embodyrl.envs.gym.vector_sims import get_autoreset_mode, get_slot_info
+from embodyrl.envs.gym.vector_sims import get_autoreset_mode, get_env_info
 from embodyrl.errors import ConfigError
 
 
@@ -44,16 +44,16 @@ def probe_vector_steps(cfg: GymSettings, env: Any) -> dict[str, Any]:
     if problem:
         raise ConfigError(
             f"env.id={env_id} is a vector environment that resets all environments together, "
-            f"so slots cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
+            f"so environments cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
             f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
-            f"which is built once per slot."
+            f"which is built once per environment."
         )
     keys = get_success_keys(cfg)
     infos, rewards = _continue_episode(cfg, env, keys, result)
     space = env.single_observation_space
     writer = ObservationWriter(env_id, space)
     writer.check(first)
-    first_info = get_slot_info(reset_info, 0, env.num_envs)
+    first_info = get_env_info(reset_info, 0, env.num_envs)
     instruction = read_instruction(cfg, writer.texts, first, first_info)
     success = measure_success(infos, keys, rewards)
     warnings = [

@@ -149,7 +149,7 @@ ActionIterator = Iterator[FloatArray]
 class Expert:
     """Scripted expert for one episode; the seed selects the first grasp.
 
-    An expert contains no simulator objects, so it stays valid if the slot's model is swapped or reloaded.
+    An expert contains no simulator objects, so it stays valid if the environment's model is swapped or reloaded.
     """
 
     def __init__(self, seed: int, *, nearest: bool = False) -> None:
@@ -161,8 +161,8 @@ class Expert:
         self._actions = self._generate_actions()
 
     def act(self, scene: Scene) -> FloatArray:
-        """Return the next action [7] for the current state of the slot's model."""
-        # Slots share the model: its derived poses may be those of another slot's last step.
+        """Return the next action [7] for the current state of the environment's model."""
+        # Environments share the model: its derived poses may be those of another environment's last step.
         scene.refresh()
         self._scene = scene
         try:

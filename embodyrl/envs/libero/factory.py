@@ -7,14 +7,14 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import ChangesStateIds
-from embodyrl.controls import arm_controls
-from embodyrl.envs.factory import SimFactory, tasks_in_memory
+from embodyrl.controls import build_arm_controls
+from embodyrl.envs.factory import SimFactory, get_max_tasks_in_memory
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, get_variant, remove_plus_axis
 from embodyrl.envs.mujoco_rendering import choose_renderer
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
-from embodyrl.envs.sim_checks import camera_problems, task_problems
+from embodyrl.envs.sim_checks import find_camera_problems, find_task_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.registry import closest
 from embodyrl.types import (
@@ -211,8 +211,8 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         elif name not in _list_suites():
             yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, _list_suites())} Known: {known}."
         else:
-            yield from task_problems(cfg, SUITE_TASKS[get_base_suite(name)], f"the tasks of {name}")
-        yield from camera_problems(cfg, CAMERAS)
+            yield from find_task_problems(cfg, SUITE_TASKS[get_base_suite(name)], f"the tasks of {name}")
+        yield from find_camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
         """Return the other suites: `base` and the perturbations; empty if the suite has no perturbations."""
@@ -249,7 +249,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             action=ActionSpec(
                 dim=7,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0, binary=True)),
-                controls=arm_controls(
+                controls=build_arm_controls(
                     right=(1, TELEOP_STEP),
                     away=(0, -TELEOP_STEP),
                     up=(2, TELEOP_STEP),
@@ -292,15 +292,15 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         )
 
     def simulators(self, cfg: LiberoSettings, context: EnvContext) -> Simulators:
-        """Build the simulators; the model of a task is loaded when a slot first runs the task."""
+        """Build the simulators; the model of a task is loaded when an environment first runs the task."""
         spec = self.describe(cfg, context)
         install.prepare_process()
         from embodyrl.envs.libero.sims import LiberoSims
 
         lean = cfg.render_profile is RenderProfile.lean
-        max_in_memory = tasks_in_memory(TASK_BYTES[cfg.render_profile], context.num_workers)
+        max_in_memory = get_max_tasks_in_memory(TASK_BYTES[cfg.render_profile], context.num_workers)
         # Unused models would only fill the GPU.
-        max_models = min(max_in_memory, context.num_slots) if spec.simulator.on_gpu else max_in_memory
+        max_models = min(max_in_memory, context.num_envs) if spec.simulator.on_gpu else max_in_memory
         sims = LiberoSims(
             spec,
             max_models=max_models,
@@ -313,7 +313,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         )
         # A fresh installation compiles for many seconds at its first reset: do that at the start of a worker.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)
-        sims.reset_slot(0, spec.reset_ids_of(task).start, 0)
+        sims.reset_env(0, spec.get_reset_ids(task).start, 0)
         return sims
 
 

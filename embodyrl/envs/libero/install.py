@@ -195,4 +195,4 @@ def _import_module(name: str) -> Any:
         with suppress_output():
             return importlib.import_module(name)
     except ImportError as error:
-        raise MissingDependencyError.of_import("LIBERO", error, INSTALL) from error
+        raise MissingDependencyError.from_import_error("LIBERO", error, INSTALL) from error

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from embodyrl.envs.meshes import decimate, read_mesh, small_copy
+from embodyrl.envs.meshes import decimate, get_reduced_copy, read_mesh
 
 MAX_FACES = 2000
 """Maximum number of triangles per mesh; a scene of the benchmark has 70 to 110 meshes with up to 100 000 triangles."""
@@ -34,12 +34,12 @@ def reduce_visuals(xml: str) -> str:
     physical = _get_physical_meshes(root)
     for mesh in assets.findall("mesh"):
         if mesh.get("name") not in physical and (file := mesh.get("file")):
-            mesh.set("file", str(small_copy(Path(file), f"{MAX_FACES} faces", ".msh", _decimate_mesh)))
+            mesh.set("file", str(get_reduced_copy(Path(file), f"{MAX_FACES} faces", ".msh", _decimate_mesh)))
             # Thin decimated meshes may enclose no volume, which MuJoCo rejects even for unused meshes.
             mesh.set("inertia", "shell")
     for texture in assets.findall("texture"):
         if (file := texture.get("file")) and texture.get("gridsize") is None:
-            texture.set("file", str(small_copy(Path(file), f"{MAX_TEXTURE} px", ".png", _shrink_texture)))
+            texture.set("file", str(get_reduced_copy(Path(file), f"{MAX_TEXTURE} px", ".png", _shrink_texture)))
     return ET.tostring(root, encoding="unicode")
 
 

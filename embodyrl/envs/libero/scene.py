@@ -76,7 +76,7 @@ class Scene:
 
     def is_reached(self, goal: Goal) -> bool:
         """Return True if the goal's predicate is true in the current state."""
-        # Contacts may still be those of another slot on the same model.
+        # Contacts may still be those of another environment on the same model.
         mujoco.mj_fwdPosition(self._model, self._data)
         return bool(self._env._eval_predicate([goal.relation, goal.subject, goal.target]))
 

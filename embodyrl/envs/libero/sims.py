@@ -1,4 +1,4 @@
-"""Simulators for LIBERO tasks, whose slots share loaded task models."""
+"""Simulators for LIBERO tasks, whose environments share loaded task models."""
 
 import logging
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Expert
 from embodyrl.envs.libero.plus import get_variant
 from embodyrl.envs.libero.simulator import FRONT_CAMERA, SimState, TaskSimulator
-from embodyrl.envs.simulators import PerSlot, SimStep
+from embodyrl.envs.simulators import SequentialSimulators, SimStep
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LoadedModel:
-    """Loaded task model, and the slot that uses the model."""
+    """Loaded task model, and the environment that uses the model."""
 
     simulator: TaskSimulator
     occupant: int | None = None
-    """Slot whose state the model contains; None: no slot."""
+    """Environment whose state the model contains; None: no environment."""
 
 
 class SimPool:
-    """Cache of loaded task models (LRU) that slots share: a slot's state is copied into a model when the slot is used.
+    """Cache of loaded task models (LRU) that environments share: using an environment copies its state into a model.
 
     Copying a state takes less than a millisecond; loading a model takes about two seconds.
     """
@@ -43,20 +43,20 @@ class SimPool:
         self._task: dict[int, int] = {}
         self._warned = False
 
-    def begin(self, slot: int, task: int) -> TaskSimulator:
-        """Assign a model of `task` to the slot for a new episode; the slot's previous state is dropped."""
+    def begin(self, env_index: int, task: int) -> TaskSimulator:
+        """Assign a model of `task` to the environment for a new episode; its previous state is dropped."""
         # Not saved: its episode is over.
-        self._saved.pop(slot, None)
+        self._saved.pop(env_index, None)
         for loaded in self.loaded.values():
-            if loaded.occupant == slot:
+            if loaded.occupant == env_index:
                 loaded.occupant = None
-        self._task[slot] = task
-        return self._occupy(slot, task).simulator
+        self._task[env_index] = task
+        return self._occupy(env_index, task).simulator
 
-    def use(self, slot: int) -> TaskSimulator:
-        """Return the slot's model, after loading the state of the slot's episode."""
-        loaded = self._occupy(slot, self._task[slot])
-        state = self._saved.pop(slot, None)
+    def use(self, env_index: int) -> TaskSimulator:
+        """Return the environment's model, after loading the state of the environment's episode."""
+        loaded = self._occupy(env_index, self._task[env_index])
+        state = self._saved.pop(env_index, None)
         if state is not None:
             loaded.simulator.load(state)
         return loaded.simulator
@@ -68,13 +68,13 @@ class SimPool:
         self._saved.clear()
         self._task.clear()
 
-    def _occupy(self, slot: int, task: int) -> LoadedModel:
-        # Slots on one task share a model, which contains the state of the last slot that used it.
+    def _occupy(self, env_index: int, task: int) -> LoadedModel:
+        # Environments on one task share a model, which contains the state of the last environment that used it.
         loaded = self.loaded.get(task) or self._load(task)
         self.loaded.move_to_end(task)
-        if loaded.occupant != slot:
+        if loaded.occupant != env_index:
             self._save_occupant(loaded)
-            loaded.occupant = slot
+            loaded.occupant = env_index
         return loaded
 
     def _load(self, task: int) -> LoadedModel:
@@ -97,17 +97,18 @@ class SimPool:
             return
         self._warned = True
         log.warning(
-            "LIBERO: slots of this worker run %d tasks, but memory suffices for %d model(s), so every switch reloads "
-            "one (about 2 s). Use fewer tasks (env.train.task_ids) or env slots, or more memory.",
+            "LIBERO: environments of this worker run %d tasks, but memory suffices for %d model(s), so every switch "
+            "reloads "
+            "one (about 2 s). Use fewer tasks (env.train.task_ids) or environments, or more memory.",
             len(set(self._task.values())),
             self._max_models,
         )
 
 
-class LiberoSims(PerSlot):
+class LiberoSims(SequentialSimulators):
     """Simulators for the tasks of a LIBERO suite, and of additional suites in evaluations."""
 
-    sequential = True  # slots share models: changing the slot swaps the whole simulator state
+    sequential = True  # environments share models: changing the environment swaps the whole simulator state
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class LiberoSims(PerSlot):
             "settle_open": settle_open,
         }
         self.task_limit = max_models
-        names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
+        names = dict.fromkeys(spec.get_suite(task) for task in range(len(spec.tasks)))
         self._tasks = [
             (name, number, task) for name in names for number, task in enumerate(install.get_suite_tasks(name))
         ]
@@ -139,8 +140,8 @@ class LiberoSims(PerSlot):
         self._seeds: dict[int, int] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Reset the slot to initial state `reset_id`, and execute the settling steps.
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
+        """Reset the environment to initial state `reset_id`, and execute the settling steps.
 
         Raises:
             EnvError: the initial state in the benchmark's files does not fit the task.
@@ -154,44 +155,44 @@ class LiberoSims(PerSlot):
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
                 f"expected {install.STATES_PER_TASK}. Fix: {install.INSTALL}"
             )
-        self._seeds[slot] = seed
-        self._experts[slot] = Expert(seed, nearest=self._nearest)
-        simulator = self.pool.begin(slot, task)
+        self._seeds[env_index] = seed
+        self._experts[env_index] = Expert(seed, nearest=self._nearest)
+        simulator = self.pool.begin(env_index, task)
         state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
-        self.note_start(slot, solved=simulator.reset(state, seed, change))
+        self.record_solved_start(env_index, solved=simulator.reset(state, seed, change))
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [7] in -1..1: position and rotation changes, and the gripper (-1: open).
 
         A change of 1 is 0.05 m or 0.5 rad.
         """
-        return self.pool.use(slot).step(action)
+        return self.pool.use(env_index).step(action)
 
-    def info(self, slot: int) -> dict[str, float]:
+    def info(self, env_index: int) -> dict[str, float]:
         """Return `goals`: the fraction of the task's goal predicates that are true in the current state."""
-        return {"goals": self.pool.use(slot).get_goal_fraction()}
+        return {"goals": self.pool.use(env_index).get_goal_fraction()}
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         """Return the expert's next action [7], which must be executed before the next call."""
-        return self._experts[slot].act(self.pool.use(slot).scene)
+        return self._experts[env_index].act(self.pool.use(env_index).scene)
 
-    def save(self, slot: int) -> SimState:
-        """Return a copy of the state of the slot's episode."""
-        return self.pool.use(slot).save()
+    def save(self, env_index: int) -> SimState:
+        """Return a copy of the state of the environment's episode."""
+        return self.pool.use(env_index).save()
 
-    def load(self, slot: int, state: SimState) -> None:
-        """Restore a saved state of the slot's episode; the expert plans again."""
-        self.pool.use(slot).load(state)
-        self._experts[slot] = Expert(self._seeds[slot], nearest=self._nearest)
+    def load(self, env_index: int, state: SimState) -> None:
+        """Restore a saved state of the environment's episode; the expert plans again."""
+        self.pool.use(env_index).load(state)
+        self._experts[env_index] = Expert(self._seeds[env_index], nearest=self._nearest)
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
         """Write the camera images and proprioception [8] into the arrays of `out`."""
-        self.pool.use(slot).observe(self.spec.cameras.names, out.images, out.state)
+        self.pool.use(env_index).observe(self.spec.cameras.names, out.images, out.state)
 
-    def render(self, slot: int) -> ByteArray:
+    def render(self, env_index: int) -> ByteArray:
         """Return upright frames of the front camera and the policy's other cameras, side by side."""
         cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras.names if name != FRONT_CAMERA)]
-        simulator = self.pool.use(slot)
+        simulator = self.pool.use(env_index)
         return np.concatenate([simulator.render_frame(name, *self.spec.cameras.size) for name in cameras], axis=1)
 
     def close(self) -> None:

@@ -197,7 +197,7 @@ class TaskSimulator:
 
     def get_goal_fraction(self) -> float:
         """Return the fraction of the task's goal predicates that are true."""
-        # Contacts may still be those of another slot on the same model.
+        # Contacts may still be those of another environment on the same model.
         mujoco.mj_fwdPosition(self._model, self._data)
         reached = [bool(self._env._eval_predicate(state)) for state in self._env.parsed_problem["goal_state"]]
         return sum(reached) / len(reached)

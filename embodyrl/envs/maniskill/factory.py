@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from embodyrl.controls import arm_controls
+from embodyrl.controls import build_arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.maniskill.install import Description, describe_in_subprocess
 from embodyrl.envs.maniskill.settings import (
@@ -16,7 +16,7 @@ from embodyrl.envs.maniskill.settings import (
     get_instruction,
 )
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.sim_checks import camera_problems
+from embodyrl.envs.sim_checks import find_camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
@@ -36,7 +36,7 @@ from embodyrl.types import (
 _STEP, _TURN = 0.2, 0.5
 """Translation and rotation command of a pressed key in `embodyrl play`: 2 cm and 0.05 rad per step."""
 _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
-"""Estimated GPU memory in bytes: fixed part of a batch (PhysX and renderer), per slot, and per pixel of a camera."""
+"""Estimated GPU memory in bytes: fixed part (PhysX and renderer), per environment, and per pixel of a camera."""
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
@@ -53,7 +53,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
                 f"env.sim_backend=gpu: at each reset, env.id={cfg.id} steps the whole batch until objects settle, "
                 f"which would change running episodes. Set env.sim_backend=cpu."
             )
-        yield from camera_problems(cfg)
+        yield from find_camera_problems(cfg)
         reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {
             *cfg.kwargs
         }
@@ -80,12 +80,12 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         return EnvCosts(gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + _PIXEL_BYTES * pixels))
 
     def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
-        """Build one simulator per slot, at its first reset, or one batched simulator for all slots."""
+        """Build one simulator per environment, at its first reset, or one batched simulator for all environments."""
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 
         spec = _build_spec(cfg, describe(cfg))
-        return BatchSims(spec, cfg, context.num_slots) if spec.simulator.lockstep else ManiSkillSims(spec, cfg)
+        return BatchSims(spec, cfg, context.num_envs) if spec.simulator.lockstep else ManiSkillSims(spec, cfg)
 
 
 def _find_sizes(sensors: object, prefix: str) -> list[str]:
@@ -117,7 +117,7 @@ def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
     controls = None
     if uses_poses and gripper:  # as seen by a camera that faces the robot
         turns = ((3, _TURN), (4, _TURN), (5, _TURN))
-        controls = arm_controls(right=(1, _STEP), away=(0, -_STEP), up=(2, _STEP), turns=turns, gripper=gripper)
+        controls = build_arm_controls(right=(1, _STEP), away=(0, -_STEP), up=(2, _STEP), turns=turns, gripper=gripper)
     is_bridge, is_batched = name in BRIDGE_EPISODES, cfg.sim_backend is SimBackend.gpu
     return EnvSpec(
         name=name,

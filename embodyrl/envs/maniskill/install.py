@@ -11,7 +11,7 @@ from embodyrl.config.settings import to_builtin
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, SimBackend
 from embodyrl.errors import MissingDependencyError
-from embodyrl.isolation import NoAnswerError, call_isolated, run_isolated
+from embodyrl.isolation import NoResultError, call_isolated, run_isolated
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
 
@@ -109,7 +109,7 @@ def _describe_cached(cfg: str) -> Description:
     try:
         settings = ManiSkillSettings.model_validate_json(cfg)
         return call_isolated("embodyrl.envs.maniskill.simulator:describe", settings, kind=Description)
-    except NoAnswerError as error:
+    except NoResultError as error:
         raise MissingDependencyError(
             f"ManiSkill cannot build the task of env.id: {error}. Fix: {INSTALL}; {VULKAN_FIX}"
         ) from error

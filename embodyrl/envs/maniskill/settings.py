@@ -23,7 +23,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     obs_mode: ObsMode = ObsMode.rgb
     """rgb: camera images and proprioception; state: all state observations of the task, no images."""
     sim_backend: Annotated[SimBackend, ChangesStateIds] = SimBackend.cpu
-    """cpu: one simulator per slot, exactly reproducible; gpu: one batch for all slots of a worker."""
+    """cpu: one simulator per environment, exactly reproducible; gpu: one batch for all environments of a worker."""
     control_mode: str | None = None
     """Control mode of the robot; default: the control mode of the task."""
     reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] | None = None

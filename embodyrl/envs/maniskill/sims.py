@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import build, get_state, restart, restart_rows
-from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps, Simulators
+from embodyrl.envs.simulators import SequentialSimulators, SimStep, SimSteps, Simulators
 from embodyrl.types import ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 _ACTION_UNIT = 0.1
@@ -154,8 +154,8 @@ class _BaseSims(Simulators):
         return [tensor.cpu().numpy() for tensor in tensors]
 
 
-class ManiSkillSims(_BaseSims, PerSlot):
-    """Simulators of one task, one per slot."""
+class ManiSkillSims(_BaseSims, SequentialSimulators):
+    """Simulators of one task, one per environment."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec, cfg)
@@ -163,40 +163,40 @@ class ManiSkillSims(_BaseSims, PerSlot):
         self._infos: dict[int, dict[str, Any]] = {}
         self._experts: dict[int, Expert] = {}
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
         """Start the episode of the reset id, which is the seed of all randomness."""
-        if slot not in self._envs:
-            self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
-        self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras.names)
-        self.note_start(slot, solved=bool(_get_row(self._infos[slot], 0).get("success", False)))
-        self._experts.pop(slot, None)
+        if env_index not in self._envs:
+            self._envs[env_index] = build(self._cfg, self._cfg.obs_mode)
+        self._infos[env_index] = restart(self._cfg, self._envs[env_index], reset_id, self.spec.cameras.names)
+        self.record_solved_start(env_index, solved=bool(_get_row(self._infos[env_index], 0).get("success", False)))
+        self._experts.pop(env_index, None)
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [A], clipped by ManiSkill to the action bounds."""
-        _, reward, terminated, _, self._infos[slot] = self._envs[slot].step(action)
-        step = self._build_results(self._envs[slot], reward, terminated, self._infos[slot])
+        _, reward, terminated, _, self._infos[env_index] = self._envs[env_index].step(action)
+        step = self._build_results(self._envs[env_index], reward, terminated, self._infos[env_index])
         return SimStep(reward=float(step.reward[0]), terminated=bool(step.terminated[0]), success=bool(step.success[0]))
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         """Return the expert's next action [7]; a new expert is created at the start of each episode."""
-        if slot not in self._experts:
-            self._experts[slot] = Expert(self._envs[slot], self.spec.name)
-        return self._experts[slot].act()
+        if env_index not in self._experts:
+            self._experts[env_index] = Expert(self._envs[env_index], self.spec.name)
+        return self._experts[env_index].act()
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
         """Write the camera images and the state vector into the arrays of `out`."""
-        observations = self._read_observations(self._envs[slot], self._infos[slot])
+        observations = self._read_observations(self._envs[env_index], self._infos[env_index])
         out.state[:] = observations[0][0]
         for image, rendered in zip(out.images, observations[1:], strict=True):
             image[...] = rendered[0]
 
-    def render(self, slot: int) -> ByteArray:
+    def render(self, env_index: int) -> ByteArray:
         """Return a frame of ManiSkill's video camera."""
-        return self._envs[slot].render_rgb_array()[0].numpy()
+        return self._envs[env_index].render_rgb_array()[0].numpy()
 
-    def info(self, slot: int) -> dict[str, Any]:
+    def info(self, env_index: int) -> dict[str, Any]:
         """Return the values of ManiSkill's `evaluate()` by name."""
-        return _get_row(self._infos[slot], 0)
+        return _get_row(self._infos[env_index], 0)
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
@@ -205,51 +205,51 @@ class ManiSkillSims(_BaseSims, PerSlot):
 
 
 class BatchSims(_BaseSims):
-    """Simulators whose slots are one batched simulation, which steps all slots together."""
+    """Simulators whose environments are one batched simulation, which steps all environments together."""
 
-    def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_slots: int) -> None:
+    def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_envs: int) -> None:
         super().__init__(spec, cfg)
-        self._env: Any = build(cfg, cfg.obs_mode, num_slots)
-        self._actions = np.zeros((num_slots, spec.action.dim), np.float32)
+        self._env: Any = build(cfg, cfg.obs_mode, num_envs)
+        self._actions = np.zeros((num_envs, spec.action.dim), np.float32)
         self._info: dict[str, Any] = {}
         self._observations: list[np.ndarray] = []
 
-    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+    def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start the episodes of the reset ids, which are the seeds of all randomness."""
-        slot_reset_ids = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
+        slot_reset_ids = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
         self._info = restart_rows(self._cfg, self._env, slot_reset_ids, self.spec.cameras.names)
-        for slot in slot_reset_ids:
-            self.note_start(slot, solved=bool(_get_row(self._info, slot).get("success", False)))
+        for env_index in slot_reset_ids:
+            self.record_solved_start(env_index, solved=bool(_get_row(self._info, env_index).get("success", False)))
         self._observations = []
 
-    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Step the whole batch; slots without an action repeat their last action."""
-        self._actions[slots] = actions
+    def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
+        """Step the whole batch; environments without an action repeat their last action."""
+        self._actions[env_indices] = actions
         _, reward, terminated, _, self._info = self._env.step(self._actions)
         self._observations = []
         step = self._build_results(self._env, reward, terminated, self._info)
         return SimSteps(
-            reward=step.reward[slots],
-            terminated=step.terminated[slots],
-            success=step.success[slots],
-            truncated=step.truncated[slots],
+            reward=step.reward[env_indices],
+            terminated=step.terminated[env_indices],
+            success=step.success[env_indices],
+            truncated=step.truncated[env_indices],
         )
 
-    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Write the observations of the slots; images are rendered once for all slots."""
+    def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the observations of the environments; images are rendered once for all environments."""
         if not self._observations:
             self._observations = self._read_observations(self._env, self._info)
-        state[rows] = self._observations[0][slots]
+        state[rows] = self._observations[0][env_indices]
         for camera, rendered in enumerate(self._observations[1:]):
-            images[rows, camera] = rendered[slots]
+            images[rows, camera] = rendered[env_indices]
 
-    def render(self, slot: int) -> ByteArray:
+    def render(self, env_index: int) -> ByteArray:
         """Return a frame of ManiSkill's video camera."""
-        return self._env.render_rgb_array()[slot].cpu().numpy()
+        return self._env.render_rgb_array()[env_index].cpu().numpy()
 
-    def info(self, slot: int) -> dict[str, Any]:
-        """Return the values of ManiSkill's `evaluate()` for the slot, by name."""
-        return _get_row(self._info, slot)
+    def info(self, env_index: int) -> dict[str, Any]:
+        """Return the values of ManiSkill's `evaluate()` for the environment, by name."""
+        return _get_row(self._info, env_index)
 
     def close(self) -> None:
         """Free the batch; idempotent."""

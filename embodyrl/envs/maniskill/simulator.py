@@ -16,7 +16,7 @@ import torch
 
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, Description
 from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, HAND_CAMERA, ManiSkillSettings, ObsMode, SimBackend
-from embodyrl.envs.meshes import decimate, merge_vertices, small_copy
+from embodyrl.envs.meshes import decimate, get_reduced_copy, merge_vertices
 from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import closest
@@ -35,7 +35,7 @@ def load_lean_visuals() -> Iterator[None]:
     def add_visual(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         path = Path(filename)
         if path.suffix.lower() == ".glb":
-            path = small_copy(path, f"{MAX_FACES} faces", ".glb", _reduce_mesh)
+            path = get_reduced_copy(path, f"{MAX_FACES} faces", ".glb", _reduce_mesh)
         return original(self, str(path), *args, **kwargs)
 
     ActorBuilder.add_visual_from_file = add_visual
@@ -270,7 +270,7 @@ def _prepare_process() -> None:
             importlib.import_module("mani_skill.envs")  # registers the tasks
             from mani_skill.agents.robots import Panda  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise MissingDependencyError.of_import("ManiSkill", error, INSTALL) from error
+        raise MissingDependencyError.from_import_error("ManiSkill", error, INSTALL) from error
     logging.getLogger("mani_skill").setLevel(logging.ERROR)
     robot: Any = Panda
     robot._sensor_configs = property(_get_hand_camera)

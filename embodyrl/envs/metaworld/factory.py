@@ -4,12 +4,12 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from embodyrl.controls import arm_controls
+from embodyrl.controls import build_arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.sim_checks import camera_problems
+from embodyrl.envs.sim_checks import find_camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
@@ -30,7 +30,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         if unknown := [name for name in cfg.names if name not in TASKS]:
             hint = closest(unknown[0], [*BENCHMARKS, *TASKS])
             yield f"env.id={unknown[0]} is not a task or benchmark of MetaWorld.{hint}"
-        yield from camera_problems(cfg, CAMERAS if cfg.pixels else None)
+        yield from find_camera_problems(cfg, CAMERAS if cfg.pixels else None)
 
     def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
         """Return the spec of the tasks, without importing MetaWorld.
@@ -50,7 +50,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             action=ActionSpec(
                 dim=4,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0)),
-                controls=arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), gripper=gripper),
+                controls=build_arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), gripper=gripper),
                 kind=ActionKind.box,
                 low=(-1.0,) * 4,
                 high=(1.0,) * 4,
@@ -70,14 +70,14 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         )
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:
-        """Build the simulators; a task's simulator is built when a slot first runs the task."""
+        """Build the simulators; a task's simulator is built when an environment first runs the task."""
         # Read when MuJoCo is imported.
         os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
         choose_device()
         from embodyrl.envs.metaworld.sims import MetaWorldSims
 
         return MetaWorldSims(
-            self.describe(cfg, context), cfg, hides_goal=cfg.id in HIDDEN_GOALS, renders=context.pictures
+            self.describe(cfg, context), cfg, hides_goal=cfg.id in HIDDEN_GOALS, renders=context.renders_images
         )
 
 

@@ -1,4 +1,4 @@
-"""Simulators for MetaWorld tasks, one per slot and task, and the package's scripted experts."""
+"""Simulators for MetaWorld tasks, one per environment and task, and the package's scripted experts."""
 
 import copy
 import warnings
@@ -12,7 +12,7 @@ from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # pyright: ignore[reportMiss
 
 from embodyrl.envs.metaworld.settings import PROPRIOCEPTION, STATE, MetaWorldSettings
 from embodyrl.envs.settings import RenderProfile
-from embodyrl.envs.simulators import PerSlot, SimStep
+from embodyrl.envs.simulators import SequentialSimulators, SimStep
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 mujoco: Any = _mujoco
@@ -25,7 +25,7 @@ _CORNER2 = (0.75, 0.075, 0.7)
 """Position of the camera `corner2` in published data sets and evaluations."""
 
 
-class MetaWorldSims(PerSlot):
+class MetaWorldSims(SequentialSimulators):
     """Simulators for MetaWorld tasks; the goal is part of the observation, except in ML benchmarks.
 
     The state number of a reset id is the seed of the goal and the objects. Observations, rewards and successes are
@@ -39,48 +39,50 @@ class MetaWorldSims(PerSlot):
         self._envs: dict[int, tuple[int, Any]] = {}
         self._observations: dict[int, np.ndarray] = {}
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
         """Sample the goal and the objects with the reset id as seed; there is no other randomness."""
         task, state = self.spec.task_of(reset_id)
-        if slot in self._envs and self._envs[slot][0] != task:
-            previous_task, env = self._envs.pop(slot)
+        if env_index in self._envs and self._envs[env_index][0] != task:
+            previous_task, env = self._envs.pop(env_index)
             self._idle_envs[previous_task].append(env)
-        if slot not in self._envs:
-            self._envs[slot] = task, self._idle_envs[task].pop() if self._idle_envs[task] else self._build(task)
-        env = self._envs[slot][1]
+        if env_index not in self._envs:
+            self._envs[env_index] = task, self._idle_envs[task].pop() if self._idle_envs[task] else self._build(task)
+        env = self._envs[env_index][1]
         env.seed(state)
-        self._observations[slot] = env.reset()[0]
-        self.note_start(slot, solved=_is_goal_reached(env))
+        self._observations[env_index] = env.reset()[0]
+        self.record_solved_start(env_index, solved=_is_goal_reached(env))
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [4], clipped to -1..1 in all dimensions; the package clips only the first three."""
-        self._observations[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
+        self._observations[env_index], reward, _, _, info = self._envs[env_index][1].step(np.clip(action, -1.0, 1.0))
         success = bool(info["success"])
         return SimStep(reward=float(reward), terminated=success, success=success)
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
         """Write images, hand position and gripper (with `pixels`), or the 39-dimensional state and one-hot task id."""
-        observation = self._observations[slot]
+        observation = self._observations[env_index]
         if self._cfg.pixels:
             out.state[:] = observation[:PROPRIOCEPTION]
             for index, camera in enumerate(self.spec.cameras.names):
-                out.images[index] = self._render_camera(slot, camera)
+                out.images[index] = self._render_camera(env_index, camera)
             return
         out.state[:] = 0.0
         out.state[:STATE] = observation
         if self._hides_goal:
             out.state[_GOAL] = 0.0
         if len(out.state) > STATE:
-            out.state[STATE + self._envs[slot][0]] = 1.0
+            out.state[STATE + self._envs[env_index][0]] = 1.0
 
-    def render(self, slot: int) -> ByteArray:
+    def render(self, env_index: int) -> ByteArray:
         """Return an upright image of the first camera."""
-        return np.ascontiguousarray(self._render_camera(slot, (*self.spec.cameras.names, "corner2")[0])[::-1, ::-1])
+        return np.ascontiguousarray(
+            self._render_camera(env_index, (*self.spec.cameras.names, "corner2")[0])[::-1, ::-1]
+        )
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         """Return the action of the package's scripted policy, which uses the goal."""
-        task = self._cfg.names[self._envs[slot][0]]
-        return np.clip(experts.ENV_POLICY_MAP[task]().get_action(self._observations[slot]), -1.0, 1.0).astype(
+        task = self._cfg.names[self._envs[env_index][0]]
+        return np.clip(experts.ENV_POLICY_MAP[task]().get_action(self._observations[env_index]), -1.0, 1.0).astype(
             np.float32
         )
 
@@ -112,8 +114,8 @@ class MetaWorldSims(PerSlot):
             env.model.vis.quality.shadowsize = 0
         return env
 
-    def _render_camera(self, slot: int, camera: str) -> ByteArray:
-        env = self._envs[slot][1]
+    def _render_camera(self, env_index: int, camera: str) -> ByteArray:
+        env = self._envs[env_index][1]
         env.mujoco_renderer.camera_id = mujoco.mj_name2id(env.model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
         return env.mujoco_renderer.render("rgb_array")
 

@@ -18,35 +18,35 @@ from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray
 class OpenEnv(DialogueEnv[Dialogue]):
     """`TextEnv` on an OpenEnv server: each reply is an action, and its last token gets the reward of the step.
 
-    Each slot has a separate session, which begins with the first episode of the slot.
+    Each environment has a separate session, which begins with the first episode of the environment.
     """
 
     reply_bytes = 1 << 12
 
-    def __init__(self, spec: EnvSpec, cfg: OpenEnvSettings, action_key: str, num_slots: int) -> None:
-        super().__init__(spec, cfg, [Dialogue() for _ in range(num_slots)])
+    def __init__(self, spec: EnvSpec, cfg: OpenEnvSettings, action_key: str, num_envs: int) -> None:
+        super().__init__(spec, cfg, [Dialogue() for _ in range(num_envs)])
         self._cfg, self._action_key = cfg, action_key
         self._sessions: dict[int, Session] = {}
 
-    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start an episode in each slot; the reset id is the seed of the episode.
+    def reset(self, env_indices: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Start an episode in each environment; the reset id is the seed of the episode.
 
         Raises:
             EnvError: see `Session`.
         """
-        for slot in slots:
-            if slot not in self._sessions:
-                self._sessions[slot] = Session(self._cfg)
-        # All slots at once, so that the server can work on them in parallel.
-        for slot, start in zip(slots, starts, strict=True):
-            self._sessions[slot].send("reset", {"seed": start.reset_id})
-        for slot in slots:
-            self.dialogues[slot] = Dialogue(
-                observation=self._format_observation(self._sessions[slot].receive().observation)
+        for env_index in env_indices:
+            if env_index not in self._sessions:
+                self._sessions[env_index] = Session(self._cfg)
+        # All environments at once, so that the server can work on them in parallel.
+        for env_index, start in zip(env_indices, starts, strict=True):
+            self._sessions[env_index].send("reset", {"seed": start.reset_id})
+        for env_index in env_indices:
+            self.dialogues[env_index] = Dialogue(
+                observation=self._format_observation(self._sessions[env_index].receive().observation)
             )
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
         """Send each reply to the server as an action; `actions` [n, K, 1] are token ids (negative: padding).
 
@@ -54,10 +54,12 @@ class OpenEnv(DialogueEnv[Dialogue]):
             EnvError: see `Session`.
         """
         result, last = create_reply_result(actions)
-        for slot in slots:
-            self._sessions[slot].send("step", {**self._cfg.action, self._action_key: self.dialogues[slot].reply})
-        for i, slot in enumerate(slots):
-            turn, episode, position = self._sessions[slot].receive(), self.dialogues[slot], (i, last[i])
+        for env_index in env_indices:
+            self._sessions[env_index].send(
+                "step", {**self._cfg.action, self._action_key: self.dialogues[env_index].reply}
+            )
+        for i, env_index in enumerate(env_indices):
+            turn, episode, position = self._sessions[env_index].receive(), self.dialogues[env_index], (i, last[i])
             self.store_turn(episode)
             episode.observation, episode.steps = self._format_observation(turn.observation), episode.steps + 1
             result.reward[position] = self._cfg.reward_coef * turn.reward

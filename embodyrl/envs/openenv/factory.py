@@ -52,8 +52,8 @@ class OpenEnvFactory:
         )
 
     def make(self, cfg: OpenEnvSettings, context: EnvContext) -> OpenEnv:
-        """Build an environment with `context.num_slots` slots; a slot opens its session at the first reset."""
-        return OpenEnv(self._build_spec(cfg), cfg, read_action_key(cfg), context.num_slots)
+        """Build `context.num_envs` environments; each opens its session at the first reset."""
+        return OpenEnv(self._build_spec(cfg), cfg, read_action_key(cfg), context.num_envs)
 
 
 FACTORY = OpenEnvFactory()

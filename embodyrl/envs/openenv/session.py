@@ -1,4 +1,4 @@
-"""Sessions on an OpenEnv server: JSON messages over a WebSocket, one connection for each episode slot.
+"""Sessions on an OpenEnv server: JSON messages over a WebSocket, one connection for each episode environment.
 
 Wire format of openenv-core 0.3 and openenv 0.10: `{"type": "reset", "data": {"seed": 0}}` and `{"type": "step",
 "data": ACTION}`, answered by `{"type": "observation", "data": {"observation", "reward", "done"}}` or `"error"`.
@@ -204,7 +204,9 @@ def _format_server_error(data: Any) -> str:
     report: Mapping[str, Any] = data if isinstance(data, dict) else {"message": data}
     text = f"the server reports: {str(report.get('message'))[:1000]}"
     if report.get("code") == "CAPACITY_REACHED":
-        fix = "a larger max_concurrent_envs of the server, or fewer slots (env.train.total_num_envs and env.eval)"
+        fix = (
+            "a larger max_concurrent_envs of the server, or fewer environments (env.train.total_num_envs and env.eval)"
+        )
         return f"{text}. Fix: {fix}."
     details = [
         f"{'.'.join(map(str, entry.get('loc', ())))}: {entry.get('msg')}" for entry in report.get("errors") or ()

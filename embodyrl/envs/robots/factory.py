@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 
-from embodyrl.controls import controls_of
+from embodyrl.controls import get_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.factory import FACTORY as GYM
 from embodyrl.envs.protocol import EnvContext, GoalReward
@@ -47,14 +47,14 @@ class RobotFactory(SimFactory[RobotSettings]):
         return [("robot", f"{preset.meaning} · {preset.rate_hz:g} actions/s · success: {preset.success}")]
 
     def simulators(self, cfg: RobotSettings, context: EnvContext) -> Simulators:
-        """Build the simulators; each slot's environment is built at its first reset."""
+        """Build the simulators; each environment's environment is built at its first reset."""
         sims = GYM.simulators(cfg.gym, context)
         sims.spec = _apply_preset(cfg, sims.spec)
         return sims
 
-    def judge(self, cfg: RobotSettings) -> GoalReward:
+    def make_goal_reward(self, cfg: RobotSettings) -> GoalReward:
         """Build a function that computes the rewards of relabelled goals with a single environment."""
-        return GYM.judge(cfg.gym)
+        return GYM.make_goal_reward(cfg.gym)
 
 
 def _apply_preset(cfg: RobotSettings, spec: EnvSpec) -> EnvSpec:
@@ -70,11 +70,11 @@ def _apply_preset(cfg: RobotSettings, spec: EnvSpec) -> EnvSpec:
         )
     action = spec.action
     if action.controls is None and len(preset.action) == action.dim:
-        labels = [f"{preset.action[control.index]} {control.label[-1]}" for control in controls_of(action)]
+        labels = [f"{preset.action[control.index]} {control.label[-1]}" for control in get_controls(action)]
         action = replace(
             action,
             controls=tuple(
-                replace(control, label=text) for control, text in zip(controls_of(action), labels, strict=True)
+                replace(control, label=text) for control, text in zip(get_controls(action), labels, strict=True)
             ),
         )
     if preset.gripper is not None:

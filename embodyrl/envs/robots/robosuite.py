@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from embodyrl.envs.robots import robosuite_server
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.external_python import ForeignScript
+from embodyrl.external_python import ExternalScript
 
 _LOAD_S, _STEP_S = 300.0, 120.0
 
@@ -48,7 +48,7 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
             EmbodyError: robosuite reports an error.
         """
         self.render_mode, self._python = render_mode, python or sys.executable
-        self._script = ForeignScript(self._python, robosuite_server.__file__, key="env.python", program="robosuite")
+        self._script = ExternalScript(self._python, robosuite_server.__file__, key="env.python", program="robosuite")
         renders = render_mode is not None or camera is not None
         description = self._request(("make", task, camera, (height, width), renders, options or {}), _LOAD_S)
         state = spaces.Box(-np.inf, np.inf, (description["state"],), np.float64)

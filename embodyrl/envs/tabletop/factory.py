@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from embodyrl.config.settings import ChangesStateIds
-from embodyrl.controls import arm_controls
+from embodyrl.controls import build_arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
-from embodyrl.envs.sim_checks import camera_problems, task_problems
+from embodyrl.envs.sim_checks import find_camera_problems, find_task_problems
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, get_suite_name
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS, Axis
@@ -47,7 +47,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
 
     def problems(self, cfg: TabletopSettings) -> Iterator[str]:
         """Yield errors for unknown tasks and cameras, and for invalid image sizes."""
-        yield from task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
+        yield from find_task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
         sizes = {"camera_heights": cfg.init_params.camera_heights, "camera_widths": cfg.init_params.camera_widths}
         for key, value in sizes.items():
             if not MIN_IMAGE_SIZE <= value <= MAX_SIZE:
@@ -58,7 +58,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
                 f"env.init_params: {' and '.join(f'{key}={value}' for key, value in sizes.items())} differ; tabletop's "
                 "cameras are square. Set both to the same number."
             )
-        yield from camera_problems(cfg, CAMERAS)
+        yield from find_camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: TabletopSettings) -> tuple[str, ...]:
         """Return the names of all variations except the configured one."""
@@ -79,7 +79,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
                 dim=7,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0, binary=True)),
                 # As seen by the front camera.
-                controls=arm_controls(right=(0, 1.0), away=(1, 1.0), up=(2, 1.0), gripper=gripper),
+                controls=build_arm_controls(right=(0, 1.0), away=(1, 1.0), up=(2, 1.0), gripper=gripper),
             ),
             tasks=tuple(
                 variant.rephrased_instruction if axis is Axis.phrasings else variant.instruction

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from embodyrl.envs.simulators import PerSlot, SimStep
+from embodyrl.envs.simulators import SequentialSimulators, SimStep
 from embodyrl.envs.tabletop.views import FRONT, WRIST, render_front, render_wrist
 from embodyrl.envs.tabletop.world import (
     GRASP_HEIGHT,
@@ -113,49 +113,49 @@ def get_axis(suite: str) -> Axis:
     return next(axis for axis in Axis if get_suite_name(axis) == suite)
 
 
-class TabletopSims(PerSlot):
+class TabletopSims(SequentialSimulators):
     """Simulators of the tabletop environment; all randomness depends on the reset id."""
 
     def __init__(self, spec: EnvSpec) -> None:
         super().__init__(spec)
         self._worlds: dict[int, World] = {}
 
-    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
         """Place the gripper and the objects as in initial state `reset_id`; the seed has no effect."""
         task, _ = self.spec.task_of(reset_id)
         # The same tables in every variation: reset ids of other suites are offset.
-        table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
-        self._worlds[slot] = create_world(TASKS[task % len(TASKS)], table, get_axis(self.spec.suite_of(task)))
-        self.note_start(slot, solved=self._worlds[slot].success())
+        table = reset_id % self.spec.get_reset_ids(len(TASKS) - 1).stop
+        self._worlds[env_index] = create_world(TASKS[task % len(TASKS)], table, get_axis(self.spec.get_suite(task)))
+        self.record_solved_start(env_index, solved=self._worlds[env_index].success())
 
-    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+    def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position deltas in -1..1 (0.04 m), rotations (ignored), gripper (positive closes)."""
         dx, dy, dz, *_, gripper = action.tolist()
-        world = self._worlds[slot]
+        world = self._worlds[env_index]
         world.step(dx, dy, dz, gripper > 0.0)
         success = world.success()
         return SimStep(reward=float(success), terminated=success, success=success)
 
-    def expert(self, slot: int) -> FloatArray:
+    def expert(self, env_index: int) -> FloatArray:
         """Return the expert's next action [7]."""
-        return expert_action(self._worlds[slot])
+        return expert_action(self._worlds[env_index])
 
-    def save(self, slot: int) -> World:
-        """Return a copy of the state of the slot's table."""
-        return copy.deepcopy(self._worlds[slot])
+    def save(self, env_index: int) -> World:
+        """Return a copy of the state of the environment's table."""
+        return copy.deepcopy(self._worlds[env_index])
 
-    def load(self, slot: int, state: World) -> None:
-        """Restore a saved state of the slot's table."""
-        self._worlds[slot] = copy.deepcopy(state)
+    def load(self, env_index: int, state: World) -> None:
+        """Restore a saved state of the environment's table."""
+        self._worlds[env_index] = copy.deepcopy(state)
 
-    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+    def observe_env(self, env_index: int, out: ObservationOut) -> None:
         """Write the camera images and proprioception [4] into the arrays of `out`."""
-        world = self._worlds[slot]
+        world = self._worlds[env_index]
         for image, camera in zip(out.images, self.spec.cameras.names, strict=True):
             image[...] = (render_front if camera == FRONT else render_wrist)(world, len(image))
         out.state[:] = world.x, world.y, world.z, float(not world.closed)
 
-    def render(self, slot: int) -> ByteArray:
+    def render(self, env_index: int) -> ByteArray:
         """Return a frame [P, 2P, 3]: front view and wrist view side by side."""
-        world = self._worlds[slot]
+        world = self._worlds[env_index]
         return np.concatenate([render_front(world, FRAME_SIZE), render_wrist(world, FRAME_SIZE)], axis=1)

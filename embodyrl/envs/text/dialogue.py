@@ -23,7 +23,7 @@ class DialogueSettings(Protocol):
 
 @dataclass(kw_only=True)
 class Dialogue:
-    """State of the dialogue in one slot."""
+    """State of the dialogue in one environment."""
 
     observation: str = ""
     """Current observation."""
@@ -47,10 +47,10 @@ class DialogueEnv(Generic[D]):
         self.spec, self.dialogues = spec, dialogues
         self._prompt, self._max_messages = cfg.prompt, 2 * cfg.history
 
-    def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+    def set_replies(self, env_indices: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Set the replies of the next `step_chunk`; replies that hit the length limit are used unchanged."""
-        for slot, reply in zip(slots, replies, strict=True):
-            self.dialogues[slot].reply = reply
+        for env_index, reply in zip(env_indices, replies, strict=True):
+            self.dialogues[env_index].reply = reply
 
     def store_turn(self, dialogue: D) -> None:
         """Append the current observation and reply to the earlier turns; keep the last `history` turns."""
@@ -58,16 +58,16 @@ class DialogueEnv(Generic[D]):
         turns = [*dialogue.turns, Message(role="user", content=dialogue.observation), reply_message]
         dialogue.turns = turns[-self._max_messages :] if self._max_messages else []
 
-    def instruction(self, slot: int) -> str:
+    def instruction(self, env_index: int) -> str:
         """Return the system message, the earlier turns and the current observation as one prompt."""
-        dialogue = self.dialogues[slot]
+        dialogue = self.dialogues[env_index]
         system_messages = [Message(role="system", content=self._prompt)] if self._prompt else []
         return join_messages([*system_messages, *dialogue.turns, Message(role="user", content=dialogue.observation)])
 
-    def observe(self, slots: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
+    def observe(self, env_indices: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
         """Do nothing, because the instruction contains the observation."""
 
-    def render(self, slot: int) -> np.ndarray:
+    def render(self, env_index: int) -> np.ndarray:
         """Raise NoImageError, because there is no image."""
         raise NoImageError(f"env '{self.spec.name}' is a text environment without images; set video=none.")
 

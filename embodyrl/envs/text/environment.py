@@ -17,7 +17,7 @@ from embodyrl.errors import EnvError, NoImageError
 from embodyrl.registry import load, takes
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import TextRows
-from embodyrl.text.messages import Message, join_messages, spoken
+from embodyrl.text.messages import Message, join_messages, restore_image_placeholders
 from embodyrl.types import (
     BoolArray,
     ByteArray,
@@ -210,7 +210,7 @@ def create_reply_result(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkRe
 
 @dataclass
 class _Conversation:
-    """State of the conversation in one slot."""
+    """State of the conversation in one environment."""
 
     row: TextRow
     messages: list[Message] = field(default_factory=list)
@@ -231,31 +231,31 @@ class ConversationEnv:
     task_limit: int | None = None
 
     def __init__(
-        self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, reward_runner: RewardRunner, num_slots: int
+        self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, reward_runner: RewardRunner, num_envs: int
     ) -> None:
         self.spec = spec
         self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
         self._answer_bytes = get_answer_bytes(cfg.tools)
         self._rows = rows
         self._reward_runner = reward_runner
-        self._conversations: list[_Conversation | None] = [None] * num_slots
+        self._conversations: list[_Conversation | None] = [None] * num_envs
 
-    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start the conversation of row `reset_id` in each slot."""
-        for slot, start in zip(slots, starts, strict=True):
+    def reset(self, env_indices: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Start the conversation of row `reset_id` in each environment."""
+        for env_index, start in zip(env_indices, starts, strict=True):
             row = self._rows[start.reset_id]
-            self._conversations[slot] = _Conversation(
+            self._conversations[env_index] = _Conversation(
                 row, list(row.messages), [image.pixels() for image in row.pictures]
             )
 
-    def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+    def set_replies(self, env_indices: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Set the replies [n] of the next `step_chunk`; `cut_off` [n]: True for replies that hit the length limit."""
-        for slot, reply, is_cut_off in zip(slots, replies, cut_off, strict=True):
-            conversation = self._get_conversation(slot)
+        for env_index, reply, is_cut_off in zip(env_indices, replies, cut_off, strict=True):
+            conversation = self._get_conversation(env_index)
             conversation.reply, conversation.cut_off = reply, bool(is_cut_off)
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
         """Execute the tool calls of replies, and compute the rewards of the replies without a tool call.
 
@@ -264,11 +264,11 @@ class ConversationEnv:
         """
         result, last = create_reply_result(actions, parts=len(self.spec.reward.components))
         assert result.components is not None
-        conversations = [self._get_conversation(slot) for slot in slots]
+        conversations = [self._get_conversation(env_index) for env_index in env_indices]
         final_rows = [i for i, conversation in enumerate(conversations) if not self._use_tool(conversation)]
         answers = [
             Answer(
-                prompt=spoken(
+                prompt=restore_image_placeholders(
                     next(message.content for message in conversations[i].row.messages[::-1] if message.role != "system")
                 ),
                 response=conversations[i].reply,
@@ -283,7 +283,7 @@ class ConversationEnv:
             result.terminated[position], result.truncated[position] = True, conversations[i].cut_off
             result.components[i] = scored.components
             if scored.problem is not None:
-                result.reward_errors[slots[i]] = scored.problem
+                result.reward_errors[env_indices[i]] = scored.problem
             conversations[i].messages.append(
                 Message(role="assistant", content=truncate_text(conversations[i].reply, FINAL_REPLY_BYTES - 16))
             )
@@ -309,18 +309,20 @@ class ConversationEnv:
         """Raise EnvError, because text tasks have no scripted expert."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
-    def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
+    def observe(
+        self, env_indices: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None
+    ) -> None:
         """Write the images of the prompt, each into the upper left corner of its array."""
-        for slot, row in zip(slots, range(len(slots)) if rows is None else rows.tolist(), strict=True):
+        for env_index, row in zip(env_indices, range(len(env_indices)) if rows is None else rows.tolist(), strict=True):
             images[row] = 0
-            for image, pixels in zip(images[row], self._get_conversation(slot).images, strict=False):
+            for image, pixels in zip(images[row], self._get_conversation(env_index).images, strict=False):
                 image[: pixels.shape[0], : pixels.shape[1]] = pixels
 
-    def instruction(self, slot: int) -> str:
+    def instruction(self, env_index: int) -> str:
         """Return the messages of the conversation as one prompt."""
-        return join_messages(self._get_conversation(slot).messages)
+        return join_messages(self._get_conversation(env_index).messages)
 
-    def render(self, slot: int) -> np.ndarray:
+    def render(self, env_index: int) -> np.ndarray:
         """Raise NoImageError, because text tasks have no image to record."""
         raise NoImageError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
@@ -328,7 +330,7 @@ class ConversationEnv:
         """Close the reward functions; idempotent."""
         self._reward_runner.close()
 
-    def _get_conversation(self, slot: int) -> _Conversation:
-        conversation = self._conversations[slot]
-        assert conversation is not None, f"slot {slot} has no conversation; reset it first"
+    def _get_conversation(self, env_index: int) -> _Conversation:
+        conversation = self._conversations[env_index]
+        assert conversation is not None, f"environment {env_index} has no conversation; reset it first"
         return conversation

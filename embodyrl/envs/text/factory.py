@@ -5,7 +5,7 @@ from embodyrl.envs.text.environment import FINAL_REPLY_BYTES, TURN_BYTES, Conver
 from embodyrl.envs.text.reward_runner import RewardRunner
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.registry import name_problems
-from embodyrl.specs import picture_names
+from embodyrl.specs import image_names
 from embodyrl.text.dataset import TextRows
 from embodyrl.types import (
     ActionKind,
@@ -63,7 +63,7 @@ class TextFactory:
             tasks=(rows.name,),
             states_per_task=(len(rows),),
             benchmark=BenchmarkSpec(held_out=rows.held_out),
-            cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=bool(rows.pictures)),
+            cameras=CameraSpec(names=image_names(rows.pictures), size=rows.image_size, needed=bool(rows.pictures)),
             reward=RewardSpec(
                 components=reward_runner.components, weights=reward_runner.weights, success="from the reward"
             ),
@@ -71,8 +71,8 @@ class TextFactory:
         )
 
     def make(self, cfg: TextSettings, context: EnvContext) -> ConversationEnv:
-        """Build `context.num_slots` conversations in this process."""
-        return ConversationEnv(self.spec(cfg, context), cfg, *_get_parts(context), context.num_slots)
+        """Build `context.num_envs` conversations in this process."""
+        return ConversationEnv(self.spec(cfg, context), cfg, *_get_parts(context), context.num_envs)
 
 
 def _get_parts(context: EnvContext) -> tuple[TextRows, RewardRunner]:

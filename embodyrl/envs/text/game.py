@@ -156,7 +156,7 @@ class GameSettings(EnvSettings):
 
 @dataclass(kw_only=True)
 class _Game(Dialogue):
-    """State of the game in one slot."""
+    """State of the game in one environment."""
 
     env: Any
     commands: Sequence[str] = ()
@@ -171,26 +171,26 @@ class GameEnv(DialogueEnv[_Game]):
 
     reply_bytes = REPLY_BYTES
 
-    def __init__(self, spec: EnvSpec, cfg: GameSettings, num_slots: int) -> None:
-        super().__init__(spec, cfg, [_Game(env=build_game(cfg)) for _ in range(num_slots)])
+    def __init__(self, spec: EnvSpec, cfg: GameSettings, num_envs: int) -> None:
+        super().__init__(spec, cfg, [_Game(env=build_game(cfg)) for _ in range(num_envs)])
         self._cfg = cfg
         self._text_function = _find_text_function(cfg.words) if cfg.words else None
         self._action_names = get_action_names(cfg, self.dialogues[0].env)
         self._pattern = _build_pattern(self._action_names)
 
-    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start a game in each slot, with the reset id as seed."""
-        for slot, start in zip(slots, starts, strict=True):
-            game = self.dialogues[slot] = _Game(env=self.dialogues[slot].env)
+    def reset(self, env_indices: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Start a game in each environment, with the reset id as seed."""
+        for env_index, start in zip(env_indices, starts, strict=True):
+            game = self.dialogues[env_index] = _Game(env=self.dialogues[env_index].env)
             game.observation = self._format_observation(game, *game.env.reset(seed=start.reset_id))
 
     def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
         """Execute the action in each reply. `actions` [n, K, 1] are token ids; negative ids are padding."""
         result, last = create_reply_result(actions)
-        for i, slot in enumerate(slots):
-            game, position = self.dialogues[slot], (i, last[i])
+        for i, env_index in enumerate(env_indices):
+            game, position = self.dialogues[env_index], (i, last[i])
             reward, terminated, truncated, success = self._play_turn(game)
             game.steps += 1
             result.reward[position] = self._cfg.reward_coef * reward
@@ -317,8 +317,8 @@ class GameFactory:
         )
 
     def make(self, cfg: GameSettings, context: EnvContext) -> GameEnv:
-        """Build `context.num_slots` games in this process."""
-        return GameEnv(self.spec(cfg, context), cfg, context.num_slots)
+        """Build `context.num_envs` games in this process."""
+        return GameEnv(self.spec(cfg, context), cfg, context.num_envs)
 
 
 def number(observation: Any, info: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ def get_function_names(cfg: TextRewardSettings) -> list[str]:
     return [*main_names, *(name for name in cfg.weights if name not in main_components)]
 
 
-def problems(cfg: TextRewardSettings) -> list[str]:
+def find_reward_problems(cfg: TextRewardSettings) -> list[str]:
     """Return errors of the config section `reward`, one line each."""
     if cfg.name is None and cfg.path is None:
         return [

@@ -10,8 +10,8 @@ from embodyrl.algorithms.iql.estimator import IqlSettings
 from embodyrl.algorithms.iql.losses import advantage_weights
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.data.recap.value import features_of, observations
-from embodyrl.data.shown import load_shown
+from embodyrl.data.recap.value import compute_features, observations
+from embodyrl.data.rl_demonstrations import load_rl_demonstrations
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
@@ -41,7 +41,7 @@ class IqlLearner(Learner):
             )
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
-        parts = [load_shown([folder], spec, executed=True) for folder in settings.demonstrations]
+        parts = [load_rl_demonstrations([folder], spec, executed=True) for folder in settings.demonstrations]
         self._demos, self._steps = build_transitions(
             parts, spec.num_action_chunks, settings.gamma, settings.reward_scale
         )
@@ -51,7 +51,7 @@ class IqlLearner(Learner):
                 "Lower model.num_action_chunks."
             )
         with torch.no_grad():
-            features = features_of(self._policy, self._demos)
+            features = compute_features(self._policy, self._demos)
         chunks = self._demos.chunks(np.arange(len(self._demos.action)), spec.num_action_chunks)
         actions = on_device(chunks.reshape(len(chunks), -1), features.device)
         self._values = IqlValues(features, actions, settings, context.actor.optim, context.seed)
@@ -60,10 +60,10 @@ class IqlLearner(Learner):
     def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Run `updates_per_sample` updates for each chunk of the request; return metrics averaged over the updates."""
         if request.step == 0 and isinstance(self._policy, LearnsStatistics):
-            self._policy.take_statistics(observations(self._demos, np.arange(len(self._demos.action))))
+            self._policy.update_statistics(observations(self._demos, np.arange(len(self._demos.action))))
             weights_changed(self._policy.module)
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x1C1]))
-        count = max(1, round(self._settings.updates_per_sample * len(request.tickets)))
+        count = max(1, round(self._settings.updates_per_sample * len(request.record_refs)))
         self._policy.module.train()
         steps: list[dict[str, float]] = []
         for done in range(count):

@@ -12,7 +12,7 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.data.shown import load_shown, observed
+from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
 from embodyrl.learners.imitation import encode_reply_batch
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, mean_metrics, split_micro_batches
@@ -42,7 +42,9 @@ class FilteredLearner(Learner):
         self._weights = trained if settings.average else {}
         # The weights that the module does not hold: the average during an update, else the trained weights.
         self._swapped_weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        self._demonstrations = load_shown(settings.demonstrations, spec) if settings.demonstrations else None
+        self._demonstrations = (
+            load_rl_demonstrations(settings.demonstrations, spec) if settings.demonstrations else None
+        )
 
     def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Store the chunks of episodes with a high return, and update the policy.
@@ -53,12 +55,12 @@ class FilteredLearner(Learner):
         records = self._store(request)
         stored = self._replay.starts
         result = {"replay_size": float(len(stored)), "optimizer_steps": 0.0}
-        self._trainer.take_statistics(self._arena, records)
+        self._trainer.update_statistics(self._arena, records)
         if len(stored) < max(self._settings.learning_starts, 1):
             return result
         # All ranks sample the same batches; each rank trains on its own part.
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0xF1]))
-        count = max(1, round(self._settings.updates_per_sample * len(request.tickets)))
+        count = max(1, round(self._settings.updates_per_sample * len(request.record_refs)))
         num_demonstrations = (
             0 if self._demonstrations is None else round(self._settings.demonstration_share * self._batch_size)
         )
@@ -129,7 +131,7 @@ class FilteredLearner(Learner):
     def _store(self, request: UpdateRequest) -> IntArray:
         """Add the chunks of episodes with a high return to the buffer; return all records of the request."""
         arena = self._arena
-        records = arena.read(request.tickets)
+        records = arena.read(request.record_refs)
         selected = np.flatnonzero((arena[Record.advantage][records] > 0).any(1))
         episode = np.asarray(request.episode, dtype=np.int64)[selected]
         if len(selected):

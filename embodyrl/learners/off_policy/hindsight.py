@@ -22,7 +22,7 @@ class Hindsight:
 
     def __init__(self, settings: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
         assert env.goal is not None, "checked by the run plan"
-        self._goal_rewards = cast(GoalFactory[EnvSettings], ENVS.get(cfg.env_type)).judge(cfg)
+        self._goal_rewards = cast(GoalFactory[EnvSettings], ENVS.get(cfg.env_type)).make_goal_reward(cfg)
         self._relabel_fraction = settings.hindsight_goals / (settings.hindsight_goals + 1)
         self._gamma, self._n_step = settings.gamma, settings.n_step
         self._factor = settings.reward_scale * env.reward.factor

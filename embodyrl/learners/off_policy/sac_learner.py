@@ -20,7 +20,7 @@ from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.augment import shift
-from embodyrl.data.shown import load_shown, observed
+from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
 from embodyrl.errors import CheckpointError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
@@ -79,13 +79,13 @@ class SacLearner(Learner):
         """
         # Before the updates: the records may be reused after the reply to this request.
         records = self._store(request)
-        self._trainer.take_statistics(self._arena, records)
+        self._trainer.update_statistics(self._arena, records)
         starts = self._replay.starts
         result = {"replay_size": float(len(starts)), "optimizer_steps": 0.0}
         if len(starts) < max(self._settings.learning_starts, 1):
             return result
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x0FF]))
-        count = max(1, round(self._settings.updates_per_sample * len(request.tickets)))
+        count = max(1, round(self._settings.updates_per_sample * len(request.record_refs)))
         sources = [(self._replay, starts, self._batch_size)]
         if self._demonstrations is not None:
             num_demonstrations = round(self._settings.demonstration_share * self._batch_size)
@@ -212,13 +212,13 @@ class SacLearner(Learner):
     def _store(self, request: UpdateRequest) -> IntArray:
         """Add the records of finished and interrupted episodes to the buffer; return the records."""
         arena, finals = self._arena, dict(request.finals)
-        chunk_records = arena.read(request.tickets)
+        chunk_records = arena.read(request.record_refs)
         episode = np.asarray(request.episode, dtype=np.int64)
         # Records of an episode are consecutive.
         ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
-        final_tickets = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
-        final_records = arena.read([ticket for _, ticket in final_tickets])
-        positions = [end for end, _ in final_tickets]
+        final_record_refs = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
+        final_records = arena.read([record_ref for _, record_ref in final_record_refs])
+        positions = [end for end, _ in final_record_refs]
         records = np.insert(chunk_records, positions, final_records)
         is_action = np.insert(np.ones(len(chunk_records), np.bool_), positions, False)
         valid = arena[Record.valid][records]
@@ -259,7 +259,7 @@ class SacLearner(Learner):
         A demonstration is terminal if its last action is its first success. For a frozen policy, the buffer contains
         features, and the corrections of the policy's proposals; both take a forward pass per chunk.
         """
-        demos = load_shown(self._settings.demonstrations, self._policy.spec, executed=True)
+        demos = load_rl_demonstrations(self._settings.demonstrations, self._policy.spec, executed=True)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
         pairs = list(zip(demos.start, demos.stop, strict=True))
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])

@@ -321,7 +321,7 @@ class ActorCriticPolicy:
         return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=correct, error=error)
 
     @torch.no_grad()
-    def take_statistics(self, obs: Observation) -> None:
+    def update_statistics(self, obs: Observation) -> None:
         """Update the observation statistics with the states of a batch (see `LearnsStatistics`)."""
         if self._net.states is not None and len(obs):
             self._net.states.update(on_device(np.ascontiguousarray(obs.state), self._device))

@@ -16,7 +16,7 @@ from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_image_sizes, read_sizes
 from embodyrl.policies.inputs import missing_weights
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.text.chat import ChatTemplate, roles_problem, unnamed_end
+from embodyrl.text.chat import ChatTemplate, find_end_token_problem, find_roles_problem
 from embodyrl.text.gguf import language_model_folder
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
@@ -78,10 +78,10 @@ class CausalLMFactory:
         folder = self.folder(cfg)
         template = ChatTemplate.of(cfg, folder)
         if template is not None:
-            role_problems = (roles_problem(template, roles, parts=self.reads_images) for roles in env.text.roles)
+            role_problems = (find_roles_problem(template, roles, parts=self.reads_images) for roles in env.text.roles)
             if problems := [f"model.path={cfg.path}: {problem}" for problem in role_problems if problem]:
                 raise ConfigError(problems[0])
-        end_warning = None if template is None else unnamed_end(template, folder, parts=self.reads_images)
+        end_warning = None if template is None else find_end_token_problem(template, folder, parts=self.reads_images)
         num_images = len(env.cameras.names) if self.reads_images else 0
         return PolicySpec(
             inputs=InputSpec(instructions=True, num_images=num_images),
@@ -133,7 +133,7 @@ class CausalLMFactory:
             outside_layers=size.outside_parameters,
             logit_bytes=size.logit_bytes(cfg.num_action_chunks),
             scoring_bytes=size.scoring_bytes(half=cfg.half, adapters=cfg.is_lora),
-            acting_bytes=tokens * size.layers * (6 if cfg.half else 8) * size.kv_width + 12 * size.vocabulary,
+            inference_bytes=tokens * size.layers * (6 if cfg.half else 8) * size.kv_width + 12 * size.vocabulary,
             sample_tokens=tokens,
             reply_tokens=cfg.num_action_chunks,
             forward_flops=2.0 * total * tokens,

@@ -38,7 +38,7 @@ class PolicyWithCritic:
         assert isinstance(policy, TextPolicy), "only text policies have a vocabulary"
         self.values, self.imitate = critic.values, policy.imitate
         self.encode_replies, self.prompt_lengths = policy.encode_replies, policy.prompt_lengths
-        self.served_by, self.rest = policy.served_by, getattr(policy, "rest", lambda: None)
+        self.build_served_reference, self.rest = policy.build_served_reference, getattr(policy, "rest", lambda: None)
         self.spec = replace(policy.spec, value_dim=critic.spec.value_dim)
         self.module: nn.Module = nn.ModuleDict({"policy": policy.module, "value_head": critic.module})
         self._version = 0

@@ -70,7 +70,7 @@ class VllmEngine:
                 "use rollout.backend=hf."
             ) from error
         self._engine_sampling, self._sampling = vllm.SamplingParams, request.sampling
-        memory: dict[str, Any] = {"gpu_memory_utilization": request.engine_share}
+        memory: dict[str, Any] = {"gpu_memory_utilization": request.engine_memory_fraction}
         if not torch.cuda.is_available():
             # Between the chunks of a prompt, vLLM 0.32 moves the offset of the reply's generator, which only a GPU has.
             memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True, "enable_chunked_prefill": False}

@@ -319,12 +319,12 @@ class CausalLMPolicy:
         replies, prompts = [row[row >= 0].tolist() for row in tokens], self.reader(obs)
         length, longest = on_device([*map(len, replies)], self._device), max(1, *map(len, replies))
         checkpointing = torch.is_grad_enabled() and self._checkpointing
-        shares_prompts = (
+        reuses_prompts = (
             self._plain_head and not checkpointing and not dropout and is_sharing_cheaper(self._net, prompts, longest)
         )
         self._net.train(checkpointing or dropout)  # transformers recomputes in training mode only
         with self._autocast_context(cache_casts=not checkpointing):
-            if shares_prompts:
+            if reuses_prompts:
                 hidden, reply_tokens = compute_hidden_states(self._net, prompts, replies, self._pad_token, self._device)
                 parts = self._net.compute_scores_of_hidden(hidden, reply_tokens, self._temperature)
             else:
@@ -336,7 +336,7 @@ class CausalLMPolicy:
         self._net.train(dropout)
         # Without shared prompts rows are right-aligned, so that none is wider than the longest.
         is_token = torch.arange(longest, device=self._device) < length[:, None]
-        column = torch.arange(longest, device=self._device) + (0 if shares_prompts else longest - length[:, None])
+        column = torch.arange(longest, device=self._device) + (0 if reuses_prompts else longest - length[:, None])
         column, padding = column.clamp(max=longest - 1).expand(is_token.shape), (0, tokens.shape[1] - longest)
         logprob, entropy, is_best, value = (
             nn.functional.pad(part.gather(1, column) * is_token, padding) for part in parts
@@ -374,7 +374,7 @@ class CausalLMPolicy:
         """Return the number of tokens of each conversation (see `TextPolicy.prompt_lengths`)."""
         return np.asarray([len(prompt) for prompt in self.reader(obs)], np.int64)
 
-    def served_by(self, url: str, model: str | None) -> Any:
+    def build_served_reference(self, url: str, model: str | None) -> Any:
         """Return a reference policy that is computed by a server (see `TextPolicy.served_by`)."""
         from embodyrl.policies.causal_lm.server import ServedReference
 

@@ -14,7 +14,7 @@ from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import on_device
-from embodyrl.text.chat import ChatTemplate, control_tokens, opened_tag, remove_controls, template_text
+from embodyrl.text.chat import ChatTemplate, control_tokens, get_opened_tag, read_template, remove_controls
 from embodyrl.text.messages import Message, split_images, split_messages
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
@@ -46,7 +46,7 @@ class PromptReader:
         """
         tokenizer = getattr(processor, "tokenizer", processor)
         if cfg.chat_template is not None:
-            processor.chat_template = tokenizer.chat_template = template_text(cfg.chat_template)
+            processor.chat_template = tokenizer.chat_template = read_template(cfg.chat_template)
         self._processor, self._arguments = processor, cfg.chat_template_kwargs
         self._chat = processor.chat_template is not None if cfg.chat is None else cfg.chat
         self._reads_images, self._empty_prompt_token = hasattr(processor, "tokenizer"), empty_prompt_token
@@ -57,7 +57,7 @@ class PromptReader:
         # The template writes these tokens between turns; in a message they would let its author end the turn.
         self._controls = controls if self._chat else {}
         self._hidden_tokens = {*controls.values()}
-        self.opening_tag = "" if template is None else opened_tag(template, parts=self._reads_images)
+        self.opening_tag = "" if template is None else get_opened_tag(template, parts=self._reads_images)
         """Tag with which the generation prompt begins the reply, such as <think>; part of the text of the reply."""
         self._encode_cached = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
 

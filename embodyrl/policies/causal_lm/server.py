@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from embodyrl.errors import EmbodyError, reason_of
+from embodyrl.errors import EmbodyError, format_reason
 from embodyrl.files import read_stream
 from embodyrl.policies.causal_lm.prompts import PromptReader
 from embodyrl.policies.causal_lm.sampling import ROUNDING, allocate_outputs, get_reply_seeds, to_vllm_params
@@ -74,7 +74,7 @@ class _Server:
             return extract(json.loads(text))
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise EmbodyError(
-                f"The server at {self.key}={self._url} sent an unusable reply to {path} ({reason_of(error)}): "
+                f"The server at {self.key}={self._url} sent an unusable reply to {path} ({format_reason(error)}): "
                 f"{text[:200]!r}. Check that its address ends in /v1."
             ) from error
 

@@ -134,7 +134,7 @@ class FlowModule(HeadedModule):
         if cfg.likelihood is Likelihood.flow_noise:
             low, high = cfg.noise_range
             self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
-        if cfg.steers:
+        if cfg.is_steered:
             self.add_actor(steering_shape(cfg, network.shape, network.hidden_width))
 
 
@@ -172,13 +172,13 @@ class FlowPolicy:
         self._likelihood = (
             FpoLikelihood(cfg, self._shape) if fpo else ChainLikelihood(cfg, self._shape, module.noise_head)
         )
-        self._by_dimension = not fpo and not cfg.steers
+        self._by_dimension = not fpo and not cfg.is_steered
         self._update_scored_dimensions()
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a chunk for each observation (see `Policy.act`). Greedy chunks follow the ODE; their tokens are 0."""
-        prefix, velocity = self._encode_for_acting(obs)
+        prefix, velocity = self._encode_for_inference(obs)
         if noise is None:
             sampled = SampledChunks.from_greedy(self._compute_greedy_chunk(obs, velocity))
         else:
@@ -197,7 +197,7 @@ class FlowPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        return self._value(self._encode_for_acting(obs)[0], len(obs)).cpu().numpy()
+        return self._value(self._encode_for_inference(obs)[0], len(obs)).cpu().numpy()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
@@ -211,7 +211,7 @@ class FlowPolicy:
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
-        prefix, velocity = self._encode_for_acting(obs)
+        prefix, velocity = self._encode_for_inference(obs)
         scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
         logprob, entropy = (pad_per_action(self._select_varying_dimensions(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
@@ -271,7 +271,7 @@ class FlowPolicy:
             return torch.zeros(len(obs), *self._size, device=self._device)
         return normals(get_observation_seeds(obs), START, self._size, self._device)
 
-    def _encode_for_acting(self, obs: Observation) -> tuple[Any, Velocity]:
+    def _encode_for_inference(self, obs: Observation) -> tuple[Any, Velocity]:
         """Return the prefix and the velocity function for inference; `Conditioning` adds a suffix and guidance."""
         conditioning = self.conditioning
         if conditioning is None:

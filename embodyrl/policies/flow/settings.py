@@ -103,7 +103,7 @@ class FlowSettings(ResidualSettings):
     def problems(self) -> Iterator[str]:
         """Yield errors for invalid combinations of settings, for example those that leave no stochastic step."""
         yield from super().problems()
-        if self.steers or self.likelihood is Likelihood.fpo:
+        if self.is_steered or self.likelihood is Likelihood.fpo:
             return
         if not self.every_step and self.sampled_steps == 0:
             yield (
@@ -123,7 +123,7 @@ def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
 
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
     """Return the input and output sizes of the actor on a frozen flow; `hidden`: number of expert features."""
-    if cfg.corrects:
+    if cfg.is_residual:
         return SteeringShape.for_residual(cfg, hidden, shape.action_dim)
     num_values = shape.width * (1 if cfg.noise_repeated else shape.horizon)
     return SteeringShape.for_noise(hidden, num_values, actions=shape.executed, bound=cfg.noise_bound)
@@ -139,14 +139,14 @@ def add_actor_spec(
     """
     if folder is not None:
         check_steering(cfg, shape, hidden, folder)
-    if cfg.steers:
+    if cfg.is_steered:
         return add_steering(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
     return replace(spec, scored=record_of(cfg, shape).per_action)
 
 
 def add_actor_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
     """Return the costs of a flow policy, including the costs of the actor if the flow is frozen."""
-    return steering_costs(costs, steering_shape(cfg, shape, hidden)) if cfg.steers else costs
+    return steering_costs(costs, steering_shape(cfg, shape, hidden)) if cfg.is_steered else costs
 
 
 def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:
@@ -155,7 +155,7 @@ def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Pa
     Raises:
         CheckpointError: the outputs of the actors differ.
     """
-    if cfg.steers:
+    if cfg.is_steered:
         steering_shape(cfg, shape, hidden).check(folder)
 
 
@@ -169,6 +169,6 @@ def record_of(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
     """
     if cfg.likelihood is Likelihood.fpo:
         return ChunkRecord(shape=shape, layout=TokenLayout(whole=1, floats=shape.horizon * shape.width), per_action=1)
-    if cfg.steers:
+    if cfg.is_steered:
         return ChunkRecord(shape=shape, layout=steering_shape(cfg, shape, 0).layout, per_action=1)
     return ChunkRecord.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.files import LEROBOT_FIELDS, TRANSFORMERS_FIELDS, check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE
@@ -196,7 +196,7 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
         raise
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where} is missing or malformed ({reason_of(error)}). Use the config.json of a pi0, pi0.5 or SmolVLA "
+            f"{where} is missing or malformed ({format_reason(error)}). Use the config.json of a pi0, pi0.5 or SmolVLA "
             f"checkpoint (openpi, lerobot or transformers); download it again."
         ) from error
 

@@ -27,7 +27,7 @@ class SteeredFlowPolicy(SteeredPolicy, FlowPolicy):
         """Return the inputs of the actor [B, F], computed from the observation without gradients."""
 
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
-        prefix, velocity = self._encode_for_acting(obs)
+        prefix, velocity = self._encode_for_inference(obs)
         with torch.no_grad():
             features = self._features(obs, velocity)
         return FrozenOutputs(features, self._value(prefix, len(obs)), velocity)
@@ -97,6 +97,6 @@ class ResidualFlowPolicy(SteeredFlowPolicy):
 
 def policy_class(cfg: FlowSettings) -> type[FlowPolicy]:
     """Return the policy class for the settings."""
-    if cfg.corrects:
+    if cfg.is_residual:
         return ResidualFlowPolicy
-    return NoiseSteeredFlowPolicy if cfg.steers else FlowPolicy
+    return NoiseSteeredFlowPolicy if cfg.is_steered else FlowPolicy

@@ -146,7 +146,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
 
     def steering(self, cfg: S, config: C) -> SteeringShape | None:
         """Return the input and output sizes of the actor on a frozen network; None: the network itself is trained."""
-        if not cfg.steers:
+        if not cfg.is_steered:
             return None
         return steering_shape(cfg, config, self.features(config), self.num_actor_values(cfg, config))
 

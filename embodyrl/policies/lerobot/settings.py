@@ -43,6 +43,6 @@ def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, n
 
     `num_actor_values`: number of values that the DSRL actor chooses per chunk.
     """
-    if cfg.corrects:
+    if cfg.is_residual:
         return SteeringShape.for_residual(cfg, features, config.action_dim)
     return SteeringShape.for_noise(features, num_actor_values, actions=config.n_action_steps, bound=cfg.noise_bound)

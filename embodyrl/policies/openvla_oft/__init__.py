@@ -79,12 +79,12 @@ class OpenVlaOftFactory:
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=record_of(cfg).tokens if is_diffusion or cfg.corrects else options.num_action_tokens,
+            tokens_per_chunk=record_of(cfg).tokens if is_diffusion or cfg.is_residual else options.num_action_tokens,
             scored=record_of(cfg).per_action if is_diffusion else 0,
             value_dim=value_dim,
             gripper=GripperConvention(open=1.0, closed=0.0),
         )
-        if not cfg.corrects:
+        if not cfg.is_residual:
             return spec
         shape = _get_residual_shape(cfg)
         shape.check(config.folder)
@@ -95,7 +95,7 @@ class OpenVlaOftFactory:
         cfg = as_oft(cfg)
         config, options = read_config(_folder(cfg)), self._options(cfg, env, value_dim)
         costs = oft_costs(config, options)
-        if not cfg.corrects:
+        if not cfg.is_residual:
             return costs
         return steering_costs(costs, _get_residual_shape(cfg), num_other_trained=value_parameters(config, options))
 
@@ -113,7 +113,7 @@ class OpenVlaOftFactory:
                 f"{folder} was trained with proprioception (it has a proprio_projector). Fix: set "
                 f"model.use_proprio=true."
             )
-        if cfg.corrects:
+        if cfg.is_residual:
             _get_residual_shape(cfg).check(folder)
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
@@ -127,7 +127,7 @@ class OpenVlaOftFactory:
         cfg = as_oft(cfg)
         spec = self.spec(cfg, request.env, request.value_dim)
         options = self._options(cfg, request.env, request.value_dim)
-        if cfg.corrects:
+        if cfg.is_residual:
             from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 
             return ResidualOftPolicy(read_config(_folder(cfg)), spec, options, request)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
 from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, read_side_file, saved_config
@@ -120,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(read_json(index)["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {reason_of(error)}. Download the file again.") from error
+        raise CheckpointError(f"{index} cannot be read: {format_reason(error)}. Download the file again.") from error
     if outside:
         raise CheckpointError(
             f"{index} refers to {outside[0]!r}, which is not a file of the folder. Do not use this checkpoint."

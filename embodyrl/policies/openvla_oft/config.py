@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.files import TRANSFORMERS_FIELDS, check_keys
 from embodyrl.policies.openvla_oft.settings import OftSettings
@@ -76,7 +76,8 @@ class Statistics:
             mask = tuple(map(bool, entry.get("mask", [True] * len(low)))) if part == "action" else (True,) * len(low)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{where} has no usable {part} {low_name}/{high_name} ({reason_of(error)}). Download the file again, "
+                f"{where} has no usable {part} {low_name}/{high_name} ({format_reason(error)}). Download the file "
+                "again, "
                 f"or check model.action_normalization and model.use_proprio."
             ) from error
         if not len(low) == len(high) == len(mask):
@@ -279,7 +280,7 @@ def read_config(folder: Path) -> OftConfig:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"A JSON file in {folder} has a field of the wrong type ({reason_of(error)}). Take {CONFIG_FILE}, "
+            f"A JSON file in {folder} has a field of the wrong type ({format_reason(error)}). Take {CONFIG_FILE}, "
             f"{PREPROCESSOR_FILE}, {STATISTICS_FILE} and {TINY_VIT_FILE} from one repository."
         ) from error
 

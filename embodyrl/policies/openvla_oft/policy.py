@@ -276,7 +276,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     module.to_empty(device=request.device)
     # Always initialised, because a checkpoint may lack a value head; a value head of the checkpoint is loaded later.
     module.init_weights(request.seed, (VALUE_HEAD,))
-    if cfg.corrects:
+    if cfg.is_residual:
         module.add_residual_actor(request.seed)
     if module.action_scale is not None:
         nn.init.constant_(module.action_scale.log_std, math.log(cfg.action_std))

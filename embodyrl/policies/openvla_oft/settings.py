@@ -88,7 +88,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     @property
     def warmup_steps(self) -> int:
         """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
-        return WARMUP_STEPS if self.action_head is ActionHead.diffusion or self.corrects else 0
+        return WARMUP_STEPS if self.action_head is ActionHead.diffusion or self.is_residual else 0
 
 
 def as_oft(cfg: OpenVlaSettings) -> OftSettings:
@@ -102,7 +102,7 @@ def record_of(cfg: OftSettings) -> ChunkRecord:
     """Return the token layout of a sampled chunk: states before and after stochastic steps, or the correction."""
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
-    if cfg.corrects:
+    if cfg.is_residual:
         return ChunkRecord(shape=shape, layout=get_residual_shape(cfg, 0).layout, per_action=1)
     return ChunkRecord.chain(shape, cfg.num_diffusion_steps_inference - 1 if cfg.every_step else 1)
 

@@ -56,7 +56,7 @@ def _sample_costs(
             max(tokens * (per_token + 12 * m * (1 if half else 2)), *blocks),
         ),
         # Gate, SiLU, up and product; embeddings, stream, a norm's output and the tables of positions.
-        acting_bytes=tokens * ((8 * m + 3 * d) * (1 if half else 2) + 2 * stream * d),
+        inference_bytes=tokens * ((8 * m + 3 * d) * (1 if half else 2) + 2 * stream * d),
         forward_flops=2.0 * (tokens * language + images * towers[0].num_patches * vision) + 2.0 * attention,
     )
 
@@ -64,7 +64,7 @@ def _sample_costs(
 def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
     """Estimate parameters, memory and FLOPs of a model with the heads of `options`."""
     cfg, images, tokens = options.cfg, options.cfg.num_images_in_input, options.num_action_tokens
-    repeated = cfg.action_head == ActionHead.diffusion and (cfg.every_step or cfg.corrects)
+    repeated = cfg.action_head == ActionHead.diffusion and (cfg.every_step or cfg.is_residual)
     passes = cfg.num_diffusion_steps_inference if repeated else 1
     weights = weight_sizes(NETWORK, config, options)
     sample = _sample_costs(config, weights, images=images, tokens=tokens, half=cfg.half, adapters=cfg.is_lora)
@@ -77,8 +77,8 @@ def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
         # Adapters on all layers (an upper bound for selected targets), and fully trained heads.
         num_trained=lora_spec(cfg).r * adapter_sides + heads if cfg.is_lora else None,
         # A frozen model stores no activations for backward.
-        activation_bytes=sample.acting_bytes if cfg.corrects else passes * sample.activation_bytes,
-        recomputed_bytes=sample.acting_bytes if cfg.corrects else passes * sample.recomputed_bytes,
+        activation_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.activation_bytes,
+        recomputed_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.recomputed_bytes,
         outside_layers=count(body, "projector.", *_VOCABULARY) + heads,
         forward_flops=passes * sample.forward_flops,
         act_passes=cfg.action_dim if options.autoregressive else passes,

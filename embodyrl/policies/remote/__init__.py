@@ -29,9 +29,9 @@ class RemoteFactory:
 
     def spec(self, cfg: RemoteSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec, which uses the first cameras and the actions of the environment."""
-        from embodyrl.policies.remote.dialects import names_of
+        from embodyrl.policies.remote.wire_formats import get_field_names
 
-        num_images = len(names_of(cfg).images)
+        num_images = len(get_field_names(cfg).images)
         return PolicySpec(
             inputs=InputSpec(
                 instructions=True,

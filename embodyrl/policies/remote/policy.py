@@ -11,18 +11,18 @@ import numpy as np
 
 from embodyrl.clock import RunClock
 from embodyrl.errors import EmbodyError
-from embodyrl.policies.remote.dialects import (
+from embodyrl.policies.remote.settings import RemoteSettings
+from embodyrl.policies.remote.wire_formats import (
     MessageError,
     RemoteObservation,
-    bytes_keyed,
-    names_of,
-    need,
+    encode_openpi_array,
+    encode_vla_eval_array,
+    get_field_names,
+    import_optional,
     pack,
-    text_keyed,
+    rotate_upright,
     unpack,
-    upright,
 )
-from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.policies.untrained.policy import InferenceOnlyPolicy
 from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
@@ -41,7 +41,7 @@ class RemotePolicy(InferenceOnlyPolicy):
             EmbodyError: there is no server at `model.url`, or it uses another protocol.
         """
         super().__init__(spec)
-        self._cfg, self._env, self._names = cfg, env, names_of(cfg)
+        self._cfg, self._env, self._names = cfg, env, get_field_names(cfg)
         self._sequence = 0
         connection = ExitStack()
         self._socket = _connect(cfg, connection)
@@ -55,7 +55,7 @@ class RemotePolicy(InferenceOnlyPolicy):
         Raises:
             EmbodyError: the server reports an error, times out or disconnects.
         """
-        images = np.ascontiguousarray(upright(obs.images, self._env.cameras.rotation_deg))
+        images = np.ascontiguousarray(rotate_upright(obs.images, self._env.cameras.rotation_deg))
         rows = [
             self._request_actions(
                 RemoteObservation(
@@ -85,7 +85,7 @@ class RemotePolicy(InferenceOnlyPolicy):
             self._send_message("observation", message)
             reply = self._receive_reply("action")
         else:
-            self._send(pack(message, bytes_keyed))
+            self._send(pack(message, encode_openpi_array))
             reply = self._receive()
         return self._parse_actions(reply)
 
@@ -114,7 +114,7 @@ class RemotePolicy(InferenceOnlyPolicy):
     def _send_message(self, kind: str, payload: dict[str, Any]) -> None:
         self._sequence += 1
         message = {"type": kind, "payload": payload, "seq": self._sequence, "timestamp": time.time()}
-        self._send(pack(message, text_keyed))
+        self._send(pack(message, encode_vla_eval_array))
 
     def _receive_reply(self, kind: str) -> dict[str, Any]:
         """Return the payload of the reply to the last message; late replies to earlier messages are skipped."""
@@ -158,7 +158,7 @@ class RemotePolicy(InferenceOnlyPolicy):
 
 def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
     """Connect with retries, because a server with a large model starts slowly; `connection` closes the socket."""
-    client = need("websockets.sync.client")
+    client = import_optional("websockets.sync.client")
     clock = RunClock()
     while True:
         # Only time in which this process ran counts, so that a suspended laptop does not time out.

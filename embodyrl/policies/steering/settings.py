@@ -32,12 +32,12 @@ class ResidualSettings(WeightSettings):
     """residual: one correction for all actions of a chunk; false: one correction per action."""
 
     @property
-    def corrects(self) -> bool:
+    def is_residual(self) -> bool:
         """True if the model is frozen and its actions are corrected."""
         return self.likelihood_name == "residual"
 
     @property
-    def steers(self) -> bool:
+    def is_steered(self) -> bool:
         """True if the model is frozen and an actor is trained."""
         return self.likelihood_name in ("dsrl", "residual")
 
@@ -50,7 +50,7 @@ class ResidualSettings(WeightSettings):
     def problems(self) -> Iterator[str]:
         """Yield errors of adapter keys, which a frozen model does not support."""
         yield from super().problems()
-        if self.adapted and self.steers:
+        if self.adapted and self.is_steered:
             yield (
                 f"model.is_lora=true: model.likelihood={self.likelihood_name} freezes the model including adapters; "
                 "set it to false."
@@ -129,7 +129,7 @@ class SteeringShape:
 
 def add_steering(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySpec:
     """Return the spec of a policy with a frozen model and an actor."""
-    steering = SteeringSpec(key=f"model.likelihood={likelihood}", corrects=shape.proposes)
+    steering = SteeringSpec(key=f"model.likelihood={likelihood}", is_residual=shape.proposes)
     return replace(spec, differentiable=True, scored=1, steering=steering)
 
 

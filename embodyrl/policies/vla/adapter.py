@@ -7,7 +7,7 @@ from typing import Any
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import to_builtin
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, merged_problem
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
@@ -67,7 +67,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where} is missing or malformed ({reason_of(error)}). model.lora.path must be a folder with "
+            f"{where} is missing or malformed ({format_reason(error)}). model.lora.path must be a folder with "
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     fix = "Use a plain LoRA adapter with the same rank in all modules, for example one that peft converted to LoRA."

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import Observation
@@ -21,7 +21,7 @@ POSITIVE, NEGATIVE = "Advantage: positive", "Advantage: negative"
 """Instruction suffixes for positive and negative advantages (RECAP, arXiv 2511.14759)."""
 
 
-def tagged(instruction: str, suffix: str) -> str:
+def add_suffix(instruction: str, suffix: str) -> str:
     """Return an instruction with exactly one suffix, on a separate line; an earlier suffix is replaced."""
     text = instruction.rstrip()
     for known in (POSITIVE, NEGATIVE):
@@ -54,7 +54,7 @@ class Conditioning:
 
 
 def _replace_suffix(obs: Observation, suffix: str) -> Observation:
-    return replace(obs, instructions=tuple(tagged(text, suffix) for text in obs.instructions))
+    return replace(obs, instructions=tuple(add_suffix(text, suffix) for text in obs.instructions))
 
 
 def read_conditioning(folder: Path) -> Conditioning | None:
@@ -70,7 +70,7 @@ def read_conditioning(folder: Path) -> Conditioning | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({reason_of(error)}). Export the policy again.") from error
+        raise CheckpointError(f"{path} cannot be read ({format_reason(error)}). Export the policy again.") from error
     if not valid:
         raise CheckpointError(
             f"{path} contains {conditioning}, expected a known suffix and guidance. Export the policy again."

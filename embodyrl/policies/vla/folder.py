@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json, read_small
 from embodyrl.policies.inputs import missing_weights
 from embodyrl.registry import closest
@@ -140,7 +140,7 @@ def read_sft_statistics(path: Path) -> dict[str, dict[str, list[float]]]:
             check_statistics(numbers, f"{path}: {part}", varies=part == "action")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again, or use another checkpoint."
+            f"{path} is malformed ({format_reason(error)}). Run `embodyrl sft` again, or use another checkpoint."
         ) from error
     return statistics
 

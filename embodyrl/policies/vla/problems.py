@@ -1,6 +1,6 @@
 """Checks of an environment against the requirements of image policies."""
 
-from embodyrl.policies.protocol import fitting_models
+from embodyrl.policies.protocol import suggest_models
 from embodyrl.types import ActionKind, EnvSpec
 
 
@@ -10,7 +10,7 @@ def find_env_problems(model_name: str, env: EnvSpec) -> list[str]:
         description = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
         return [
             f"{model_name} reads camera images and outputs box actions, but env '{env.name}' has {description}; choose "
-            f"another model, for example {fitting_models(env)}."
+            f"another model, for example {suggest_models(env)}."
         ]
     if env.cameras.rotation_deg not in (0, 180):
         return [f"env '{env.name}' declares cameras.rotation_deg={env.cameras.rotation_deg}; only 0 and 180 work."]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.files import check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE
@@ -99,7 +99,8 @@ def read_processors(
                 check_keys(step.get("config", {}), where, ignored=_STEP_FIELDS, only=_STEP_ONLY, fix=_FIX)
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(
-                f"{folder}/{name}.json or the file of its normalizer is damaged ({reason_of(error)}). Download both "
+                f"{folder}/{name}.json or the file of its normalizer is damaged ({format_reason(error)}). Download "
+                "both "
                 "files again."
             ) from error
         if problem:

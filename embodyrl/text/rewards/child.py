@@ -36,11 +36,9 @@ def main() -> None:
             try:
                 for function in functions:
                     value = function(prompt, response, reference)
-                    parts = (
-                        [value[component] for component in function.components]
-                        if isinstance(value, Mapping)
-                        else [value]
-                    )  # type: ignore[attr-defined]
+                    parts = [value]
+                    if isinstance(value, Mapping):
+                        parts = [value[component] for component in function.components]  # type: ignore[attr-defined]
                     reply += [float(part) for part in parts]
                 if not all(map(math.isfinite, reply)):
                     raise ValueError(f"the rewards {reply} must be finite numbers")

@@ -11,16 +11,16 @@ from embodyrl.workers.recording.video import VideoRecorder
 
 
 class Mp4Recordings:
-    """Records episodes of an env worker as MP4 files, with one `VideoRecorder` per slot."""
+    """Records episodes of an env worker as MP4 files, with one `VideoRecorder` per environment."""
 
     def __init__(self, env: Env, video: VideoSettings) -> None:
         self._env, self._video = env, video
         self._recorders: dict[int, tuple[VideoRecorder, str]] = {}
-        """Recorder of each slot, and the episode outcomes for which the video is kept (`ResetRequest.keep_video`)."""
+        """Recorder of each environment, and the outcomes for which the video is kept (`ResetRequest.keep_video`)."""
 
     @property
-    def slots(self) -> Set[int]:
-        """Slots whose current episode is recorded."""
+    def env_indices(self) -> Set[int]:
+        """Environments whose current episode is recorded."""
         return self._recorders.keys()
 
     def begin(self, request: ResetRequest) -> Recording | None:
@@ -30,40 +30,40 @@ class Mp4Recordings:
             recorder = VideoRecorder(
                 Path(request.video_stem),
                 fps=self._video.fps,
-                instruction=self._env.instruction(request.slot),
+                instruction=self._env.instruction(request.env_index),
                 info=self._video.info_on_video,
                 horizon=request.start.max_episode_steps,
                 reports_success=self._env.spec.reward.reports_success,
             )
         except (EmbodyError, OSError) as error:
-            return Recording(slot=request.slot, path=None, problem=str(error))
-        self._recorders[request.slot] = recorder, request.keep_video
+            return Recording(env_index=request.env_index, path=None, problem=str(error))
+        self._recorders[request.env_index] = recorder, request.keep_video
         return None
 
-    def add(self, slot: int, success: bool) -> Recording | None:
-        """Append the current frame of a slot, if its episode is recorded."""
-        if slot not in self._recorders:
+    def add(self, env_index: int, success: bool) -> Recording | None:
+        """Append the current frame of an environment, if its episode is recorded."""
+        if env_index not in self._recorders:
             return None
         try:
-            self._recorders[slot][0].add(self._env.render(slot), success)
+            self._recorders[env_index][0].add(self._env.render(env_index), success)
         except (EmbodyError, OSError) as error:
-            self.discard(slot)
-            return Recording(slot=slot, path=None, problem=str(error))
+            self.discard(env_index)
+            return Recording(env_index=env_index, path=None, problem=str(error))
         return None
 
-    def end(self, slot: int) -> Recording:
+    def end(self, env_index: int) -> Recording:
         """Complete the recording of an ended episode."""
-        recorder, keep = self._recorders.pop(slot)
+        recorder, keep = self._recorders.pop(env_index)
         if keep == "failures" and recorder.success:
             recorder.discard()
-            return Recording(slot=slot, path=None)
+            return Recording(env_index=env_index, path=None)
         try:
             path = recorder.finish()
         except (EmbodyError, OSError) as error:
-            return Recording(slot=slot, path=None, problem=str(error))
-        return Recording(slot=slot, path=str(path))
+            return Recording(env_index=env_index, path=None, problem=str(error))
+        return Recording(env_index=env_index, path=str(path))
 
-    def discard(self, slot: int) -> None:
-        """Stop and delete the recording of a slot, if there is one."""
-        if slot in self._recorders:
-            self._recorders.pop(slot)[0].discard()
+    def discard(self, env_index: int) -> None:
+        """Stop and delete the recording of an environment, if there is one."""
+        if env_index in self._recorders:
+            self._recorders.pop(env_index)[0].discard()

@@ -46,8 +46,11 @@ def test_weight_transfer_sends_exactly_the_weights(trained_only):
     arenas = {host: both[1] for host, both in pools.items()}
     wanted = [weight for weight in describe_weights(acting) if weight.trained or not trained_only]
     (parts,) = fill_buckets(wanted, SIZE)
-    ticket = arenas["b"].allocate()
-    write, read = PublishRequest(ticket=ticket, parts=parts), LoadWeightsRequest(ticket=ticket, parts=parts)
+    record_ref = arenas["b"].allocate()
+    write, read = (
+        PublishRequest(record_ref=record_ref, parts=parts),
+        LoadWeightsRequest(record_ref=record_ref, parts=parts),
+    )
     write_rows(pools["a"], copy_in(pools["b"], write))
     publish(write, learner, Ranks(RankInfo()), arenas["a"])
     # From the learner's host to the driver's, then to the host of the rollout process.

@@ -19,7 +19,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, read_conditioning, tagged
+from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, add_suffix, read_conditioning
 from embodyrl.types import Observation
 from embodyrl.workers.noise import token_noise
 
@@ -51,11 +51,11 @@ def one(request: pytest.FixtureRequest) -> FlowPolicy:
 
 
 def test_suffix_is_appended_once_and_replaced():
-    once = tagged("open it", POSITIVE)
+    once = add_suffix("open it", POSITIVE)
     assert once == "open it\nAdvantage: positive"
-    assert tagged(once, POSITIVE) == once
-    assert tagged(once, NEGATIVE) == "open it\nAdvantage: negative"
-    assert tagged(f"{once} ", "") == "open it"
+    assert add_suffix(once, POSITIVE) == once
+    assert add_suffix(once, NEGATIVE) == "open it\nAdvantage: negative"
+    assert add_suffix(f"{once} ", "") == "open it"
 
 
 def test_guidance_matches_its_formula(one: FlowPolicy):
@@ -67,16 +67,16 @@ def test_guidance_matches_its_formula(one: FlowPolicy):
     def velocity(rule: Conditioning | None, words: str) -> torch.Tensor:
         one.conditioning = rule
         with torch.no_grad():
-            return one._encode_for_acting(observation(one, words))[1](x, t)[0]
+            return one._encode_for_inference(observation(one, words))[1](x, t)[0]
 
     words = obs.instructions[0]
-    null, positive = velocity(None, words), velocity(None, tagged(words, POSITIVE))
+    null, positive = velocity(None, words), velocity(None, add_suffix(words, POSITIVE))
     assert not torch.equal(null, positive)
     torch.testing.assert_close(velocity(GUIDED, words), null + 2.0 * (positive - null), rtol=0, atol=0)
     for weight, expected in ((0.0, null), (1.0, positive)):
         assert torch.equal(velocity(Conditioning(suffix=POSITIVE, guidance=weight), words), expected)
     # A client that already sent a suffix changes nothing.
-    assert torch.equal(velocity(GUIDED, tagged(words, NEGATIVE)), velocity(GUIDED, words))
+    assert torch.equal(velocity(GUIDED, add_suffix(words, NEGATIVE)), velocity(GUIDED, words))
     one.conditioning = None
 
 

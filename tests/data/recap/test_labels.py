@@ -15,11 +15,11 @@ from settings import model_of
 from test_conditioning import policy
 
 from embodyrl.commands.recap_labelling import Stage, label_in_process
-from embodyrl.data.labels import Labels, places, read_positive
+from embodyrl.data.labels import Labels, get_frame_indices, read_positive
 from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.errors import ConfigError, WorkerError
-from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, tagged
-from embodyrl.process_cleanup import children_left
+from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, add_suffix
+from embodyrl.process_cleanup import list_remaining_children
 from embodyrl.types import FloatArray, Observation
 
 WORDS = "touch the red block"
@@ -29,7 +29,7 @@ def observations(count: int, suffixes: list[str]) -> Observation:
     return Observation(
         images=np.zeros((count, 1, 56, 56, 3), np.uint8),
         state=np.zeros((count, 4), np.float32),
-        instructions=tuple(tagged(WORDS, suffix) for suffix in suffixes),
+        instructions=tuple(add_suffix(WORDS, suffix) for suffix in suffixes),
     )
 
 
@@ -72,7 +72,7 @@ def test_labels_of_other_data_are_refused(tmp_path: Path):
     from test_targets import demos
 
     found = demos()
-    episode, frame = places(found)
+    episode, frame = get_frame_indices(found)
     nothing = np.zeros(15, np.float32)
     path = tmp_path / "labels.parquet"
     positive = np.arange(15) % 2 == 0
@@ -93,8 +93,8 @@ def test_killed_value_stage_is_a_worker_error(tmp_path: Path):
     )
 
     def kill() -> None:
-        assert wait_until(children_left, 60)
-        for pid in children_left():
+        assert wait_until(list_remaining_children, 60)
+        for pid in list_remaining_children():
             os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -108,7 +108,7 @@ def test_labels_of_data_sets_in_another_order_are_refused(tmp_path: Path):
     from test_targets import demos
 
     found, path = demos((6, 4), (True, True)), tmp_path / "labels.parquet"
-    nothing, (episode, frame) = np.zeros(10, np.float32), places(found)
+    nothing, (episode, frame) = np.zeros(10, np.float32), get_frame_indices(found)
     assert frame.tolist() == [*range(6), *range(4)]
     Labels(
         episode=episode, frame=frame, returns=nothing, value=nothing, advantage=nothing, positive=nothing > 0

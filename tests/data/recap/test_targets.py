@@ -20,12 +20,12 @@ from embodyrl.data.recap.settings import LabelSource, RecapSettings
 from embodyrl.data.recap.targets import (
     Outcomes,
     advantages,
-    folds_of,
-    forced,
+    assign_folds,
+    find_expert_frames,
     normalised_returns,
     rank_correlation,
     ranked_labels,
-    shuffled,
+    shuffle_labels,
     thresholds,
     two_hot,
 )
@@ -87,7 +87,7 @@ def test_recap_labels_match_a_hand_computed_example():
     assert limits == {0: pytest.approx(0.0193333, abs=1e-7)}
     ranked = ranked_labels(outcomes, advantage, limits)
     assert ranked.astype(int).tolist() == RANKED
-    assert (ranked | forced(found)).astype(int).tolist() == LABELS
+    assert (ranked | find_expert_frames(found)).astype(int).tolist() == LABELS
 
 
 def test_two_hot_targets_match_a_hand_computed_example():
@@ -152,20 +152,20 @@ def test_third_party_demonstrations_count_as_successful():
     unknown = replace(found, actor=np.where(np.arange(9) < 5, Actor.unknown, Actor.policy))
     assert Outcomes.of(unknown).success.tolist() == [True, True]
     assert Outcomes.of(found).success.tolist() == [False, True]
-    assert forced(unknown).tolist() == [True] * 5 + [False] * 4
+    assert find_expert_frames(unknown).tolist() == [True] * 5 + [False] * 4
 
 
 def test_shuffling_keeps_label_counts_and_expert_labels():
     outcomes = Outcomes.of(demos((50, 50), (True, False)))
     labels, free = np.arange(100) % 3 == 0, np.arange(100) >= 10
-    found = shuffled(outcomes, labels, free, seed=1)
+    found = shuffle_labels(outcomes, labels, free, seed=1)
     assert found.sum() == labels.sum()
     assert (found != labels).any()
     assert (found[:10] == labels[:10]).all()
 
 
 def test_folds_have_equal_sizes_and_rank_correlation_handles_ties():
-    assert np.bincount(folds_of(11, 3, seed=0)).tolist() == [4, 4, 3]
+    assert np.bincount(assign_folds(11, 3, seed=0)).tolist() == [4, 4, 3]
     assert rank_correlation([1, 2, 3], [10, 20, 15]) == pytest.approx(0.5)
     assert rank_correlation([1, 1, 2], [1, 1, 5]) == pytest.approx(1.0)
     assert rank_correlation([1, 1], [1, 2]) == 0.0
@@ -184,7 +184,7 @@ def test_shuffled_labels_stay_within_their_task() -> None:
     two = demos((50, 50), (True, False))
     outcomes = Outcomes.of(replace(two, instruction=np.array(["a"] * 50 + ["b"] * 50, object)))
     labels = (np.arange(100) < 3) | (np.arange(100) >= 60)
-    found = shuffled(outcomes, labels, np.ones(100, np.bool_), seed=1)
+    found = shuffle_labels(outcomes, labels, np.ones(100, np.bool_), seed=1)
     assert (found[:50].sum(), found[50:].sum()) == (3, 40)
     assert (found != labels).any()
 

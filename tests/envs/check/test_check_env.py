@@ -34,7 +34,7 @@ class ScriptedFactory:
         return self._sims().spec
 
     def make(self, cfg: EnvSettings, context: EnvContext) -> ChunkedEnv:
-        return ChunkedEnv(self._sims(), context.num_slots, use_rel_reward=True, reward_coef=1.0)
+        return ChunkedEnv(self._sims(), context.num_envs, use_rel_reward=True, reward_coef=1.0)
 
 
 SCRIPTED = ScriptedFactory()

@@ -11,7 +11,7 @@ import pytest
 
 from embodyrl.cli.main import main
 from embodyrl.envs import ENVS
-from embodyrl.envs.check import CHECKS, Finding, check_env, check_env_apart
+from embodyrl.envs.check import CHECKS, Finding, check_env, check_env_in_subprocess
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import MissingDependencyError, UnknownNameError
 from embodyrl.plan.config import load_config
@@ -23,7 +23,7 @@ slow = pytest.mark.slow
 
 def look(*words: str, apart: bool = False, timeout_s: float = 60.0) -> list[Finding]:
     cfg = load_config("check-env", ["env=gym", *words]).env
-    found = list((check_env_apart if apart else check_env)(cfg, timeout_s=timeout_s))
+    found = list((check_env_in_subprocess if apart else check_env)(cfg, timeout_s=timeout_s))
     assert [finding.check for finding in found] == list(CHECKS)
     return found
 
@@ -221,11 +221,11 @@ minatar.gym:MinAtar/Breakout-v1""".splitlines()
 def test_installed_gymnasium_environments_pass(env_id):
     words = [f"env.id={env_id}"]
     words += [MINIGRID] if env_id.startswith("minigrid") else []
-    # Without a seed its constructor samples other tasks in every slot.
+    # Without a seed its constructor samples other tasks in every environment.
     words += ["env.kwargs.env_name=reach-v3", "env.kwargs.seed=1"] if "MT1" in env_id else []
     cfg = load_config("check-env", ["env=gym", *words]).env
     try:
-        ENVS.get("gym").spec(cfg, EnvContext(pictures=False))
+        ENVS.get("gym").spec(cfg, EnvContext(renders_images=False))
     except (MissingDependencyError, UnknownNameError) as error:
         pytest.skip(str(error))
     assert not failures(look(*words, apart=True))

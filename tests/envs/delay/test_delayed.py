@@ -8,9 +8,9 @@ from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import EpisodeStart, FloatArray
 
 
-def make(*scripts, low=0, high, slots=1, reward=None):
+def make(*scripts, low=0, high, env_indices=1, reward=None):
     sims = ScriptedSims(scripts or (steps_of([0.0]),))
-    return sims, DelayedEnv(sims, slots, delay=(low, high), use_rel_reward=False, reward_coef=1.0, reward=reward)
+    return sims, DelayedEnv(sims, env_indices, delay=(low, high), use_rel_reward=False, reward_coef=1.0, reward=reward)
 
 
 def start(reset_id=0, *, limit=100, seed=0):
@@ -28,10 +28,10 @@ def executed(sims) -> list[float]:
     return [entry[2] for entry in sims.log if entry[0] == "step"]
 
 
-def seen(env, slot=0):
+def seen(env, env_index=0):
     images = np.zeros((1, 1, 4, 6, 3), np.uint8)
     state = np.zeros((1, env.spec.state_dim), np.float32)
-    env.observe([slot], images, state)
+    env.observe([env_index], images, state)
     assert (images == state[0, 1]).all(), "image and state of one step"
     return state[0]
 
@@ -96,13 +96,13 @@ def test_the_time_limit_counts_all_executed_steps():
 
 
 def test_slots_at_different_episode_steps_run_in_one_call():
-    sims, env = make(low=2, high=2, slots=2)
+    sims, env = make(low=2, high=2, env_indices=2)
     env.reset([0], [start()])
     env.step_chunk([0], chunk(0))
     env.reset([1], [start()])
     result = env.step_chunk([0, 1], np.concatenate([chunk(1), chunk(0)]))
     assert result.valid.sum(1).tolist() == [6, 8]
-    of_slot = {slot: [e[2] for e in sims.log if e[:2] == ("step", slot)] for slot in (0, 1)}
+    of_slot = {env_index: [e[2] for e in sims.log if e[:2] == ("step", env_index)] for env_index in (0, 1)}
     assert of_slot == {0: [*range(8), *range(102, 108)], 1: [*range(8)]}
 
 
@@ -120,8 +120,8 @@ def test_random_delays_execute_each_env_step_once():
 
 
 def test_random_delays_depend_on_the_initial_state():
-    """Two slots with the same seed and other reset ids."""
-    _, env = make(*[steps_of([0.0])] * 2, low=0, high=3, slots=2)
+    """Two environments with the same seed and other reset ids."""
+    _, env = make(*[steps_of([0.0])] * 2, low=0, high=3, env_indices=2)
     env.reset([0, 1], [start(0, limit=1000), start(1, limit=1000)])
     begins = [env.step_chunk([0, 1], np.concatenate([chunk(n)] * 2)).valid.argmax(1).tolist() for n in range(12)]
     assert begins == [[drawn(n, high=3, reset_id=reset) for reset in (0, 1)] for n in range(12)]
@@ -136,20 +136,20 @@ def test_chunks_too_short_for_the_delay_are_refused():
 
 
 def test_batched_simulators_are_refused_with_a_delay():
-    with pytest.raises(ConfigError, match="can only step all its slots at once"):
+    with pytest.raises(ConfigError, match="can only step all its environments at once"):
         check_delay(ScriptedBatch((steps_of([0.0]),)).spec, 1, 8)
 
 
 def test_after_step_covers_the_env_steps_of_the_delay():
-    _, env = make(low=2, high=2, slots=2)
+    _, env = make(low=2, high=2, env_indices=2)
     env.reset([0], [start()])
     executed: list[tuple[int, bool]] = []
     env.step_chunk([0], chunk(0), after_step=lambda *one: executed.append(one))
-    assert [slot for slot, _ in executed] == [0] * 8
+    assert [env_index for env_index, _ in executed] == [0] * 8
 
 
 def test_observation_of_one_slot_is_independent_of_the_others():
-    _, env = make(low=2, high=2, slots=2)
+    _, env = make(low=2, high=2, env_indices=2)
     env.reset([0, 1], [start(), start()])
     env.step_chunk([1], chunk(0))
     assert (seen(env, 0)[1], seen(env, 1)[1]) == (0, 6)

@@ -1,4 +1,4 @@
-"""Functional environments in JAX: one batch for all slots."""
+"""Functional environments in JAX: one batch for all environments."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def test_missing_package_of_a_library_is_named(tmp_path, monkeypatch):
 
 @needs_jax
 def test_user_defined_functional_environment_steps_in_one_batch():
-    env = FACTORY.make(
-        cfg_of(f"{__name__}:counter", kwargs={"limit": 2}, success_key="solved"), EnvContext(num_slots=3)
-    )
+    env = FACTORY.make(cfg_of(f"{__name__}:counter", kwargs={"limit": 2}, success_key="solved"), EnvContext(num_envs=3))
     assert (env.spec.state_dim, env.spec.action.dim, env.spec.max_episode_steps) == (2, 1, 20)
     assert (env.spec.reward.reports_success, env.spec.reward.success) == (True, "info['solved']")
     unknown = FACTORY.spec(cfg_of(f"{__name__}:counter", success_key="sloved"), EnvContext()).reward
@@ -101,7 +99,7 @@ def test_user_defined_functional_environment_steps_in_one_batch():
 
 @needs_jax
 def test_reset_of_one_slot_keeps_other_slots():
-    env = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_slots=2))
+    env = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_envs=2))
     env.reset([0, 1], [start(1), start(2)])
     env.step_chunk([0, 1], np.full((2, 1, 1), 0.25, np.float32))
     before, after = np.zeros((2, 2, 2), np.float32)
@@ -114,7 +112,7 @@ def test_reset_of_one_slot_keeps_other_slots():
 
 @needs_jax
 def test_slots_without_an_action_keep_their_state():
-    env = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_slots=2))
+    env = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_envs=2))
     env.reset([0, 1], [start(1), start(2)])
     before, after = np.zeros((2, 2, 2), np.float32)
     env.observe([0, 1], NO_IMAGES[:2], before)
@@ -136,7 +134,7 @@ def test_jax_arrays_are_read_without_a_copy():
 
 @needs_jax
 def test_saved_slot_continues_the_same_episode():
-    env: Any = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_slots=2))
+    env: Any = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_envs=2))
     env.reset([0, 1], [start(1), start(2)])
     saved = env.save(0)
     action, first, again = np.full((1, 1, 1), 0.3, np.float32), *np.zeros((2, 1, 2), np.float32)
@@ -160,7 +158,7 @@ def test_gymnax_episode_equals_a_loop_over_its_functions():
     import jax
 
     theirs, params = gymnax.make("CartPole-v1")
-    ours = FACTORY.make(cfg_of("gymnax:CartPole-v1"), EnvContext(num_slots=2))
+    ours = FACTORY.make(cfg_of("gymnax:CartPole-v1"), EnvContext(num_envs=2))
     assert ours.spec.action.kind is ActionKind.discrete
     ours.reset([1, 0], [start(3), start(8)])
     key, state = jax.random.PRNGKey(3), np.zeros((1, 4), np.float32)
@@ -179,7 +177,7 @@ def test_gymnax_episode_equals_a_loop_over_its_functions():
 
 @needs_gymnax
 def test_gymnax_time_limit_truncates():
-    env = FACTORY.make(cfg_of("gymnax:Pendulum-v1"), EnvContext(num_slots=1))
+    env = FACTORY.make(cfg_of("gymnax:Pendulum-v1"), EnvContext(num_envs=1))
     limit = env.spec.max_episode_steps
     env.reset([0], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=10 * limit)])
     for _ in range(limit):

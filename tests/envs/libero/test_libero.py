@@ -34,8 +34,8 @@ def spec_of(suite):
 
 @pytest.fixture(scope="module")
 def roomy():
-    """Return an environment with 3 slots whose models all fit into memory."""
-    harness = Harness(spec_of("libero_goal"), slots=3, max_models=2)
+    """Return an environment with 3 environments whose models all fit into memory."""
+    harness = Harness(spec_of("libero_goal"), env_indices=3, max_models=2)
     yield harness
     harness.env.close()
 
@@ -43,29 +43,29 @@ def roomy():
 class Harness:
     """An environment and its simulators."""
 
-    def __init__(self, spec, *, slots, max_models, lean=False):
+    def __init__(self, spec, *, env_indices, max_models, lean=False):
         from embodyrl.envs.libero.sims import LiberoSims
 
         self.spec = spec
         self.sims = LiberoSims(spec, max_models=max_models, lean=lean)
-        self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0)
+        self.env = ChunkedEnv(self.sims, env_indices, use_rel_reward=True, reward_coef=1.0)
 
-    def start(self, slot, task, index, seed=7, ignore=True):
+    def start(self, env_index, task, index, seed=7, ignore=True):
         start = EpisodeStart(
-            reset_id=self.spec.reset_ids_of(task)[index], seed=seed, max_episode_steps=200, ignore_terminations=ignore
+            reset_id=self.spec.get_reset_ids(task)[index], seed=seed, max_episode_steps=200, ignore_terminations=ignore
         )
-        self.env.reset([slot], [start])
+        self.env.reset([env_index], [start])
 
-    def chunk(self, slot, actions) -> Trace:
-        result = self.env.step_chunk([slot], actions[None])
+    def chunk(self, env_index, actions) -> Trace:
+        result = self.env.step_chunk([env_index], actions[None])
         images = np.zeros((len(CAMERAS), SIZE, SIZE, 3), np.uint8)
         state = np.zeros(8, np.float32)
-        self.env.observe([slot], images[None], state[None])
-        saved = self.sims.pool.use(slot).save()
+        self.env.observe([env_index], images[None], state[None])
+        saved = self.sims.pool.use(env_index).save()
         return Trace(images, state, saved.physics, saved.model["site_rgba"], result.success[0], result.reward[0])
 
-    def turn_stove_on(self, slot):
-        open_stove(self.sims.pool.use(slot)._env)
+    def turn_stove_on(self, env_index):
+        open_stove(self.sims.pool.use(env_index)._env)
 
 
 @dataclass
@@ -94,13 +94,13 @@ def actions_of(seed, chunks=2, length=4):
     return np.clip(noise, -1, 1).astype(np.float32)
 
 
-def play(harness, slot, task, index, actions, stove_on_before=None, seed=7):
-    harness.start(slot, task, index, seed)
+def play(harness, env_index, task, index, actions, stove_on_before=None, seed=7):
+    harness.start(env_index, task, index, seed)
     traces = []
     for number, chunk in enumerate(actions):
         if number == stove_on_before:
-            harness.turn_stove_on(slot)
-        traces.append(harness.chunk(slot, chunk))
+            harness.turn_stove_on(env_index)
+        traces.append(harness.chunk(env_index, chunk))
     return traces
 
 
@@ -186,8 +186,8 @@ def test_episodes_are_reproducible_after_other_episodes(roomy):
     actions = actions_of(2)
     first = play(roomy, 0, STOVE, 5, actions, stove_on_before=1)
     play(roomy, 0, STOVE, 6, actions_of(3), stove_on_before=1)
-    for slot in (0, 1):
-        for one, two in zip(first, play(roomy, slot, STOVE, 5, actions, stove_on_before=1), strict=True):
+    for env_index in (0, 1):
+        for one, two in zip(first, play(roomy, env_index, STOVE, 5, actions, stove_on_before=1), strict=True):
             one.assert_equal(two)
     roomy.start(2, STOVE, 5, seed=8)
     assert (roomy.chunk(2, actions[0]).images != first[0].images).any(), "the seed draws the fixture poses"
@@ -210,8 +210,8 @@ def test_slots_on_a_shared_model_match_separate_slots(roomy):
 
 
 def test_swapping_slots_restores_the_full_state(roomy):
-    for slot, task_seed in ((0, 7), (1, 9)):
-        roomy.start(slot, STOVE, slot, seed=task_seed)
+    for env_index, task_seed in ((0, 7), (1, 9)):
+        roomy.start(env_index, STOVE, env_index, seed=task_seed)
     roomy.turn_stove_on(0)
     roomy.chunk(0, actions_of(9)[0])
     before = dataclasses.asdict(roomy.sims.pool.use(0).save())
@@ -220,10 +220,10 @@ def test_swapping_slots_restores_the_full_state(roomy):
     other = dataclasses.asdict(roomy.sims.pool.use(1).save())
     for name in ("physics", "gripper_command", "model"):
         with pytest.raises(AssertionError):
-            np.testing.assert_equal(other[name], before[name], err_msg=f"{name} tells the slots apart")
+            np.testing.assert_equal(other[name], before[name], err_msg=f"{name} tells the environments apart")
     assert {*before["own"]} == {"_observed_qpos", "_observed_sites", "_gripper_qpos", "_corruption"}
     for name in ("_observed_qpos", "_observed_sites", "_gripper_qpos"):
-        assert (other["own"][name] != before["own"][name]).any(), f"{name} tells the slots apart"
+        assert (other["own"][name] != before["own"][name]).any(), f"{name} tells the environments apart"
 
 
 def test_loaded_state_continues_the_episode_exactly(roomy):
@@ -241,7 +241,7 @@ def test_evicted_simulators_reload_and_continue_exactly(lean):
     spec = spec_of("libero_10")
     kitchen, study = 2, 5
     first, second = actions_of(6, chunks=2), actions_of(7, chunks=1)[0]
-    wide = Harness(spec, slots=2, max_models=2, lean=lean)
+    wide = Harness(spec, env_indices=2, max_models=2, lean=lean)
     wide.start(0, kitchen, 1)
     wide.start(1, study, 2)
     wide.turn_stove_on(0)
@@ -249,7 +249,7 @@ def test_evicted_simulators_reload_and_continue_exactly(lean):
     assert len(wide.sims.pool.loaded) == 2
     wide.env.close()
 
-    tight = Harness(spec, slots=2, max_models=1, lean=lean)
+    tight = Harness(spec, env_indices=2, max_models=1, lean=lean)
     tight.start(0, kitchen, 1)
     tight.turn_stove_on(0)
     tight.chunk(0, first[0]).assert_equal(before)
@@ -290,7 +290,7 @@ def test_sampled_states_match_the_stored_distribution():
     try:
         simulator, begun = sims.pool.use(0), []
         for seed in (7, 8):
-            sims.reset_slot(0, spec.reset_ids_of(0)[50], seed)
+            sims.reset_env(0, spec.get_reset_ids(0)[50], seed)
             begun.append(simulator._data.qpos.copy())
         np.testing.assert_array_equal(*begun, err_msg="no furniture here: the reset id decides, not the seed")
         drawn = np.array([simulator.sample_state(50 + k) for k in range(16)])
@@ -313,7 +313,7 @@ def test_sampled_states_place_objects_on_fixtures(task):
     cfg = env_of("libero", task_suite_name="libero_spatial", render_profile="lean", sampled_states=8)
     spec, sims = FACTORY.spec(cfg, EnvContext()), FACTORY.simulators(cfg, EnvContext())
     try:
-        sims.reset_slot(0, spec.reset_ids_of(task)[0], 7)
+        sims.reset_env(0, spec.get_reset_ids(task)[0], 7)
         drawn = np.array([sims.pool.use(0).sample_state(50 + k) for k in range(8)])
         stored = np.asarray(install.load_init_states("libero_spatial", task))
         of_objects = [place + axis for place in range(10, 45, 7) for axis in range(3)]

@@ -21,24 +21,24 @@ pytestmark = pytest.mark.sim
 
 
 class Harness:
-    def __init__(self, suite, *, slots=1, max_models=1, nearest=False, reward=None):
+    def __init__(self, suite, *, env_indices=1, max_models=1, nearest=False, reward=None):
         from embodyrl.envs.libero.sims import LiberoSims
 
         self.spec = FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext())
         install.prepare_process()
         self.sims = LiberoSims(self.spec, max_models=max_models, lean=True, fast=True, nearest=nearest)
         rewards = StepRewardSettings(path=reward)
-        self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0, reward=rewards)
+        self.env = ChunkedEnv(self.sims, env_indices, use_rel_reward=True, reward_coef=1.0, reward=rewards)
 
-    def start(self, slot, task, index, seed=5):
-        reset_id = self.spec.reset_ids_of(task)[index]
-        self.env.reset([slot], [EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=240)])
+    def start(self, env_index, task, index, seed=5):
+        reset_id = self.spec.get_reset_ids(task)[index]
+        self.env.reset([env_index], [EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=240)])
 
-    def play(self, slot, noise=0.0):
+    def play(self, env_index, noise=0.0):
         """Run an episode to its end; return (success, executed steps, clean actions)."""
         actions, steps = [], 0
         while True:
-            clean, result = self.env.expert_chunk([slot], 8, noise=noise)
+            clean, result = self.env.expert_chunk([env_index], 8, noise=noise)
             actions.append(clean[0])
             steps += int(result.valid.sum())
             if result.done[0]:
@@ -47,7 +47,7 @@ class Harness:
 
 @pytest.fixture(scope="module")
 def goal_harness():
-    harness = Harness("libero_goal", slots=2)
+    harness = Harness("libero_goal", env_indices=2)
     yield harness
     harness.env.close()
 
@@ -101,27 +101,27 @@ def test_expert_picks_up_a_moved_object_again(object_rig):
 
 def test_experts_succeed_on_a_shared_model(goal_harness):
     alone = []
-    for slot, index in ((0, 4), (1, 9)):
-        goal_harness.start(slot, 8, index, seed=index)
-        alone.append(goal_harness.play(slot))
-    for slot, index in ((0, 4), (1, 9)):
-        goal_harness.start(slot, 8, index, seed=index)
+    for env_index, index in ((0, 4), (1, 9)):
+        goal_harness.start(env_index, 8, index, seed=index)
+        alone.append(goal_harness.play(env_index))
+    for env_index, index in ((0, 4), (1, 9)):
+        goal_harness.start(env_index, 8, index, seed=index)
     together = [[], []]
     running = [0, 1]
     while running:
         clean, result = goal_harness.env.expert_chunk(running, 8, noise=0.0)
-        for row, slot in enumerate(running):
-            together[slot].append(clean[row])
-        running = [slot for row, slot in enumerate(running) if not result.done[row]]
+        for row, env_index in enumerate(running):
+            together[env_index].append(clean[row])
+        running = [env_index for row, env_index in enumerate(running) if not result.done[row]]
     assert len(goal_harness.sims.pool.loaded) == 1
-    for slot in (0, 1):
-        assert alone[slot][0]
-        np.testing.assert_array_equal(np.concatenate(together[slot]), alone[slot][2])
+    for env_index in (0, 1):
+        assert alone[env_index][0]
+        np.testing.assert_array_equal(np.concatenate(together[env_index]), alone[env_index][2])
 
 
 @pytest.mark.parametrize(("limit", "earned", "solved"), [(200, 0.5, False), (400, 1.0, True)])
 def test_goal_reward_is_the_fraction_of_goals_reached_at_the_end(goals, limit, earned, solved):
-    reset_id = goals.spec.reset_ids_of(7)[20]
+    reset_id = goals.spec.get_reset_ids(7)[20]
     goals.env.reset([0], [EpisodeStart(reset_id=reset_id, seed=5, max_episode_steps=limit)])
     rewards, done = [], False
     while not done:

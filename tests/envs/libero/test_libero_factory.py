@@ -72,10 +72,10 @@ def test_perturbed_suites_use_the_instruction_of_the_task_file():
         spec = libero_pro(f"libero_{base}", *AXES)
         assert spec.benchmark.suites[::10] == (f"libero_{base}", *(f"libero_{base}_{axis}" for axis in AXES))
         for number, told in enumerate(spec.tasks):
-            task = install.get_suite_tasks(spec.suite_of(number))[number % 10]
+            task = install.get_suite_tasks(spec.get_suite(number))[number % 10]
             file = install.get_libero_path("bddl_files") / task.problem_folder / task.bddl_file
             parsed = " ".join(robosuite_parse_problem(str(file))["language_instruction"])
-            assert told == (parsed if spec.suite_of(number).endswith(("_lan", "_task")) else task.language)
+            assert told == (parsed if spec.get_suite(number).endswith(("_lan", "_task")) else task.language)
         assert spec.tasks[:10] == spec.tasks[10:20] == spec.tasks[20:30]
         assert not set(spec.tasks[:10]) & set(spec.tasks[30:40])
 

@@ -134,7 +134,7 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
                 assert len(np.unique(found)) > 50, "a scene, not an empty image"
             return found
 
-    for index in (3, 4):  # two slots that share the model, with different images of objects at rest
+    for index in (3, 4):  # two environments that share the model, with different images of objects at rest
         sim.reset(install.load_init_states(suite, task)[index], index)
         for number, action in enumerate(random_actions(24)):
             sim.step(action)
@@ -244,7 +244,7 @@ def test_settle_settings_are_passed_to_the_simulator():
     starts = []
     for keys in ({"settle_steps": 10}, {"settle_steps": 15}, {"settle_gripper": "hold"}):
         cfg = env_of("libero", task_suite_name="libero_goal", render_profile="lean", **keys)
-        env = FACTORY.make(cfg, EnvContext(num_slots=1))
+        env = FACTORY.make(cfg, EnvContext(num_envs=1))
         env.reset([0], [EpisodeStart(reset_id=3, seed=0, max_episode_steps=9)])
         seen = np.zeros((1, *env.spec.cameras.size, 3), np.uint8), np.zeros((1, env.spec.state_dim), np.float32)
         env.observe([0], np.repeat(seen[0][None], len(env.spec.cameras.names), axis=1), seen[1])

@@ -18,9 +18,9 @@ def test_only_the_instruction_differs_between_states(tmp_path):
     )
     assert honest.states_per_task == liar.states_per_task
     for task in range(10):
-        state = honest.reset_ids_of(task)[3]
+        state = honest.get_reset_ids(task)[3]
         assert (
             instruction_for(liar, state)
-            == instruction_for(honest, honest.reset_ids_of((task + 1) % 10)[3])
+            == instruction_for(honest, honest.get_reset_ids((task + 1) % 10)[3])
             != instruction_for(honest, state)
         )

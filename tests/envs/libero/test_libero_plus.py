@@ -87,7 +87,7 @@ def test_arm_poses_match_the_package():
 def test_instructions_match_the_package():
     for row in (row for row in PACKAGE if "language" in row):
         spec = spec_of(f"{row['suite']}_{row['axis']}")
-        words = instruction_for(spec, spec.reset_ids_of(row["task"])[row["state"]])
+        words = instruction_for(spec, spec.get_reset_ids(row["task"])[row["state"]])
         if row["axis"] == "language":
             assert words == row["language"] != spec.tasks[row["task"]]
         else:
@@ -96,8 +96,8 @@ def test_instructions_match_the_package():
 
 def test_language_suite_has_one_instruction_per_state():
     spec = spec_of("libero_goal", "language")
-    assert {instruction_for(spec, reset_id) for reset_id in spec.reset_ids_of(2)} == {spec.tasks[2]}
-    assert len({instruction_for(spec, reset_id) for reset_id in spec.reset_ids_of(12)}) >= 19
+    assert {instruction_for(spec, reset_id) for reset_id in spec.get_reset_ids(2)} == {spec.tasks[2]}
+    assert len({instruction_for(spec, reset_id) for reset_id in spec.get_reset_ids(12)}) >= 19
     policy = PolicySpec(name="toy", num_action_chunks=1, action_dim=7, tokens_per_chunk=7)
     (width,) = [field.shape[0] for field in record_layout(spec, policy).fields if field.name == "instruction"]
     assert width >= max(len(words.encode()) for words in spec.instructions)

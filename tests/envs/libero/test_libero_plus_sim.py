@@ -30,32 +30,32 @@ def same_turn(one, other):
     return abs(np.dot(one, other)) / np.linalg.norm(one) / np.linalg.norm(other) == pytest.approx(1.0, abs=1e-12)
 
 
-def harness(suite, axes=(), *, slots=1, size=SIZE, lean=True, fast=False):
+def harness(suite, axes=(), *, env_indices=1, size=SIZE, lean=True, fast=False):
     from embodyrl.envs.libero.sims import LiberoSims
 
     cameras = InitParams(camera_names=CAMERAS, camera_heights=size, camera_widths=size)
     spec = FACTORY.spec(env_of("libero", task_suite_name=suite, init_params=cameras), EnvContext(suites=axes))
     install.prepare_process()
     sims = LiberoSims(spec, max_models=1, lean=lean, fast=fast)
-    return ChunkedEnv(sims, slots, use_rel_reward=True, reward_coef=1.0)
+    return ChunkedEnv(sims, env_indices, use_rel_reward=True, reward_coef=1.0)
 
 
-def start(env, task, state, slot=0, seed=0):
-    reset_id = env.spec.reset_ids_of(task)[state]
-    env.reset([slot], [EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=280)])
+def start(env, task, state, env_index=0, seed=0):
+    reset_id = env.spec.get_reset_ids(task)[state]
+    env.reset([env_index], [EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=280)])
 
 
-def look(env, slot=0):
+def look(env, env_index=0):
     height, width = env.spec.cameras.size
     out = ObservationOut(images=np.zeros((2, height, width, 3), np.uint8), state=np.zeros(8, np.float32))
-    env.observe([slot], out.images[None], out.state[None])
+    env.observe([env_index], out.images[None], out.state[None])
     return out.images
 
 
 @pytest.fixture(scope="module")
 def env():
     """Return tasks 0 to 9 of libero_object, then with other cameras, with noise and with other words."""
-    found = harness("libero_object", ("camera", "noise", "language"), slots=2)
+    found = harness("libero_object", ("camera", "noise", "language"), env_indices=2)
     yield found
     found.close()
 
@@ -79,7 +79,7 @@ def test_simulated_arms_and_cameras_match_the_package(row):
 def test_slots_on_a_shared_model_have_separate_variants(env):
     start(env, 13, 0)
     before = look(env).copy()
-    start(env, 13, 1, slot=1)
+    start(env, 13, 1, env_index=1)
     other = look(env, 1).copy()
     np.testing.assert_array_equal(look(env), before)
     np.testing.assert_array_equal(look(env, 1), other)
@@ -87,12 +87,12 @@ def test_slots_on_a_shared_model_have_separate_variants(env):
     start(env, 23, 0)
     env.step_chunk([0], STILL)
     noisy = look(env).copy()
-    start(env, 23, 1, slot=1)
+    start(env, 23, 1, env_index=1)
     other = look(env, 1).copy()
     np.testing.assert_array_equal(look(env), noisy, err_msg="its own noise, of its own step")
     np.testing.assert_array_equal(look(env, 1), other)
     start(env, 33, 0)
-    start(env, 33, 1, slot=1)
+    start(env, 33, 1, env_index=1)
     changes = [get_variant("libero_object_language", 3, state)[0] for state in (0, 1)]
     assert [env.instruction(0), env.instruction(1)] == [change.instruction for change in changes]
 

@@ -36,7 +36,7 @@ def harness(family, *, lean=True):
 
 
 def start(env, task, index, steps=280):
-    reset_id = env.spec.reset_ids_of(task)[index]
+    reset_id = env.spec.get_reset_ids(task)[index]
     env.reset([0], [EpisodeStart(reset_id=reset_id, seed=1000 + index, max_episode_steps=steps)])
 
 
@@ -50,7 +50,7 @@ def check_task(env, task):
     """Check one state of a task: instruction of its description, a step, an observation, not solved."""
     start(env, task, task * 7 % 50)
     simulator = env._sims.pool.use(0)
-    suite = env.spec.suite_of(task)
+    suite = env.spec.get_suite(task)
     if suite.endswith(("_lan", "_task")):
         assert env.instruction(0) == simulator.instruction, (suite, task)
     else:
@@ -68,7 +68,7 @@ def test_suite_and_perturbed_suite_run_in_one_environment():
     try:
         for task in (3, 23):
             check_task(env, task)
-        base, swap = (env.spec.suite_of(task) for task in (3, 23))
+        base, swap = (env.spec.get_suite(task) for task in (3, 23))
         assert (base, swap) == ("libero_object", "libero_object_swap")
         with pytest.raises(EnvError, match=r"'pick the bbq sauce.*initial state has shape \(3,\)"):
             env._sims.pool.use(0).reset(np.zeros(3), 0)
@@ -85,11 +85,11 @@ def test_every_perturbed_task_loads(family, axis, lean):
     """All 160 tasks, ten at a time."""
     env = harness(family, lean=lean)
     try:
-        checked = [task for task in range(len(env.spec.tasks)) if env.spec.suite_of(task).endswith(f"{family}_{axis}")]
+        checked = [task for task in range(len(env.spec.tasks)) if env.spec.get_suite(task).endswith(f"{family}_{axis}")]
         assert len(checked) == 10
         for task in checked:
             check_task(env, task)
-            sys.stdout.write(f"{env.spec.suite_of(task)} {task % 10} {'lean' if lean else 'full'} ok\n")
+            sys.stdout.write(f"{env.spec.get_suite(task)} {task % 10} {'lean' if lean else 'full'} ok\n")
     finally:
         env.close()
 
@@ -103,8 +103,8 @@ def solved(family):
             start(env, task, 20 + task % 10)
             while not (result := env.expert_chunk([0], 8, noise=0.0)[1]).done[0]:
                 pass
-            found.setdefault(env.spec.suite_of(task), []).append(bool(result.success.any()))
-            sys.stdout.write(f"{env.spec.suite_of(task)} {task % 10} {result.success.any()}\n")
+            found.setdefault(env.spec.get_suite(task), []).append(bool(result.success.any()))
+            sys.stdout.write(f"{env.spec.get_suite(task)} {task % 10} {result.success.any()}\n")
     finally:
         env.close()
     return found

@@ -42,13 +42,13 @@ def config(env_id="PushCube-v1", **changes):
     return env_of(env_type="maniskill", **keys)
 
 
-def make(cfg, slots=1):
-    return FACTORY.make(cfg, EnvContext(num_slots=slots))
+def make(cfg, env_indices=1):
+    return FACTORY.make(cfg, EnvContext(num_envs=env_indices))
 
 
 @pytest.fixture(scope="module")
 def cube():
-    """Return two slots of the task that most tests use."""
+    """Return two environments of the task that most tests use."""
     env = make(config(), 2)
     yield env
     env.close()
@@ -58,23 +58,23 @@ def start(reset_id, *, ignore=False):
     return EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=50, ignore_terminations=ignore)
 
 
-def look(env, slot=0):
+def look(env, env_index=0):
     spec = env.spec
     images = np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
     state = np.zeros(spec.state_dim, np.float32)
-    env.observe([slot], images[None], state[None])
+    env.observe([env_index], images[None], state[None])
     return images, state
 
 
-def play(env, reset_id, slot=0, steps=12):
+def play(env, reset_id, env_index=0, steps=12):
     """Return states and images of an episode of random actions."""
-    env.reset([slot], [start(reset_id, ignore=True)])
+    env.reset([env_index], [start(reset_id, ignore=True)])
     actions = np.random.default_rng(reset_id).uniform(-1, 1, (steps // 4, 1, 4, 7)).astype(np.float32)
-    seen = [look(env, slot)]
+    seen = [look(env, env_index)]
     for chunk in actions:
-        env.step_chunk([slot], chunk)
-        seen.append(look(env, slot))
-    physics = env._sims._envs[slot].get_state().numpy()
+        env.step_chunk([env_index], chunk)
+        seen.append(look(env, env_index))
+    physics = env._sims._envs[env_index].get_state().numpy()
     return np.stack([s[0] for s in seen]), np.stack([s[1] for s in seen]), physics
 
 
@@ -103,8 +103,8 @@ def test_episode_is_bit_identical_in_other_slots(cube):
     pushes = [play_expert(cube, 0) for _ in range(2)]
     assert same(*pushes), "contacts of the former episode leave no trace"
     assert same(first, play(cube, 5)), "after an episode that pushed the cube to its goal"
-    play(cube, 6, slot=1)
-    assert same(first, play(cube, 5, slot=1)), "in the other slot"
+    play(cube, 6, env_index=1)
+    assert same(first, play(cube, 5, env_index=1)), "in the other environment"
     assert not same(first, play(cube, 7))
     assert first[0].std() > 20, "images show something"
 
@@ -224,7 +224,7 @@ def test_batched_resets_match_single_resets():
 
 
 def test_batched_simulation_matches_separate_slots(monkeypatch):
-    """Actions, outcomes, states, videos and infos of four slots; a waiting slot is restarted."""
+    """Actions, outcomes, states, videos and infos of four environments; a waiting environment is restarted."""
     from embodyrl.envs.maniskill import sims
 
     rows = drawing_rows()
@@ -235,19 +235,21 @@ def test_batched_simulation_matches_separate_slots(monkeypatch):
     env.reset([2, 0, 3, 1], [start(reset_id) for reset_id in (7, 11, 5, 3)])
     assert env.solved_at_reset([0, 1, 2, 3]) == [2]
     begun = rows.drawn.clone()
-    for slot in range(4):
-        np.testing.assert_array_equal(look(env, slot)[1], begun[slot])
+    for env_index in range(4):
+        np.testing.assert_array_equal(look(env, env_index)[1], begun[env_index])
     actions = np.zeros((3, 2, 7), np.float32)
     actions[:, :, 0] = [[0.5, 0.25], [2.5, 9.0], [-1.0, 1.5]]
     result = env.step_chunk([3, 0, 2], actions)
     assert result.reward.tolist() == [[0.5, 0.25], [2.5, 0.0], [-1.0, 1.5]]
     assert result.terminated.tolist() == [[False, False], [True, False], [False, True]]
     assert result.success.tolist() == [[False, False], [True, False], [False, False]]
-    assert [look(env, slot)[1][0] for slot in (3, 0, 2)] == [0.25, 2.5, 1.5], "row 0 goes on with its last action"
+    assert [look(env, env_index)[1][0] for env_index in (3, 0, 2)] == [0.25, 2.5, 1.5], (
+        "row 0 goes on with its last action"
+    )
     np.testing.assert_array_equal(look(env, 1)[1], begun[1])
-    assert [env.render(slot).max() for slot in range(4)] == [0, 1, 2, 3]
+    assert [env.render(env_index).max() for env_index in range(4)] == [0, 1, 2, 3]
     env.step_chunk([1, 3], actions[:2])
-    assert [env._sims.info(slot) for slot in (3, 1)] == [
+    assert [env._sims.info(env_index) for env_index in (3, 1)] == [
         {"success": True, "row": 3, "pair": [3, 3]},
         {"success": False, "row": 1, "pair": [1, 1]},
     ]
@@ -344,14 +346,14 @@ def test_experts_reach_their_goals(env_id):
 def test_tasks_without_reward_use_success_as_reward():
     """The default reward mode "none" gives 0 for every step of a success."""
     cfg = config("PlugCharger-v1", obs_mode=ObsMode.state)
-    sims = FACTORY.simulators(cfg, EnvContext(num_slots=1))
+    sims = FACTORY.simulators(cfg, EnvContext(num_envs=1))
     try:
-        sims.reset_slot(0, 0, 0)
+        sims.reset_env(0, 0, 0)
         task = sims._envs[0]
         assert task.reward_mode == "none"
-        outside = sims.step_slot(0, np.zeros(7, np.float32))
+        outside = sims.step_env(0, np.zeros(7, np.float32))
         task.charger.set_pose(task.goal_pose)
-        inside = sims.step_slot(0, np.zeros(7, np.float32))
+        inside = sims.step_env(0, np.zeros(7, np.float32))
         assert not sims.solved, "the episode began with the charger outside"
     finally:
         sims.close()

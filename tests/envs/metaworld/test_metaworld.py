@@ -36,7 +36,7 @@ def _package(name: str, seed: int):
 
 def _bit_equal(name: str, steps: int) -> None:
     env = _package(name, 7)
-    ours = FACTORY.make(env_of("metaworld", id=name, pixels=False, use_rel_reward=False), EnvContext(num_slots=1))
+    ours = FACTORY.make(env_of("metaworld", id=name, pixels=False, use_rel_reward=False), EnvContext(num_envs=1))
     out = ObservationOut(images=NO_PIXELS, state=np.zeros(39, np.float32))
     for start in (3, 7):  # the second episode in a simulator that has played another
         ours.reset([0], [EpisodeStart(reset_id=start, seed=0, max_episode_steps=500, ignore_terminations=True)])
@@ -69,7 +69,7 @@ def test_all_tasks_match_the_package(name):
 def test_an_expert_reaches_the_goal():
     pytest.importorskip("metaworld.policies")
     cfg = env_of("metaworld", id="reach-v3", pixels=False, use_rel_reward=False)
-    env = FACTORY.make(cfg, EnvContext(num_slots=1))
+    env = FACTORY.make(cfg, EnvContext(num_envs=1))
     env.reset([0], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=500)])
     _, result = env.expert_chunk([0], 500, noise=0.0)
     assert result.success.any()
@@ -99,7 +99,7 @@ def test_default_reward_does_not_pay_for_waiting():
 def test_tasks_solved_at_reset_are_reported(monkeypatch):
     """The second episode's goal is at the hand; the package observes a closed window before opening it."""
     env_dict = pytest.importorskip("metaworld.env_dict")
-    reach = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=2))
+    reach = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_envs=2))
     begin = [EpisodeStart(reset_id=state, seed=0, max_episode_steps=5) for state in (3, 4)]
     reach.reset([0, 1], begin)
     assert list(reach.solved_at_reset([0, 1])) == []
@@ -113,21 +113,21 @@ def test_tasks_solved_at_reset_are_reported(monkeypatch):
     monkeypatch.undo()
     reach.reset([1], begin[1:])
     assert list(reach.solved_at_reset([0, 1])) == []
-    window = FACTORY.make(env_of("metaworld", id="window-close-v3", pixels=False), EnvContext(num_slots=1))
+    window = FACTORY.make(env_of("metaworld", id="window-close-v3", pixels=False), EnvContext(num_envs=1))
     window.reset([0], begin[:1])
     assert list(window.solved_at_reset([0])) == []
     for made in (reach, window):
         made.close()
 
 
-def _play(env, task: int, state: int, slot: int = 0, action: float | None = None) -> np.ndarray:
-    """Return the observation of a slot of several tasks at the start, or after three equal actions."""
-    reset_id = env.spec.reset_ids_of(task)[state]
-    env.reset([slot], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=500, ignore_terminations=True)])
+def _play(env, task: int, state: int, env_index: int = 0, action: float | None = None) -> np.ndarray:
+    """Return the observation of an environment of several tasks at the start, or after three equal actions."""
+    reset_id = env.spec.get_reset_ids(task)[state]
+    env.reset([env_index], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=500, ignore_terminations=True)])
     if action is not None:
-        env.step_chunk([slot], np.full((1, 3, 4), action, np.float32))
+        env.step_chunk([env_index], np.full((1, 3, 4), action, np.float32))
     out = ObservationOut(images=NO_PIXELS, state=np.zeros(env.spec.state_dim, np.float32))
-    env.observe([slot], out.images[None], out.state[None])
+    env.observe([env_index], out.images[None], out.state[None])
     return out.state
 
 
@@ -135,15 +135,15 @@ def _play(env, task: int, state: int, slot: int = 0, action: float | None = None
 def test_slots_can_change_tasks_in_any_order():
     """Tasks 0 (reach) and 2 (pick-place) of MT10; the simulator of an inactive task keeps its state."""
     pytest.importorskip("metaworld.policies")
-    env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_slots=2))
-    reach, place = _play(env, 0, 3), _play(env, 2, 3, slot=1)
+    env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_envs=2))
+    reach, place = _play(env, 0, 3), _play(env, 2, 3, env_index=1)
     for state, task in ((reach, 0), (place, 2)):
         assert np.flatnonzero(state[39:]).tolist() == [task]
     np.testing.assert_array_equal(_play(env, 2, 3), place)
-    np.testing.assert_array_equal(_play(env, 0, 3, slot=1), reach)
+    np.testing.assert_array_equal(_play(env, 0, 3, env_index=1), reach)
     assert env.instruction(0) == TASKS["pick-place-v3"]
-    assert env.expert_chunk([0], 200, noise=0.0)[1].success.any(), "the expert is that of the slot's task"
-    alone = FACTORY.make(env_of("metaworld", id="pick-place-v3", pixels=False), EnvContext(num_slots=1))
+    assert env.expert_chunk([0], 200, noise=0.0)[1].success.any(), "the expert is that of the environment's task"
+    alone = FACTORY.make(env_of("metaworld", id="pick-place-v3", pixels=False), EnvContext(num_envs=1))
     np.testing.assert_array_equal(_play(alone, 0, 3), place[:39])
     closed, opened = (_play(alone, 0, 3, action=end) for end in (1.0, -1.0))
     assert alone.spec.action.gripper is not None
@@ -157,8 +157,8 @@ def test_slots_can_change_tasks_in_any_order():
 @pytest.mark.sim
 def test_goal_is_hidden_in_ml_benchmarks():
     pytest.importorskip("metaworld.policies")
-    shown = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=1))
-    hidden = FACTORY.make(env_of("metaworld", id="ML45", pixels=False), EnvContext(num_slots=1))
+    shown = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_envs=1))
+    hidden = FACTORY.make(env_of("metaworld", id="ML45", pixels=False), EnvContext(num_envs=1))
     task = BENCHMARKS["ML45"].index("reach-v3")
     seen, blind = _play(shown, 0, 3), _play(hidden, task, 3)
     assert seen[36:].all()
@@ -176,7 +176,7 @@ def test_full_images_match_and_lean_images_resemble_the_package():
     for profile in ("full", "lean"):
         params = {"camera_names": [*cameras], "camera_heights": 96, "camera_widths": 128}
         cfg = env_of("metaworld", id="reach-v3", render_profile=profile, init_params=params)
-        env = FACTORY.make(cfg, EnvContext(num_slots=1))
+        env = FACTORY.make(cfg, EnvContext(num_envs=1))
         env.reset([0], [EpisodeStart(reset_id=7, seed=0, max_episode_steps=9)])
         out = ObservationOut(images=np.zeros((2, 96, 128, 3), np.uint8), state=np.zeros(4, np.float32))
         env.observe([0], out.images[None], out.state[None])

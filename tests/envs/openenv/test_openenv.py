@@ -34,26 +34,29 @@ def place() -> Iterator[OpenEnvServer]:
         yield found
 
 
-def begin(place: OpenEnvServer, slots: int = 2, **keys: Any) -> OpenEnv:
+def begin(place: OpenEnvServer, env_indices: int = 2, **keys: Any) -> OpenEnv:
     given = {"url": place.url, "observation_key": "echo", "answer_timeout_s": 0.5, "connect_timeout_s": 2.0, **keys}
-    env = FACTORY.make(env_of("openenv", **given), EnvContext(num_slots=slots))
-    env.reset(list(range(slots)), [EpisodeStart(reset_id=7 + i, seed=0, max_episode_steps=9) for i in range(slots)])
+    env = FACTORY.make(env_of("openenv", **given), EnvContext(num_envs=env_indices))
+    env.reset(
+        list(range(env_indices)),
+        [EpisodeStart(reset_id=7 + i, seed=0, max_episode_steps=9) for i in range(env_indices)],
+    )
     return env
 
 
 def reply(env: OpenEnv, *texts: str) -> ChunkResult:
-    slots = list(range(len(texts)))
-    env.set_replies(slots, texts, np.zeros(len(texts), np.bool_))
+    env_indices = list(range(len(texts)))
+    env.set_replies(env_indices, texts, np.zeros(len(texts), np.bool_))
     tokens = np.full((len(texts), 4, 1), -1.0, np.float32)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = 7.0
-    return env.step_chunk(slots, tokens)
+    return env.step_chunk(env_indices, tokens)
 
 
 def test_openenv_reply_is_an_action_and_its_last_token_gets_the_reward(place: OpenEnvServer) -> None:
     env = begin(place, action={"tone": "calm"}, max_turns=2, reward_coef=2.0)
     assert sorted(place.seeds) == [7, 8]
-    assert [split_messages(env.instruction(slot))[0].content for slot in (0, 1)] == ["say 7", "say 8"]
+    assert [split_messages(env.instruction(env_index))[0].content for env_index in (0, 1)] == ["say 7", "say 8"]
     result = reply(env, "ab", "win")
     assert sorted(action["message"] for action in place.actions) == ["ab", "win"]
     assert {action["tone"] for action in place.actions} == {"calm"}
@@ -65,7 +68,7 @@ def test_openenv_reply_is_an_action_and_its_last_token_gets_the_reward(place: Op
 
 
 def test_openenv_prompt_contains_rules_history_and_truncated_observations(place: OpenEnvServer) -> None:
-    env = begin(place, slots=1, prompt="Be loud.", history=1, max_turns=9, observation_bytes=16)
+    env = begin(place, env_indices=1, prompt="Be loud.", history=1, max_turns=9, observation_bytes=16)
     for text in ("one", "x" * 40):
         reply(env, text)
     messages = [(m.role, m.content) for m in split_messages(env.instruction(0))]
@@ -75,16 +78,16 @@ def test_openenv_prompt_contains_rules_history_and_truncated_observations(place:
 
 
 def test_observation_without_key_is_json_without_metadata(place: OpenEnvServer) -> None:
-    env = begin(place, slots=1, observation_key=None)
+    env = begin(place, env_indices=1, observation_key=None)
     assert json.loads(split_messages(env.instruction(0))[0].content) == {"echo": "say 7", "inner": {"size": 5}}
     env.close()
-    env = begin(place, slots=1, observation_key="inner.size")
+    env = begin(place, env_indices=1, observation_key="inner.size")
     assert split_messages(env.instruction(0))[0].content == "5"
     env.close()
     with pytest.raises(
         EnvError, match=r"observation_key=inner.nope does not exist.*Choose one of: echo, inner, metadata"
     ):
-        begin(place, slots=1, observation_key="inner.nope")
+        begin(place, env_indices=1, observation_key="inner.nope")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_observation_without_key_is_json_without_metadata(place: OpenEnvServer) 
     ],
 )
 def test_openenv_error_names_the_address_of_the_server(place: OpenEnvServer, text: str, said: str) -> None:
-    env = begin(place, slots=1)
+    env = begin(place, env_indices=1)
     with pytest.raises(EnvError, match=rf"{place.url}.*{said}"):
         reply(env, text)
     env.close()
@@ -106,7 +109,7 @@ def test_openenv_error_names_the_address_of_the_server(place: OpenEnvServer, tex
 
 def test_openenv_session_limit_error_contains_the_fix() -> None:
     with server(sessions=1) as place, pytest.raises(EnvError, match=r"max_concurrent_envs.*total_num_envs"):
-        begin(place, slots=2)
+        begin(place, env_indices=2)
 
 
 def test_missing_server_is_an_error_after_the_deadline() -> None:

@@ -23,7 +23,7 @@ def built(name: str, *wrappers: str) -> Env:
     if importlib.util.find_spec(PRESETS[name].module) is None:
         pytest.skip(f"{PRESETS[name].package} is not installed")
     return FACTORY.make(
-        env_of("robots", robot=name, wrappers=[*wrappers], use_rel_reward=False), EnvContext(pictures=False)
+        env_of("robots", robot=name, wrappers=[*wrappers], use_rel_reward=False), EnvContext(renders_images=False)
     )
 
 

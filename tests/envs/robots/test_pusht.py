@@ -113,7 +113,7 @@ def test_block_frame_displaces_the_target_position_in_the_rotated_frame():
 def test_presets_have_the_expert(name: str):
     pytest.importorskip("gym_pusht")
     cfg = env_of("robots", robot=name, use_rel_reward=False)
-    assert FACTORY.spec(cfg, EnvContext(pictures=False)).expert.tasks == (0,)
+    assert FACTORY.spec(cfg, EnvContext(renders_images=False)).expert.tasks == (0,)
 
 
 @pytest.mark.integration

@@ -12,7 +12,7 @@ import pytest
 from settings import env_of
 
 from embodyrl.config import compose
-from embodyrl.controls import controls_of
+from embodyrl.controls import get_controls
 from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.robots.factory import FACTORY, find_differences
@@ -131,11 +131,11 @@ def test_installed_package_matches_its_preset(name: str, pixels: bool):
         pytest.skip(f"{preset.package} is not installed")
     python = ROBOSUITE if preset.process else None
     cfg = env_of("robots", robot=name, pixels=pixels, python=python, use_rel_reward=False)
-    spec = FACTORY.spec(cfg, EnvContext(pictures=False))
+    spec = FACTORY.spec(cfg, EnvContext(renders_images=False))
     assert (spec.name, spec.state_dim, spec.cameras.names) == (name, sum(preset.state.values()), preset.cameras)
     assert (spec.max_episode_steps, spec.tasks) == (preset.horizon, (preset.instruction,))
     assert spec.goal is None or name.startswith(("fetch", "hand", "maze"))
-    assert controls_of(spec.action)[0].label == f"{preset.action[0]} -"
+    assert get_controls(spec.action)[0].label == f"{preset.action[0]} -"
 
 
 @pytest.mark.sim
@@ -203,7 +203,7 @@ def test_aloha_expert_solves_its_task_and_is_deterministic(robot: str):
     pytest.importorskip("gym_aloha")
     cfg = env_of("robots", robot=robot, use_rel_reward=False)
     chunks = []
-    for env in (FACTORY.make(cfg, EnvContext(pictures=False)) for _ in range(2)):
+    for env in (FACTORY.make(cfg, EnvContext(renders_images=False)) for _ in range(2)):
         assert env.spec.expert.tasks == (0,)
         for reset_id in (0, 95_001):
             env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=300)])
@@ -239,7 +239,7 @@ def test_aloha_expert_grasps_a_dropped_cube_again():
 def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
     select_headless_backend()
     pytest.importorskip("gym_hil")
-    env = FACTORY.make(env_of("robots", robot="hil_pick_cube", use_rel_reward=False), EnvContext(pictures=False))
+    env = FACTORY.make(env_of("robots", robot="hil_pick_cube", use_rel_reward=False), EnvContext(renders_images=False))
     state = np.zeros((3, 21), np.float32)
     for row, reset_id in enumerate((1, 2, 1)):
         env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=100)])
@@ -256,7 +256,7 @@ def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
 def test_python_without_robosuite_is_reported(python: str | None, said: str):
     """The other simulators use robosuite 1.4, which is refused as well."""
     with pytest.raises(MissingDependencyError, match=said):
-        FACTORY.spec(env_of("robots", robot="robosuite_lift", python=python), EnvContext(pictures=False))
+        FACTORY.spec(env_of("robots", robot="robosuite_lift", python=python), EnvContext(renders_images=False))
 
 
 @pytest.mark.sim
@@ -264,7 +264,7 @@ def test_python_without_robosuite_is_reported(python: str | None, said: str):
 @pytest.mark.parametrize("name", ["lift", "stack", "door"])
 def test_robosuite_expert_solves_its_task(name: str):
     cfg = env_of("robots", robot=f"robosuite_{name}", python=ROBOSUITE, use_rel_reward=False)
-    env = FACTORY.make(cfg, EnvContext(pictures=False))
+    env = FACTORY.make(cfg, EnvContext(renders_images=False))
     for reset_id in range(3):
         env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=150)])
         _, result = env.expert_chunk([0], 150, noise=0.0)

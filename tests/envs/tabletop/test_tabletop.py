@@ -22,17 +22,17 @@ def config(**changes):
     return env_of(**{"env_type": "tabletop", "init_params": params, **changes})
 
 
-def make(slots=1, **changes):
-    return FACTORY.make(config(**changes), EnvContext(num_slots=slots))
+def make(env_indices=1, **changes):
+    return FACTORY.make(config(**changes), EnvContext(num_envs=env_indices))
 
 
 def start(reset_id, *, limit=48, seed=0, ignore=False):
     return EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=limit, ignore_terminations=ignore)
 
 
-def see(env, slot=0):
+def see(env, env_index=0):
     images, state = np.zeros((2, SIZE, SIZE, 3), np.uint8), np.zeros(4, np.float32)
-    env.observe([slot], images[None], state[None])
+    env.observe([env_index], images[None], state[None])
     return images, state
 
 
@@ -64,11 +64,11 @@ def test_the_expert_solves_its_tasks(skill, noise):
     tasks = [index for index, task in enumerate(TASKS) if task.skill is skill]
     solved, steps, episodes = 0, 0, 0
     for task in tasks:
-        ids = env.spec.reset_ids_of(task)[: 96 // len(tasks) // 16 * 16 or 16]
+        ids = env.spec.get_reset_ids(task)[: 96 // len(tasks) // 16 * 16 or 16]
         for first in range(0, len(ids), 16):
-            slots = list(range(16))
-            env.reset(slots, [start(ids[first + slot], seed=slot) for slot in slots])
-            _, result = env.expert_chunk(slots, 48, noise=noise)
+            env_indices = list(range(16))
+            env.reset(env_indices, [start(ids[first + env_index], seed=env_index) for env_index in env_indices])
+            _, result = env.expert_chunk(env_indices, 48, noise=noise)
             solved += int(result.terminated.any(axis=1).sum())
             steps += int(result.valid.sum())
             episodes += 16
@@ -90,8 +90,8 @@ def test_expert_noise_excludes_the_gripper():
     env.reset(range(20), [start(60000, seed=seed) for seed in range(20)])
     clean, _ = env.expert_chunk(range(20), 1, noise=3.0)
     assert (clean == clean[0]).all()
-    assert len({see(env, slot)[1][0] for slot in range(20)}) > 2, "the arm is shaken"
-    assert len({see(env, slot)[1][3] for slot in range(20)}) == 1, "the fingers are not"
+    assert len({see(env, env_index)[1][0] for env_index in range(20)}) > 2, "the arm is shaken"
+    assert len({see(env, env_index)[1][3] for env_index in range(20)}) == 1, "the fingers are not"
 
 
 def test_reset_ids_determine_distinct_layouts():
@@ -183,7 +183,7 @@ def test_wrong_block_or_plate_has_no_reward():
 def test_success_ends_the_episode_with_reward_one():
     env = make()
     task = TASKS.index(Task(Skill.put, 1, 2))
-    env.reset([0], [start(env.spec.reset_ids_of(task)[5])])
+    env.reset([0], [start(env.spec.get_reset_ids(task)[5])])
     _, result = env.expert_chunk([0], 48, noise=0.0)
     last = int(result.valid.sum()) - 1
     assert result.reward.sum() == result.reward[0, last] == 1.0
@@ -193,7 +193,7 @@ def test_success_ends_the_episode_with_reward_one():
 def test_expert_keeps_the_goal_satisfied_after_success():
     env = make()
     for task in (0, 3, 12):
-        env.reset([0], [start(env.spec.reset_ids_of(task)[1], ignore=True, limit=60)])
+        env.reset([0], [start(env.spec.get_reset_ids(task)[1], ignore=True, limit=60)])
         _, result = env.expert_chunk([0], 60, noise=0.0)
         assert result.success[0].any()
         assert task == 0 or result.success[0, -1]
@@ -225,7 +225,7 @@ def test_blocks_are_rendered_at_their_positions(name):
 
 def test_wrist_view_centres_the_block_under_the_gripper():
     env = make()
-    env.reset([0], [start(env.spec.reset_ids_of(0)[3])])
+    env.reset([0], [start(env.spec.get_reset_ids(0)[3])])
     env.expert_chunk([0], 48, noise=0.0)
     wrist = see(env)[0][1]
     red, green, blue = wrist[SIZE // 2, SIZE // 2].astype(int)
@@ -294,22 +294,22 @@ def test_presets_use_separate_validation_layouts():
 
 def on_axes(*suites, axis="base"):
     cfg = config(axis=Axis(axis))
-    return FACTORY.spec(cfg, EnvContext(num_slots=2, suites=suites)), cfg
+    return FACTORY.spec(cfg, EnvContext(num_envs=2, suites=suites)), cfg
 
 
 def test_each_variation_changes_one_property():
     """Table 77 of task 0 with each variation."""
     spec, cfg = on_axes(*FACTORY.suites(config()))
     assert spec.benchmark.suites[::21] == ("tabletop", "tabletop_colours", "tabletop_positions", "tabletop_phrasings")
-    sims = FACTORY.simulators(cfg, EnvContext(num_slots=4, suites=FACTORY.suites(cfg)))
-    for slot in range(4):
-        sims.reset_slot(slot, spec.reset_ids_of(21 * slot)[77], 0)
-    base, colours, positions, phrasings = (sims._worlds[slot] for slot in range(4))
+    sims = FACTORY.simulators(cfg, EnvContext(num_envs=4, suites=FACTORY.suites(cfg)))
+    for env_index in range(4):
+        sims.reset_env(env_index, spec.get_reset_ids(21 * env_index)[77], 0)
+    base, colours, positions, phrasings = (sims._worlds[env_index] for env_index in range(4))
     assert (base.blocks, base.plates) == (colours.blocks, colours.plates) == (phrasings.blocks, phrasings.plates)
     assert [(x, -y) for x, y in base.blocks] == positions.blocks
     assert (base.x, -base.y) == (positions.x, positions.y)
     assert max(y for _, y in positions.plates) < 0 < min(y for _, y in base.plates)
-    pictures = [sims.render(slot) for slot in range(4)]
+    pictures = [sims.render(env_index) for env_index in range(4)]
     assert (pictures[0] == pictures[3]).all()
     assert all((pictures[0] != picture).any() for picture in pictures[1:3])
     assert len({*spec.tasks[:21], *spec.tasks[63:]}) == 42

@@ -27,7 +27,7 @@ def two_digits() -> TextRows:
 @pytest.fixture
 def env():
     judge = build_reward_runner(TextRewardSettings(name="exact", weights={"exact": 2.0}), 8)
-    context = EnvContext(num_slots=3, parts={"rows": two_digits(), "judge": judge})
+    context = EnvContext(num_envs=3, parts={"rows": two_digits(), "judge": judge})
     made = FACTORY.make(env_of("text", max_turns=2, tools=["calculator"]), context)
     yield made
     made.close()
@@ -77,7 +77,7 @@ class Doubting:
 
 
 def test_reward_error_is_reported_for_its_slot():
-    context = EnvContext(num_slots=4, parts={"rows": two_digits(), "judge": Doubting()})
+    context = EnvContext(num_envs=4, parts={"rows": two_digits(), "judge": Doubting()})
     env = FACTORY.make(env_of("text"), context)
     env.reset(range(4), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(4)])
     env.set_replies([1, 2, 3], ["1", "idea", "clue"], np.zeros(3, np.bool_))
@@ -205,8 +205,8 @@ class Listening:
         """Do nothing."""
 
 
-def asks(*rows: TextRow, slots: int, judge: Listening):
-    return FACTORY.make(env_of("text"), EnvContext(num_slots=slots, parts={"rows": Asked(rows), "judge": judge}))
+def asks(*rows: TextRow, env_indices: int, judge: Listening):
+    return FACTORY.make(env_of("text"), EnvContext(num_envs=env_indices, parts={"rows": Asked(rows), "judge": judge}))
 
 
 def test_verifier_gets_question_and_reply_length():
@@ -217,7 +217,7 @@ def test_verifier_gets_question_and_reply_length():
         TextRow(messages=(*example, question), reference="second"),
     ]
     judge = Listening()
-    env = asks(*rows, slots=2, judge=judge)
+    env = asks(*rows, env_indices=2, judge=judge)
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in (1, 0)])
     result = say(env, ["so", "because"], [2, 3])
     assert [(a.prompt, a.response, a.reference, a.tokens) for a in judge.heard] == [
@@ -232,7 +232,7 @@ def test_images_are_cleared_between_rows():
     asked = Message(role="user", content="What is it?")
     shown = [(large, large), (small,)]
     rows = [TextRow(messages=(asked,), reference="", pictures=tuple(LazyImage(p, "") for p in ps)) for ps in shown]
-    env = asks(*rows, slots=1, judge=Listening())
+    env = asks(*rows, env_indices=1, judge=Listening())
     out = ObservationOut(images=np.zeros((2, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
     for row in (0, 1):
         env.reset([0], [EpisodeStart(reset_id=row, seed=0, max_episode_steps=16)])

@@ -26,18 +26,18 @@ def lake(**keys: Any) -> Any:
 
 
 def make(**keys: Any) -> GameEnv:
-    env = FACTORY.make(lake(**keys), EnvContext(num_slots=2))
+    env = FACTORY.make(lake(**keys), EnvContext(num_envs=2))
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=80) for i in (0, 1)])
     return env
 
 
 def say(env: GameEnv, *replies: str) -> Any:
-    slots = list(range(len(replies)))
-    env.set_replies(slots, replies, np.zeros(len(replies), np.bool_))
+    env_indices = list(range(len(replies)))
+    env.set_replies(env_indices, replies, np.zeros(len(replies), np.bool_))
     tokens = np.full((len(replies), 4, 1), -1.0, np.float32)
     for row, reply in enumerate(replies):
         tokens[row, : len(reply)] = 7.0
-    return env.step_chunk(slots, tokens)
+    return env.step_chunk(env_indices, tokens)
 
 
 def test_game_is_won_by_action_words() -> None:

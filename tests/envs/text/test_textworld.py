@@ -39,7 +39,7 @@ def play(env: GameEnv, *replies: str) -> ChunkResult:
 @pytest.mark.timeout(300)
 def test_generated_game_is_won_by_its_walkthrough(games: Path) -> None:
     cfg = GameSettings(env_type="text_game", id=str(games), max_turns=5)
-    env = FACTORY.make(cfg, EnvContext(num_slots=2))
+    env = FACTORY.make(cfg, EnvContext(num_envs=2))
     starts = [EpisodeStart(reset_id=n, seed=n, max_episode_steps=15, ignore_terminations=False) for n in (0, 1)]
     env.reset([0, 1], starts)
     first, second = env.instruction(0), env.instruction(1)

@@ -145,7 +145,7 @@ def host(tmp_path, data):
     run_plan = build_run_plan(load_config("train", words), training=True)
     arena = Arena.create(run_plan.layout, run_plan.capacity)
     made = PolicyHost(build_policy_init(run_plan, arena, None))
-    yield made, UpdateRequest(step=1, tickets=arena.allocate_all(1), episode=(0,))
+    yield made, UpdateRequest(step=1, record_refs=arena.allocate_all(1), episode=(0,))
     made.close()
     arena.close()
 

@@ -39,11 +39,11 @@ def make(tmp_path):
         run_plan = build_run_plan(toy_config(tmp_path, *sizes, *FILTERED, *words), training=True)
         arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
         host = PolicyHost(build_policy_init(run_plan, arena, None))
-        tickets = fill(arena, run_plan, host)
-        arena[Record.advantage][get_record_indices(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
+        record_refs = fill(arena, run_plan, host)
+        arena[Record.advantage][get_record_indices(record_refs)] = np.repeat([1.0, 0.0], 3)[:, None]
         made.append((host, arena))
         assert isinstance(host._learner, FilteredLearner)
-        return host, host._learner, arena, tickets
+        return host, host._learner, arena, record_refs
 
     yield build
     for host, arena in made:
@@ -51,19 +51,21 @@ def make(tmp_path):
         arena.close()
 
 
-def update(host: PolicyHost, tickets: np.ndarray, step: int = 0) -> dict[str, float]:
-    (done,) = host.handle(UpdateRequest(step=step, tickets=tickets, episode=[i // 3 for i in range(len(tickets))]))
+def update(host: PolicyHost, record_refs: np.ndarray, step: int = 0) -> dict[str, float]:
+    (done,) = host.handle(
+        UpdateRequest(step=step, record_refs=record_refs, episode=[i // 3 for i in range(len(record_refs))])
+    )
     return done.metrics
 
 
 def test_chunks_of_successful_episodes_are_stored(make):
     """Unexecuted actions are not stored; after the end of an episode its last action repeats, as in demonstrations."""
-    host, actor, arena, tickets = make("algorithm.learning_starts=1000")
-    records = get_record_indices(tickets)
+    host, actor, arena, record_refs = make("algorithm.learning_starts=1000")
+    records = get_record_indices(record_refs)
     arena[Record.advantage][records] = np.repeat([1.0, 0.0, 1.0], 2)[:, None]
     arena[Record.valid][records] = np.arange(4) < np.array([4, 2, 4, 4, 4, 4])[:, None]
     actor._horizon = 6  # of a policy that executes four
-    list(host.handle(UpdateRequest(step=0, tickets=tickets, episode=[0, 0, 1, 1, 2, 2])))
+    list(host.handle(UpdateRequest(step=0, record_refs=record_refs, episode=[0, 0, 1, 1, 2, 2])))
     done = arena[Record.action][records].copy()
     convert_gripper(done, actor._gripper, actor._policy.spec.gripper)
     first, last = done[:2].reshape(8, -1)[:6], done[4:].reshape(8, -1)
@@ -75,8 +77,8 @@ def test_chunks_of_successful_episodes_are_stored(make):
 
 def test_actions_of_a_delayed_chunk_start_at_its_observation(make):
     """The first two actions after the observation are those of the previous chunk."""
-    _, actor, arena, tickets = make("algorithm.learning_starts=1000")
-    records = get_record_indices(tickets)[:2]
+    _, actor, arena, record_refs = make("algorithm.learning_starts=1000")
+    records = get_record_indices(record_refs)[:2]
     arena[Record.valid][records] = [[True] * 4, [False] * 2 + [True] * 2]
     first, second = actor._collect_executed_actions(records, np.array([0, 0]))
     done = arena[Record.action][records].copy()
@@ -86,20 +88,20 @@ def test_actions_of_a_delayed_chunk_start_at_its_observation(make):
 
 
 def test_stored_actions_use_the_gripper_convention_of_the_policy(make):
-    host, actor, _, tickets = make(*TOY_OFT)
+    host, actor, _, record_refs = make(*TOY_OFT)
     means, own = actor._gripper, actor._policy.spec.gripper
     assert means is not None
     assert own is not None
     assert (means.open, means.closed) != (own.open, own.closed), "or this test shows nothing"
-    update(host, tickets)
+    update(host, record_refs)
     assert set(np.unique(actor._replay["action"][:3, :, own.index])) <= {own.open, own.closed}
 
 
 def test_filtered_bc_update_matches_sft(make):
     """Loss and gradient equal the mean over the samples in plain torch; micro-batches have no effect."""
-    host, actor, _, tickets = make("actor.optim.lr=0.01", "actor.optim.clip_grad=1e9", "actor.optim.weight_decay=0")
+    host, actor, _, record_refs = make("actor.optim.lr=0.01", "actor.optim.clip_grad=1e9", "actor.optim.weight_decay=0")
     twin = deepcopy(actor._policy.module)
-    metrics = update(host, tickets)
+    metrics = update(host, record_refs)
     assert metrics["optimizer_steps"] == 1
     after = {name: w.detach().clone() for name, w in actor._policy.module.named_parameters()}
     actor._policy.module.load_state_dict(twin.state_dict())
@@ -121,27 +123,27 @@ def test_filtered_bc_update_matches_sft(make):
         torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-4 * metrics["lr"] + 1e-6, msg=name)
     small, other, *_ = make("actor.optim.lr=0.01", "actor.micro_batch_size=2")
     whole, same, *_ = make("actor.optim.lr=0.01")
-    losses_of = [update(one, tickets)["loss"] for one in (small, whole)]
+    losses_of = [update(one, record_refs)["loss"] for one in (small, whole)]
     assert losses_of[0] == pytest.approx(losses_of[1], rel=1e-5)
     for (name, a), b in zip(other._policy.module.named_parameters(), same._policy.module.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4, msg=name)
 
 
 def test_filtered_bc_without_successful_episode_changes_no_weights(make):
-    host, actor, arena, tickets = make("actor.optim.lr=0.1")
-    arena[Record.advantage][get_record_indices(tickets)] = 0.0
+    host, actor, arena, record_refs = make("actor.optim.lr=0.1")
+    arena[Record.advantage][get_record_indices(record_refs)] = 0.0
     before = deepcopy(actor._policy.module.state_dict())
-    assert update(host, tickets) == {"replay_size": 0.0, "optimizer_steps": 0.0}
+    assert update(host, record_refs) == {"replay_size": 0.0, "optimizer_steps": 0.0}
     assert all(torch.equal(before[name], now) for name, now in actor._policy.module.state_dict().items())
 
 
 def test_restored_filtered_bc_continues_identically(make, tmp_path):
-    host, actor, _, tickets = make()
-    update(host, tickets)
+    host, actor, _, record_refs = make()
+    update(host, record_refs)
     list(host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
     again, other, _, later = make()
     list(again.handle(LoadRequest(folder=str(tmp_path / "saved"))))
-    for one, own in ((host, tickets), (again, later)):
+    for one, own in ((host, record_refs), (again, later)):
         assert update(one, own, step=1)["replay_size"] == 6
     np.testing.assert_array_equal(other._replay["action"][:6], actor._replay["action"][:6])
     for name, weight in other._policy.module.named_parameters():
@@ -204,8 +206,8 @@ def test_policy_may_use_averaged_weights(make, tmp_path):
     """One update from w to w' gives a policy of 0.75 w + 0.25 w', and the next update starts from w'."""
     plain, moving, again = (make("actor.optim.lr=0.01", *more) for more in ((), *[("algorithm.average=0.75",)] * 2))
     start, weights = deepcopy(moving[1]._policy.module.state_dict()), {}
-    for (host, actor, _, tickets), name in ((plain, "plain"), (moving, "moving")):
-        update(host, tickets)
+    for (host, actor, _, record_refs), name in ((plain, "plain"), (moving, "moving")):
+        update(host, record_refs)
         weights[name] = deepcopy(actor._policy.module.state_dict())
     for name, weight in weights["moving"].items():
         torch.testing.assert_close(weight, start[name].lerp(weights["plain"][name], 0.25), rtol=0, atol=1e-7)
@@ -213,7 +215,7 @@ def test_policy_may_use_averaged_weights(make, tmp_path):
             assert torch.equal(moving[1]._swapped_weights[name], weights["plain"][name]), name
     list(moving[0].handle(SaveRequest(folder=str(tmp_path / "saved"))))
     list(again[0].handle(LoadRequest(folder=str(tmp_path / "saved"))))
-    losses_now = [update(host, tickets, step=1)["loss"] for host, _, _, tickets in (plain, moving, again)]
+    losses_now = [update(host, record_refs, step=1)["loss"] for host, _, _, record_refs in (plain, moving, again)]
     assert losses_now[0] == losses_now[1] == losses_now[2]
     after = [actor._policy.module.state_dict() for _, actor, *_ in (moving, again)]
     assert all(torch.equal(weight, after[1][name]) for name, weight in after[0].items())
@@ -223,12 +225,12 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path, capl
     words = (*TOY_COLLECT, "model=random", "collect.filter=all", "collect.episodes=4", "launcher=inline")
     demos = tmp_path / "demos"
     collect(load_config("collect", [*words, f"collect.out={demos}", f"runner.output_dir={tmp_path}"]))
-    host, actor, _, tickets = make(f"algorithm.demonstrations=[{demos}]", "algorithm.demonstration_share=0.34")
+    host, actor, _, record_refs = make(f"algorithm.demonstrations=[{demos}]", "algorithm.demonstration_share=0.34")
     assert "more than the time limit" not in caplog.text
     short = toy_config(tmp_path, *FILTERED, f"algorithm.demonstrations=[{demos}]", "env.train.max_episode_steps=4")
     build_run_plan(short, training=True)
     assert "more than the time limit of 4" in caplog.text
-    update(host, tickets)
+    update(host, record_refs)
     obs, actions = actor._sample_batch(np.random.default_rng(0), actor._replay.starts, 2)
     shown = load_demonstrations(demos)
     means, own = actor._gripper, actor._policy.spec.gripper
@@ -249,33 +251,33 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path, capl
 
 def test_each_training_step_samples_different_chunks(make):
     """The buffer contains the same three chunks after every step, and the weights are constant."""
-    host, _, _, tickets = make("algorithm.replay_size=3", "actor.optim.lr=0")
-    assert len({round(update(host, tickets, step)["loss"], 6) for step in range(4)}) > 1
+    host, _, _, record_refs = make("algorithm.replay_size=3", "actor.optim.lr=0")
+    assert len({round(update(host, record_refs, step)["loss"], 6) for step in range(4)}) > 1
 
 
 def test_update_count_and_schedule_follow_new_chunks(make):
     """Three of six chunks have a high return; the last of three updates in the first of two steps is at one third."""
     words = ("algorithm.updates_per_sample=0.5", "actor.optim.schedule=linear", "actor.optim.lr=0.003")
-    host, _, _, tickets = make(*words, "runner.max_steps=2")
-    metrics = update(host, tickets)
+    host, _, _, record_refs = make(*words, "runner.max_steps=2")
+    metrics = update(host, record_refs)
     assert metrics["optimizer_steps"] == 3
     assert metrics["lr"] == pytest.approx(0.003 * (1 - (2 / 3) / 2))
 
 
 def test_learning_starts_and_save_replay_are_respected(make, tmp_path):
-    host, _, _, tickets = make("algorithm.learning_starts=4", "algorithm.save_replay=false")
-    assert [update(host, tickets, step)["optimizer_steps"] for step in range(2)] == [0, 1]
+    host, _, _, record_refs = make("algorithm.learning_starts=4", "algorithm.save_replay=false")
+    assert [update(host, record_refs, step)["optimizer_steps"] for step in range(2)] == [0, 1]
     list(host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
     assert [file.name for file in (tmp_path / "saved").rglob("replay*")] == []
 
 
 def test_skipped_update_keeps_the_weight_average(make):
     """The trained weights are not finite, but the average stays finite."""
-    host, actor, _, tickets = make("algorithm.average=0.5", "faults.on_nonfinite=skip")
+    host, actor, _, record_refs = make("algorithm.average=0.5", "faults.on_nonfinite=skip")
     name = next(iter(actor._swapped_weights))
     actor._swapped_weights[name].fill_(torch.nan)
     before = {name: weight.clone() for name, weight in host.policy.module.state_dict().items()}
-    metrics = update(host, tickets)
+    metrics = update(host, record_refs)
     assert metrics["optimizer_steps"] == 0
     assert metrics["skipped_nonfinite"] > 0
     after = host.policy.module.state_dict()

@@ -254,8 +254,8 @@ def transitions(run: Path, step: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("env", "killed_at"), [("Walk", 0), ("Ending", 0), ("Walk", 5)])
 def test_hindsight_goals_span_several_training_steps(tmp_path, env, killed_at):
     """Steps of 3 cut episodes of 7; a resumed run starts new episodes, and so does a run whose env worker
-    dies in the second step. Mutants: parts are not joined, joined with another slot's, or lost at the end of a run;
-    the final observation of terminated episodes is missing.
+    dies in the second step. Mutants: parts are not joined, joined with another environment's, or lost at the end of a
+    run; the final observation of terminated episodes is missing.
     """
     sizes = ("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=3", "runner.max_steps=8")
     words = [*SMALL, *QUIET, *sizes, f"env.id=goal_env:{env}", f"runner.output_dir={tmp_path}"]
@@ -312,7 +312,7 @@ def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
                 arena[field][records] = 0
             arena[Record.valid][records] = True
             arena[Record.truncated][records[:1]] = True
-        parts = actor.update(UpdateRequest(step=0, tickets=own[:1], episode=[0], finals=((0, int(own[1])),)))
+        parts = actor.update(UpdateRequest(step=0, record_refs=own[:1], episode=[0], finals=((0, int(own[1])),)))
         result = []
         while not result:
             try:

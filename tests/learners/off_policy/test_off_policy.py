@@ -238,7 +238,7 @@ def test_incompatible_sac_settings_are_refused_before_the_start(tmp_path, words,
 def stored(actor: SacLearner, episodes: list[tuple[int, str]], step: int = 0) -> UpdateRequest:
     """Return records of episodes (number of chunks, kind of end) as in a rollout; rewards are 1."""
     arena, numbers, finals = actor._arena, [], []
-    tickets: list[int] = []
+    record_refs: list[int] = []
     for number, (chunks, end) in enumerate(episodes):
         own = arena.allocate_all(chunks + (end != "terminated"))
         with arena.write_all(own) as records:
@@ -247,10 +247,10 @@ def stored(actor: SacLearner, episodes: list[tuple[int, str]], step: int = 0) ->
             arena[Record.valid][records], arena[Record.advantage][records] = True, 1.0
             if end in ("terminated", "truncated"):
                 arena[getattr(Record, end)][records[chunks - 1]] = True
-        tickets += own[:chunks].tolist()
+        record_refs += own[:chunks].tolist()
         numbers += [number] * chunks
         finals += [(number, int(t)) for t in own[chunks:]]
-    return UpdateRequest(step=step, tickets=np.asarray(tickets), episode=numbers, finals=tuple(finals))
+    return UpdateRequest(step=step, record_refs=np.asarray(record_refs), episode=numbers, finals=tuple(finals))
 
 
 def test_temperature_rises_if_entropy_is_below_target():
@@ -304,7 +304,7 @@ def test_chunk_transition_sums_rewards_of_executed_actions(make, start):
     """Three chunks; the last one of each episode ends after two actions. Unexecuted actions contain old data."""
     _, actor = make("algorithm.gamma=0.9", start=CHUNKED[start])
     request, arena = stored(actor, [(2, "terminated"), (1, "truncated")]), actor._arena
-    records = arena.read(request.tickets)
+    records = arena.read(request.record_refs)
     arena[Record.advantage][records], arena[Record.valid][records[1:], 2:] = [1.0, 2.0, 4.0, 8.0], False
     for field in (Record.terminated, Record.truncated):
         arena[field][records] &= np.arange(4) == 1
@@ -321,8 +321,8 @@ def test_truncation_bootstraps_from_its_own_final_observation(make):
         stored(actor, [(2, "truncated"), (1, "truncated"), (1, "terminated"), (1, "truncated")]),
         actor._arena,
     )
-    finals = arena.read([ticket for _, ticket in request.finals])
-    arena[Record.observed_state][arena.read(request.tickets)] = np.arange(5.0)[:, None]
+    finals = arena.read([record_ref for _, record_ref in request.finals])
+    arena[Record.observed_state][arena.read(request.record_refs)] = np.arange(5.0)[:, None]
     arena[Record.observed_state][finals] = 100.0 + np.array([episode for episode, _ in request.finals])[:, None]
     actor._store(request)
     drawn = actor._replay.transitions(actor._replay.starts)
@@ -379,7 +379,7 @@ def test_target_uses_a_random_pair_of_critics(make):
         request = stored(actor, [(1, "truncated")], step)
         (*_, result) = drained(actor.update(request))
         seen.add(round((2 * result["value_loss"] / 5) ** 0.5 / 900))
-        actor._arena.free([*request.tickets.tolist(), *(t for _, t in request.finals)])
+        actor._arena.free([*request.record_refs.tolist(), *(t for _, t in request.finals)])
     assert len(seen) > 2
 
 

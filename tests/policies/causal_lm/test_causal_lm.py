@@ -102,7 +102,7 @@ def test_log_probs_and_gradients_match_a_plain_forward_pass(policy: CausalLMPoli
 
 
 def test_log_probs_without_gradients_are_computed_in_chunks(policy: CausalLMPolicy):
-    """All slots of a run at once would need more memory than an update."""
+    """All environments of a run at once would need more memory than an update."""
     prompts, tokens = tuple(f"{i}+1=" for i in range(70)), np.random.default_rng(0).integers(4, 12, (70, 6))
     whole = policy.score(observe(*prompts), tokens).logprob.detach().numpy()
     rows: list[int] = []

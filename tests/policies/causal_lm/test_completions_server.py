@@ -205,7 +205,7 @@ def test_served_teacher_matches_a_local_teacher(folder: Path, teacher_url: str) 
     with torch.no_grad():
         for parameter in student.module.parameters():
             parameter.mul_(1.1)
-    teacher = student.served_by(teacher_url, "tiny")
+    teacher = student.build_served_reference(teacher_url, "tiny")
     said = student.act(ASKED, noise=np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5)).tokens
     said[1, 2:] = -1
     theirs, ours = teacher.score(ASKED, said).logprob, build(folder).score(ASKED, said).logprob
@@ -215,7 +215,7 @@ def test_served_teacher_matches_a_local_teacher(folder: Path, teacher_url: str) 
     with pytest.raises(EmbodyError, match="did not answer completions"):
         ServedReference(teacher_url, "tiny", student.reader, 10**6)
     with pytest.raises(EmbodyError, match="not the model other"):
-        student.served_by(teacher_url, "other")
+        student.build_served_reference(teacher_url, "other")
 
 
 @pytest.mark.integration

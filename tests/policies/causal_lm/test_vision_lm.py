@@ -14,7 +14,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.specs import picture_names
+from embodyrl.specs import image_names
 from embodyrl.text import tasks
 from embodyrl.text.conversation import place_images
 from embodyrl.text.messages import Message, join_messages
@@ -27,7 +27,7 @@ ENV = EnvSpec(
     action=TEXT,
     tasks=("seen",),
     states_per_task=(4,),
-    cameras=CameraSpec(names=picture_names(2), size=ROOM),
+    cameras=CameraSpec(names=image_names(2), size=ROOM),
     text=TextSpec(prompt_bytes=64),
 )
 ROWS = (("ab?", (24, 24)), ("<image>a<image>b?", (12, 40), (24, 32)), ("12=",), ("ab?", (24, 24)))

@@ -209,8 +209,8 @@ def test_stored_features_match_their_observation(tmp_path):
         closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
         closing(PolicyHost(build_policy_init(run_plan, arena, None))) as host,
     ):
-        tickets = arena.allocate_all(5)
-        with arena.write_all(tickets) as records:
+        record_refs = arena.allocate_all(5)
+        with arena.write_all(record_refs) as records:
             shape = arena[Record.images][records].shape
             arena[Record.images][records] = np.random.default_rng(0).integers(0, 256, shape)
             for field in (Record.observed_state, Record.tokens, Record.terminated, Record.advantage):
@@ -218,7 +218,7 @@ def test_stored_features_match_their_observation(tmp_path):
             arena[Record.valid][records], arena[Record.terminated][records[-1], 0] = True, True
         actor = host._learner
         assert isinstance(actor, SacLearner)
-        actor._store(UpdateRequest(step=0, tickets=tickets, episode=[0] * 5))
+        actor._store(UpdateRequest(step=0, record_refs=record_refs, episode=[0] * 5))
         expected = host.policy.features(read_observation(arena, records)).numpy()
         np.testing.assert_allclose(actor._replay[FEATURES][:5], expected, atol=1e-5)
         assert np.abs(np.diff(expected, axis=0)).max(axis=1).min() > 1e-4

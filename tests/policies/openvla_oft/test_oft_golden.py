@@ -172,8 +172,8 @@ def official_diffusion_2img_proprio(policies, golden):
     golden.close(heads.time_embedding(torch.tensor(steps), 16), want["time_embeddings"])
     prefix = module.prefix(batch)
     time = heads.time_embedding(torch.tensor(steps[:1]), 16)[None]
-    slots = module.noisy_action_projector(want["noise"].flatten(1)[..., None])
-    embeddings, _, _ = module.embed(torch.cat([prefix, time], dim=1), batch, slots)
+    action_embeddings = module.noisy_action_projector(want["noise"].flatten(1)[..., None])
+    embeddings, _, _ = module.embed(torch.cat([prefix, time], dim=1), batch, action_embeddings)
     golden.close(embeddings, want["first_step_llm_inputs_embeds"])
     first = oft_model.predict_noise(module, batch, prefix, want["noise"], torch.full((len(prefix),), steps[0]))
     golden.close(first, want["first_step_noise_pred"])

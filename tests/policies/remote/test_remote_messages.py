@@ -9,25 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodyrl.policies.remote.dialects import (
+from embodyrl.policies.remote.settings import ConversationSettings
+from embodyrl.policies.remote.wire_formats import (
     OPENPI,
     VLA_EVAL,
     MessageError,
     RemoteObservation,
-    bytes_keyed,
-    names_of,
+    encode_openpi_array,
+    encode_vla_eval_array,
+    get_field_names,
     pack,
-    text_keyed,
+    rotate_upright,
     unpack,
-    upright,
 )
-from embodyrl.policies.remote.settings import ConversationSettings
 
 msgpack = pytest.importorskip("msgpack", reason="the extra `serve` is not installed")
 PICTURE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 
 
-@pytest.mark.parametrize("write", [bytes_keyed, text_keyed])
+@pytest.mark.parametrize("write", [encode_openpi_array, encode_vla_eval_array])
 def test_arrays_round_trip(write):
     sent = {"a": PICTURE[::-1], "b": [np.float32(1.5), np.zeros((0, 3))], "c": {"d": np.array([True, False])}}
     found = unpack(pack(sent, write))
@@ -101,7 +101,7 @@ class Bomb:
 )
 def test_damaged_or_malicious_array_is_refused(field, value, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    whole = text_keyed(PICTURE)
+    whole = encode_vla_eval_array(PICTURE)
     data = pickle.dumps(Bomb()) if value == "|O" else whole["data"]
     with pytest.raises(MessageError, match=says):
         unpack(msgpack.packb(whole | {"data": data} | {field: value}))
@@ -121,9 +121,9 @@ def test_image_of_another_type_is_refused():
 
 def test_unsupported_objects_are_not_pickled():
     with pytest.raises(MessageError, match="cannot be sent"):
-        pack({"a": np.array([object()])}, bytes_keyed)
+        pack({"a": np.array([object()])}, encode_openpi_array)
     with pytest.raises(MessageError, match="cannot be sent"):
-        pack({"a": Bomb()}, bytes_keyed)
+        pack({"a": Bomb()}, encode_openpi_array)
 
 
 SEEN = RemoteObservation(
@@ -148,7 +148,7 @@ def test_vla_eval_images_are_read_by_position():
     """vla-eval's servers read images by position; fails if names decide."""
     first, second = SEEN.images
     message = VLA_EVAL.write(SEEN) | {"images": {"wrist": first, "agentview": second}}
-    found = VLA_EVAL.read(unpack(pack(message, text_keyed)), images=2, states=8)
+    found = VLA_EVAL.read(unpack(pack(message, encode_vla_eval_array)), images=2, states=8)
     assert np.array_equal(found.images[0], first)
     assert np.array_equal(found.images[1], second)
     assert np.array_equal(VLA_EVAL.read(message, images=1, states=8).images[0], first)
@@ -156,9 +156,9 @@ def test_vla_eval_images_are_read_by_position():
 
 def test_message_field_names_are_configurable():
     cfg = ConversationSettings(image_names=["cam_high"], state_name="state", prompt_name="task")
-    message = names_of(cfg).write(SEEN)
+    message = get_field_names(cfg).write(SEEN)
     assert set(message) == {"cam_high", "state", "task"}
-    vla = names_of(cfg.updated({"protocol": "vla_eval"}))
+    vla = get_field_names(cfg.updated({"protocol": "vla_eval"}))
     shuffled = {"images": {"other": PICTURE[:2], "cam_high": PICTURE}, "state": SEEN.state, "task": "x"}
     assert np.array_equal(vla.read(shuffled, images=1, states=8).images[0], PICTURE)
 
@@ -188,7 +188,7 @@ def test_missing_field_error_lists_received_fields():
 
 
 def test_rotating_images_twice_gives_the_original():
-    turned = upright(PICTURE, 180)
+    turned = rotate_upright(PICTURE, 180)
     assert np.array_equal(turned, PICTURE[::-1, ::-1])
-    assert np.array_equal(upright(turned, 180), PICTURE)
-    assert upright(PICTURE, 0) is PICTURE
+    assert np.array_equal(rotate_upright(turned, 180), PICTURE)
+    assert rotate_upright(PICTURE, 0) is PICTURE

@@ -9,7 +9,7 @@ import pytest
 from processes import wait_until
 
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import build_reward_runner, compute_overlong_penalty, problems
+from embodyrl.envs.text.reward_runner import build_reward_runner, compute_overlong_penalty, find_reward_problems
 from embodyrl.text.rewards.settings import TextRewardSettings
 
 
@@ -142,7 +142,7 @@ def test_overlong_replies_are_penalised():
 
 
 def test_reward_settings_errors_contain_a_fix():
-    assert "are not set" in problems(TextRewardSettings())[0]
-    assert "Did you mean 'exact'?" in problems(TextRewardSettings(name="exakt"))[0]
-    assert "reward.weights" in problems(TextRewardSettings(name="exact", weights={"nothing": 1.0}))[0]
-    assert problems(TextRewardSettings(name="math", weights={"format": 0.2})) == []
+    assert "are not set" in find_reward_problems(TextRewardSettings())[0]
+    assert "Did you mean 'exact'?" in find_reward_problems(TextRewardSettings(name="exakt"))[0]
+    assert "reward.weights" in find_reward_problems(TextRewardSettings(name="exact", weights={"nothing": 1.0}))[0]
+    assert find_reward_problems(TextRewardSettings(name="math", weights={"format": 0.2})) == []

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.envs.text.protocol import Answer
-from embodyrl.envs.text.reward_runner import build_reward_runner, problems
+from embodyrl.envs.text.reward_runner import build_reward_runner, find_reward_problems
 from embodyrl.errors import EmbodyError
 from embodyrl.text.rewards.services import find
 from embodyrl.text.rewards.settings import TextRewardSettings
@@ -84,7 +84,7 @@ def write_reward_model(folder: Path, labels: int = 1) -> None:
 def test_reward_model_score_is_added_to_the_reward(tmp_path: Path):
     write_reward_model(tmp_path / "rm")
     cfg = TextRewardSettings(name="exact", path=str(tmp_path / "rm"), weights={"model": 2.0})
-    assert problems(cfg) == []
+    assert find_reward_problems(cfg) == []
     judge = build_reward_runner(cfg, 8)
     try:
         right, wrong = judge([ask("abcd", "a="), ask("cba", "a=")])
@@ -123,5 +123,7 @@ def test_reward_model_uses_its_chat_template(tmp_path: Path):
 
 
 def test_unknown_reward_name_error_suggests_a_name(tmp_path: Path):
-    assert "Unknown reward" in problems(TextRewardSettings(path=str(tmp_path)))[0]
-    assert "Did you mean 'exact'" in problems(TextRewardSettings(name="exakt", path="https://host/score"))[0]
+    assert "Unknown reward" in find_reward_problems(TextRewardSettings(path=str(tmp_path)))[0]
+    assert (
+        "Did you mean 'exact'" in find_reward_problems(TextRewardSettings(name="exakt", path="https://host/score"))[0]
+    )

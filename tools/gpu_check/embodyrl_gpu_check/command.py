@@ -17,7 +17,7 @@ from embodyrl.cli.output import printable, show_result
 from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
-from embodyrl.isolation import NoAnswerError, call_isolated
+from embodyrl.isolation import NoResultError, call_isolated
 from embodyrl.plan.measured_rates import Measured, rates_file, read_measured_rates
 from embodyrl.version import __version__
 from embodyrl_gpu_check.checks import CHECKS, GpuCheck
@@ -104,7 +104,7 @@ def _run_check(name: str, check: GpuCheck) -> dict[str, Any]:
     else:
         try:
             result = call_isolated(check.function, kind=GpuResult, timeout_s=check.timeout_s)
-        except (NoAnswerError, EmbodyError) as error:
+        except (NoResultError, EmbodyError) as error:
             level = "skip" if isinstance(error, MissingDependencyError) else "FAIL"
             log = "\n".join(getattr(error, "__notes__", []))
             result = GpuResult(level=level, text=str(error))

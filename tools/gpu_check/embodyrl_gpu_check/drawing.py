@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from embodyrl.devices import query_gpus, select_visible, visible_gpus
 from embodyrl.envs.mujoco_rendering import (
     check_egl,
-    draw_frame,
-    egl_device,
     get_cuda_index,
+    get_egl_device,
     get_egl_devices,
     get_render_environment,
+    render_test_frame,
 )
 from embodyrl.files import available_cores
 from embodyrl_gpu_check.result import GpuParts, GpuResult
@@ -59,7 +59,7 @@ def check_drawing() -> GpuResult:
         return GpuResult(level="skip", text="; ".join([*parts.warnings, text]), values=parts.values)
     fix, working = "", list[str]()
     for gpu in gpus:
-        frame = draw_frame("egl", egl_device(gpu))
+        frame = render_test_frame("egl", get_egl_device(gpu))
         choice = check_egl(frame)
         parts.record(f"frame on GPU {gpu}", frame.problem or frame.driver)
         if choice.backend == "egl":
@@ -70,7 +70,7 @@ def check_drawing() -> GpuResult:
     lines = [f"GPU {', '.join(working)} renders with EGL"] if working else []
     for gpu in working[:1]:
         with parts.part(f"frames per second on GPU {gpu}"):
-            lines.append(measure_frames(parts, "egl", egl_device(gpu), gpu))
+            lines.append(measure_frames(parts, "egl", get_egl_device(gpu), gpu))
     return parts.result("; ".join(lines), fix)
 
 

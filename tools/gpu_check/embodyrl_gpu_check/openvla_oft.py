@@ -18,7 +18,7 @@ from embodyrl.policies.openvla_oft.llama import RmsNorm
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.policies.tensors import best_device
+from embodyrl.policies.tensors import get_best_device
 from embodyrl.types import PolicyCosts, PolicyOutput
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 from embodyrl_gpu_check.synthetic import ENV, observe, write_checkpoint
@@ -33,7 +33,7 @@ _PEAK_TOLERANCE = 0.15
 
 def check_policy() -> GpuResult:
     """Check the policy on the first visible GPU."""
-    return measure_policy(GpuParts(), best_device(), "7b")
+    return measure_policy(GpuParts(), get_best_device(), "7b")
 
 
 def measure_policy(parts: GpuParts, device: str, size: str) -> GpuResult:

@@ -10,7 +10,7 @@ import torch
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.training import load_optimizer
 from embodyrl.plan.rates import known_speed
-from embodyrl.policies.tensors import best_device
+from embodyrl.policies.tensors import get_best_device
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
 GIB = 2**30
@@ -67,7 +67,7 @@ def measure_limits(device: str, dtype: torch.dtype, seconds: float) -> Limits:
 
 def check_speed() -> GpuResult:
     """Measure the speed of each visible GPU."""
-    best_device()  # raises torch's reason if it cannot use the GPUs
+    get_best_device()  # raises torch's reason if it cannot use the GPUs
     parts, lines = GpuParts(), list[str]()
     for number in range(torch.cuda.device_count()):
         lines.append(measure_device(parts, f"cuda:{number}", torch.cuda.get_device_name(number)))

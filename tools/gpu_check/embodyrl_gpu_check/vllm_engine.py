@@ -108,7 +108,9 @@ def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vl
         model_type="causal_lm", path=str(folder), precision=Precision.bf16, num_action_chunks=_REPLY_TOKENS
     )
     engine = {"enable_sleep_mode": True} if backend == "vllm" else {}
-    request = PolicyRequest(env=ANY_TEXT, device=device, seed=0, backend=backend, engine=engine, engine_share=0.3)
+    request = PolicyRequest(
+        env=ANY_TEXT, device=device, seed=0, backend=backend, engine=engine, engine_memory_fraction=0.3
+    )
     policy: Any = CAUSAL_LM.build(cfg, request)
     obs = Observation(
         images=np.zeros((len(_PROMPTS), 0, 0, 0, 3), np.uint8), state=np.zeros((len(_PROMPTS), 0), np.float32),

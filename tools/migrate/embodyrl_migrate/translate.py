@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import embodyrl
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.settings import to_builtin
 from embodyrl.errors import ConfigError
 from embodyrl_migrate.source import Source
@@ -74,7 +74,7 @@ class Migration:
     @property
     def flat(self) -> dict[str, Any]:
         """Values of the config by dotted key, with paths of another machine."""
-        return {**flat(to_builtin(self.config)), **{key: self.settings[key] for key in self.local}}
+        return {**flatten(to_builtin(self.config)), **{key: self.settings[key] for key in self.local}}
 
     @property
     def local(self) -> list[str]:
@@ -309,13 +309,13 @@ def _convert_value(target: str, value: Any) -> Any:
 
 
 def _set_sizes(result: Migration, sizes: Mapping[str, float]) -> None:
-    """Convert prompts, samples per prompt and batch shares to slots, rollout epochs and batch sizes."""
+    """Convert prompts, samples per prompt and batch shares to environments, rollout epochs and batch sizes."""
     group = int(sizes.get("@group", 1))
     settings = result.settings
     settings["algorithm.group_size"] = group
-    slots = settings.get("env.train.total_num_envs")
-    if slots is not None:
-        settings["env.train.total_num_envs"] = max(1, int(slots) // group) * group
+    env_indices = settings.get("env.train.total_num_envs")
+    if env_indices is not None:
+        settings["env.train.total_num_envs"] = max(1, int(env_indices) // group) * group
     if "@samples" in sizes:
         sizes = {"@prompts": max(1, int(sizes["@samples"]) // group), **sizes}
     if "@prompts" in sizes:
@@ -400,11 +400,11 @@ def _format_overrides(groups: Mapping[str, str], settings: Mapping[str, Any]) ->
 
 def remove_defaults(result: Migration) -> dict[str, Any]:
     """Return the settings without values that the chosen groups also set; the composed config is unchanged."""
-    target = flat(to_builtin(result.config))
-    default = flat(to_builtin(_compose(result.groups, {})))
+    target = flatten(to_builtin(result.config))
+    default = flatten(to_builtin(_compose(result.groups, {})))
     selected = {
         key: value
         for key, value in result.settings.items()
         if key in LOCAL_KEYS or (key in target and default.get(key) != target[key])
     }
-    return selected if flat(to_builtin(_compose(result.groups, selected))) == target else result.settings
+    return selected if flatten(to_builtin(_compose(result.groups, selected))) == target else result.settings

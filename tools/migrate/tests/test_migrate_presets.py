@@ -13,7 +13,7 @@ from embodyrl_migrate.source import read_source
 from embodyrl_migrate.translate import Migration, translate
 
 import embodyrl
-from embodyrl.config.compose import flat
+from embodyrl.config.compose import flatten
 from embodyrl.config.settings import to_builtin
 
 DATA = Path(__file__).parent / "data"
@@ -175,7 +175,7 @@ def test_preset_decides_the_result_like_the_recipe_of_its_system(preset: str) ->
 def test_protocol_evaluates_like_the_recipe_of_its_system(preset: str) -> None:
     words, recipe, more, reasons = EVALS[preset]
     theirs = migrated(recipe, more).flat
-    ours = flat(to_builtin(embodyrl.compose("eval", *words, f"eval={Path(preset).name}")))
+    ours = flatten(to_builtin(embodyrl.compose("eval", *words, f"eval={Path(preset).name}")))
     keys = ["env.eval.max_episode_steps", "env.settle_steps", "env.settle_gripper"]
     keys += ["eval.sampling_params.do_sample", "eval.sampling_params.temperature"]
     differ = {key: (theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key)}
@@ -186,7 +186,7 @@ def test_protocol_evaluates_like_the_recipe_of_its_system(preset: str) -> None:
 def test_model_preset_is_the_policy_of_its_system(preset: str) -> None:
     result = migrated(MODELS[preset])
     assert result.groups["model"] == Path(preset).name
-    unset = flat(to_builtin(embodyrl.compose("train", f"env={result.groups['env']}", f"model={Path(preset).name}")))
+    unset = flatten(to_builtin(embodyrl.compose("train", f"env={result.groups['env']}", f"model={Path(preset).name}")))
     theirs = {key: value for key, value in result.flat.items() if key.startswith("model.")}
     differ = {key for key, value in theirs.items() if unset[key] != value}
     assert differ <= {"model.path", "model.unnorm_key", "model.precision"}

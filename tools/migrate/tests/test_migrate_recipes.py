@@ -146,11 +146,11 @@ CASES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     ),
     "256 tokens": (("algorithm.sampling_params.top_k=256",), []),
     "ppo, episodes that end at a time limit": (PPO, ["value aggregation", "value at time limit"]),
-    "ppo, slots that refill": (
+    "ppo, environments that refill": (
         (*PPO, "env.train.auto_reset=true", "actor.model.num_action_chunks=1"),
         [],
     ),
-    "ppo, slots that refill, chunks": ((*PPO, "env.train.auto_reset=true"), ["actions after success"]),
+    "ppo, environments that refill, chunks": ((*PPO, "env.train.auto_reset=true"), ["actions after success"]),
     "ppo, values also after success": (
         (*PPO, "env.train.auto_reset=true", "+algorithm.bootstrap_type=always"),
         ["actions after success", "value at time limit"],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.files import check_keys
 from embodyrl.policies.vla.folder import Clip, check_statistics, data_range, find_data_set
@@ -105,7 +105,8 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
         return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is missing or malformed ({reason_of(error)}). The file has the statistics of the training data; "
+            f"{path} is missing or malformed ({format_reason(error)}). The file has the statistics of the training "
+            "data; "
             f"use the file in the checkpoint's assets."
         ) from error
 

@@ -24,7 +24,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         """Return config errors with fixes, one line each."""
         if problems := super().validate(cfg):
             return problems
-        if cfg.temporal_ensemble and cfg.steers:
+        if cfg.temporal_ensemble and cfg.is_steered:
             return [f"model.temporal_ensemble=true: set model.likelihood=gaussian instead of {cfg.likelihood}."]
         if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig)[0].use_vae:
             return [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import PositiveInt, ValidationError
 
-from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.lerobot.config import ACTION, FeatureConfig
 from embodyrl.policies.vla.folder import CONFIG_FILE
@@ -46,7 +46,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         checkpoint = Checkpoint.model_validate(read_json(file))
     except (OSError, ValueError, ValidationError) as error:
         raise CheckpointError(
-            f"{file} is not the config of a LeRobot policy ({reason_of(error)}). Set model.path to the folder of "
+            f"{file} is not the config of a LeRobot policy ({format_reason(error)}). Set model.path to the folder of "
             "save_pretrained."
         ) from error
     if ACTION not in checkpoint.output_features:
@@ -71,7 +71,7 @@ def _check_steps(file: Path) -> None:
         named = [step["class"] if "registry_name" not in step else None for step in steps]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{file} is not a processor of a LeRobot policy ({reason_of(error)}). Download the policy again."
+            f"{file} is not a processor of a LeRobot policy ({format_reason(error)}). Download the policy again."
         ) from error
     if imported := [name for name in named if name is not None]:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.external_python import ForeignScript
+from embodyrl.external_python import ExternalScript
 from embodyrl.policies.lerobot.process import worker
 from embodyrl.policies.lerobot.process.checkpoint import Checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
@@ -48,7 +48,7 @@ class LeRobotPolicy(InferenceOnlyPolicy):
         self._env, self._saved, self._views = request.env, saved, views
         self._python, self._timeout_s = cfg.python or sys.executable, cfg.answer_timeout_s
         # Policies have no `close`: the process ends with the object or with this process.
-        self._script = ForeignScript(self._python, worker.__file__, key="model.python", program="LeRobot")
+        self._script = ExternalScript(self._python, worker.__file__, key="model.python", program="LeRobot")
         load_request = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
         self._request(load_request, cfg.load_timeout_s, "model.load_timeout_s")
 

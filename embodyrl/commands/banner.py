@@ -9,7 +9,7 @@ from pathlib import Path
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.commands.held_out import held_out_banner_lines, rendering_banner_lines
 from embodyrl.envs import ENVS
-from embodyrl.envs.factory import SimFactory, tasks_in_memory
+from embodyrl.envs.factory import SimFactory, get_max_tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
@@ -49,7 +49,7 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         lines["success"] = env.reward.success
     if isinstance(own := cfg.reward, StepRewardSettings) and own.path is not None:
         lines["reward"] = f"{own.path} ({own.mode})"
-    lines |= dict(precision_facts(cfg)) | dict(preset_banner_lines(cfg))
+    lines |= dict(precision_banner_lines(cfg)) | dict(preset_banner_lines(cfg))
     warnings = (*env.warnings, *policy.warnings, *_time_limit_warnings(run_plan), *_dense_reward_warnings(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
         warnings += (
@@ -98,7 +98,7 @@ def _env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     return factory.facts(cfg.env) if isinstance(factory, SimFactory) else []
 
 
-def precision_facts(cfg: Config) -> list[tuple[str, str]]:
+def precision_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return a banner line if the model uses float32 because this host is slow in bfloat16; else an empty list."""
     if cfg.sources.get("model.precision") != THIS_HOST:
         return []
@@ -129,7 +129,7 @@ _PRESET_GROUPS = ("start", "experiment", "algorithm")
 def task_memory_text(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
     """Describe the memory that a loaded task needs, and the number of loaded tasks that each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
-    kept = min(wanted, tasks_in_memory(task_bytes, workers))
+    kept = min(wanted, get_max_tasks_in_memory(task_bytes, workers))
     return (
         f"up to {task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
         f"{workers} workers keeps {kept} of {wanted} tasks"
@@ -181,10 +181,10 @@ def _tasks(env: EnvSpec, split: EnvSplit) -> str:
 
 def _parallel(run_plan: RunPlan) -> str:
     """Describe the number of parallel environments and of their processes."""
-    cfg, workers, slots = run_plan.cfg, len(run_plan.env_workers), run_plan.num_slots
-    text = f"{slots} parallel environments"
-    if cfg.trains and run_plan.algorithm and cfg.env.train.total_num_envs < slots:
-        text = f"{cfg.env.train.total_num_envs} parallel environments ({slots} in validations)"
+    cfg, workers, num_envs = run_plan.cfg, len(run_plan.env_workers), run_plan.num_envs
+    text = f"{num_envs} parallel environments"
+    if cfg.trains and run_plan.algorithm and cfg.env.train.total_num_envs < num_envs:
+        text = f"{cfg.env.train.total_num_envs} parallel environments ({num_envs} in validations)"
     return f"{text} in {workers} process{'es' * (workers > 1)}"
 
 
@@ -196,7 +196,7 @@ def _episodes_per_step(run_plan: RunPlan) -> str:
     if (quota := plan.waves[0].quota_chunks) is None:
         return f"{plan.num_episodes} episodes"
     repeats = f", {len(plan.waves)} times" if len(plan.waves) > 1 else ""
-    return f"{quota} chunks of actions in each of {plan.num_slots} environments{repeats}"
+    return f"{quota} chunks of actions in each of {plan.num_envs} environments{repeats}"
 
 
 def _time_limit_text(env: EnvSpec, split: EnvSplit) -> str:

@@ -34,8 +34,8 @@ def stores_episodes(run_plan: RunPlan) -> bool:
 
 
 def with_every_step(run_plan: RunPlan) -> RunPlan:
-    """Return a copy of the plan with one record per env step, and arena space for one episode per slot."""
-    capacity = run_plan.num_slots * (run_plan.cfg.env.eval.max_episode_steps + 2)
+    """Return a copy of the plan with one record per env step, and arena space for one episode per environment."""
+    capacity = run_plan.num_envs * (run_plan.cfg.env.eval.max_episode_steps + 2)
     return replace(run_plan, single_step=True, capacity=capacity)
 
 

@@ -13,7 +13,7 @@ from embodyrl.specs import PolicySpec, convert_gripper
 from embodyrl.types import IntArray
 
 
-def load_shown(folders: Sequence[str], policy: PolicySpec, *, executed: bool = False) -> Demonstrations:
+def load_rl_demonstrations(folders: Sequence[str], policy: PolicySpec, *, executed: bool = False) -> Demonstrations:
     """Load and join data sets of one environment; gripper actions are converted to the policy's convention.
 
     `executed`: return the executed actions in `action`, for critics, instead of the labels.

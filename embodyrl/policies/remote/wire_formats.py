@@ -28,7 +28,7 @@ class MessageError(EmbodyError, ValueError):
     """Malformed message, or message with unexpected content."""
 
 
-def need(package: str) -> Any:
+def import_optional(package: str) -> Any:
     """Import a package that the extra `serve` installs, or a module of the package.
 
     Raises:
@@ -43,12 +43,12 @@ def need(package: str) -> Any:
         ) from error
 
 
-def bytes_keyed(array: np.ndarray) -> dict[Any, Any]:
+def encode_openpi_array(array: np.ndarray) -> dict[Any, Any]:
     """Encode an array as in openpi, as a mapping with bytes as keys."""
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
-def text_keyed(array: np.ndarray) -> dict[Any, Any]:
+def encode_vla_eval_array(array: np.ndarray) -> dict[Any, Any]:
     """Encode an array as in vla-eval, as a mapping with strings as keys."""
     return {"__ndarray__": True, "data": array.tobytes(), "dtype": array.dtype.str, "shape": list(array.shape)}
 
@@ -65,7 +65,7 @@ def pack(message: object, write_array: Callable[[np.ndarray], dict[Any, Any]]) -
             f"Values of type {type(value).__name__} cannot be sent; use numbers, strings, arrays, lists or mappings."
         )
 
-    return need("msgpack").packb(message, default=default)
+    return import_optional("msgpack").packb(message, default=default)
 
 
 def unpack(data: bytes | str) -> Any:
@@ -74,7 +74,7 @@ def unpack(data: bytes | str) -> Any:
     Raises:
         MessageError: the data are not msgpack, have too many or too large parts, or an array has another size.
     """
-    msgpack = need("msgpack")
+    msgpack = import_optional("msgpack")
     if isinstance(data, str):
         raise MessageError(f"A message must be bytes, but this message is the string {data[:2000]!r}.")
     read = _Reader()
@@ -253,7 +253,7 @@ VLA_EVAL = Names(
 """Field names of vla-eval's LIBERO benchmark. Its own servers read images by position."""
 
 
-def names_of(cfg: ConversationSettings) -> Names:
+def get_field_names(cfg: ConversationSettings) -> Names:
     """Return the keys of message fields: the config's keys if set, else those of the protocol."""
     names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
     return Names(
@@ -273,6 +273,6 @@ def _list_received_fields(message: Mapping[Any, Any]) -> str:
     return f"Received: {', '.join(sorted(map(repr, message))) or 'nothing'}."
 
 
-def upright(images: ByteArray, rotation_deg: int) -> ByteArray:
+def rotate_upright(images: ByteArray, rotation_deg: int) -> ByteArray:
     """Rotate images [..., H, W, 3] by 0 or 180 degrees, from a simulator's orientation to upright or back."""
     return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images

@@ -1,7 +1,7 @@
-"""State of the env slots and of their stages.
+"""State of the environments and of their stages.
 
-Values that change with every chunk are arrays, all others are stored per slot. A stage is a group of slots of a worker
-that step together.
+Values that change with every chunk are arrays, all others are stored per environment. A stage is a group of
+environments of a worker that step together.
 """
 
 import time
@@ -14,30 +14,30 @@ import numpy as np
 from embodyrl.channels.arena import Arena, get_record_indices
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest, to_list_if_short
-from embodyrl.plan.run_plan import WorkerSlots
+from embodyrl.plan.run_plan import WorkerEnvs
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, EpisodeStart, IntArray
 
 
 class Phase:
-    """Phases of a slot; plain ints, because phases are compared for every chunk."""
+    """Phases of an environment; plain ints, because phases are compared for every chunk."""
 
     IDLE = 0
-    """The slot runs no episode."""
+    """The environment runs no episode."""
     RESETTING = 1
-    """The slot waits for the first observation of an episode."""
+    """The environment waits for the first observation of an episode."""
     READY = 2
-    """The slot has an observation and waits for inference."""
+    """The environment has an observation and waits for inference."""
     INFERRING = 3
-    """The policy computes the slot's action chunk."""
+    """The policy computes the environment's action chunk."""
     ACTED = 4
-    """The slot has an action chunk and waits for simulation."""
+    """The environment has an action chunk and waits for simulation."""
     STEPPING = 5
-    """The env worker executes the slot's action chunk."""
+    """The env worker executes the environment's action chunk."""
 
 
 _MAX_LOOP_LENGTH = 16
-"""Number of slots up to which a loop is faster than array operations."""
+"""Number of environments up to which a loop is faster than array operations."""
 COPIED_FIELDS: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
@@ -62,48 +62,48 @@ class CutEpisode:
 
 
 @dataclass
-class Slot:
-    """State of a slot: its running episode, or a cut episode that may continue."""
+class EnvState:
+    """State of an environment: its running episode, or a cut episode that may continue."""
 
     index: int
-    """Index of the slot among the slots of all workers."""
+    """Index of the environment among the environments of all workers."""
     rollout: Rollout | None = None
     """Rollout of the running episode."""
     episode: EpisodeSpec | None = None
     copies: list[Sequence[np.ndarray]] = field(default_factory=list)
     """Copies of the record fields `COPIED_FIELDS` of each chunk so far, if the rollout does not keep records."""
     cut_episode: CutEpisode | None = None
-    """Unfinished episode whose state is still in the simulator; set only while the slot is idle."""
+    """Unfinished episode whose state is still in the simulator; set only while the environment is idle."""
     earlier: EarlierPart | None = None
     """Part of the running episode that earlier rollouts executed; None: the episode began in this rollout."""
 
 
-class Slots:
-    """State of all N slots. Methods take distinct slot indices."""
+class EnvStates:
+    """State of all N environments. Methods take distinct environment indices."""
 
     def __init__(self, count: int, arena: Arena, *, has_values: bool = False) -> None:
         self._num_bootstraps = int(has_values)
-        self.each = [Slot(index) for index in range(count)]
+        self.each = [EnvState(index) for index in range(count)]
         self._arena = arena
         # Bytes and an array of the same memory: searching a few bytes is faster than comparing arrays.
         self._phases = bytearray(count)
         self.phase = np.frombuffer(self._phases, np.int8)
-        self.not_before, self.noise_seed, self.chunks, self._remaining_quota = np.zeros((4, count), np.int64)
+        self.min_version, self.noise_seed, self.chunks, self._remaining_quota = np.zeros((4, count), np.int64)
         # `not_before`: minimum weight version for actions; `chunks`: number of executed chunks.
         self._started, (self.keeps, self.stale, self.solved) = np.zeros(count), np.zeros((3, count), np.bool_)
-        # `stale`: the worker died while the policy was reading the slot's record; `solved`: the goal was already
+        # `stale`: the worker died while the policy was reading the environment's record; `solved`: the goal was already
         # reached when the running episode began.
         self.current, self.target = np.zeros((2, count), np.int64)
-        # Tickets of the current and of the next observation. `taken`: tickets of the chunks taken so far [N, longest];
-        # `store_chunks` doubles its width for longer episodes.
+        # Tickets of the current and of the next observation. `taken`: record references of the chunks taken so far [N,
+        # longest]; `store_chunks` doubles its width for longer episodes.
         self._executed = np.zeros((count, 32), np.int64)
 
     def phases(self, rows: range) -> bytearray:
-        """Return the phase (`Phase`) of each slot in a range, one byte per slot."""
+        """Return the phase (`Phase`) of each environment in a range, one byte per environment."""
         return self._phases[rows.start : rows.stop]
 
     def in_phase(self, phase: int, rows: range) -> IntArray:
-        """Return the indices of the slots in `rows` whose phase is `phase`."""
+        """Return the indices of the environments in `rows` whose phase is `phase`."""
         if len(rows) <= _MAX_LOOP_LENGTH:
             return np.array([row for row in rows if self._phases[row] == phase], np.int64)
         return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
@@ -114,27 +114,31 @@ class Slots:
         return {(spec, int(self.chunks[row])) for row in busy if (spec := self.each[row].episode) is not None}
 
     def may_act(self, version: int) -> BoolArray:
-        """Return the mask [N] of slots whose observation a policy with this weight version may process."""
-        return (self.phase == Phase.READY) & (self.not_before <= version)
+        """Return the mask [N] of environments whose observation a policy with this weight version may process."""
+        return (self.phase == Phase.READY) & (self.min_version <= version)
 
     def assign(self, rows: IntArray, rollout: Rollout) -> None:
-        """Assign the rollout's next episodes to slots; `begin` starts the episodes."""
+        """Assign the rollout's next episodes to environments; `begin` starts the episodes."""
         specs = rollout.start_episodes(rows)
-        self._remaining_quota[rows], self.not_before[rows], self.keeps[rows] = (
+        self._remaining_quota[rows], self.min_version[rows], self.keeps[rows] = (
             rollout.get_remaining_quota(rows),
-            rollout.not_before,
+            rollout.min_version,
             rollout.keep,
         )
         self.noise_seed[rows] = [spec.noise_seed for spec in specs]
         for row, spec in zip(rows.tolist(), specs, strict=True):
-            slot = self.each[row]
+            env_index = self.each[row]
             # The simulator contains a cut episode that is not continued: a reset drops it.
-            slot.cut_episode = slot.cut_episode if rollout.continues else None
-            slot.rollout, slot.episode, slot.earlier = rollout, spec, slot.cut_episode and slot.cut_episode.executed
-            if slot.earlier is not None:
+            env_index.cut_episode = env_index.cut_episode if rollout.continues else None
+            env_index.rollout, env_index.episode, env_index.earlier = (
+                rollout,
+                spec,
+                env_index.cut_episode and env_index.cut_episode.executed,
+            )
+            if env_index.earlier is not None:
                 # The simulator continues from the earlier start; the action noise is that of this plan.
-                first_part = slot.earlier.spec
-                slot.episode = replace(
+                first_part = env_index.earlier.spec
+                env_index.episode = replace(
                     spec, reset_id=first_part.reset_id, task_id=first_part.task_id, seed=first_part.seed
                 )
 
@@ -145,7 +149,7 @@ class Slots:
         self.target[rows] = self._arena.allocate_all(len(rows))
 
     def reset_requests(self, rows: IntArray, first: int) -> Iterator[ResetRequest]:
-        """Yield the reset requests of slots; `first`: the worker's first slot."""
+        """Yield the reset requests of environments; `first`: the worker's first environment."""
         for row, target in zip(rows.tolist(), self.target[rows].tolist(), strict=True):
             rollout, spec = self.each[row].rollout, self.each[row].episode
             assert rollout is not None and spec is not None
@@ -157,7 +161,7 @@ class Slots:
                 ignore_terminations=rollout.plan.ignore_terminations,
             )
             stem, keep = choice or (None, "all")
-            yield ResetRequest(slot=row - first, start=start, target=target, video_stem=stem, keep_video=keep)
+            yield ResetRequest(env_index=row - first, start=start, target=target, video_stem=stem, keep_video=keep)
 
     def continue_episodes(self, rows: IntArray) -> None:
         """Continue cut episodes: the policy gets their current observation without a simulation step."""
@@ -177,22 +181,22 @@ class Slots:
     def repeat_actions(self, rows: IntArray) -> None:
         """Replace inference with recorded actions in rollouts that repeat episodes."""
         for row in rows.tolist():
-            slot = self.each[row]
-            if slot.rollout is None or slot.rollout.replayed is None:
+            env_index = self.each[row]
+            if env_index.rollout is None or env_index.rollout.replayed is None:
                 continue
-            assert slot.episode is not None
-            chunks = slot.rollout.replayed[slot.episode.episode_id]
+            assert env_index.episode is not None
+            chunks = env_index.rollout.replayed[env_index.episode.episode_id]
             # A simulator that is not reproducible may run for longer than the recording.
             chunk = chunks[min(int(self.chunks[row]), len(chunks) - 1)]
             self._arena[Record.action][get_record_indices(self.current[row])] = chunk
             self.phase[row] = Phase.ACTED
 
     def step(self, rows: IntArray) -> None:
-        """Mark slots as stepping, and allocate the records of their next observations."""
+        """Mark environments as stepping, and allocate the records of their next observations."""
         self.target[rows], self.phase[rows] = self._arena.allocate_all(len(rows)), Phase.STEPPING
 
     def store_chunks(self, rows: IntArray) -> BoolArray:
-        """Store the results of executed chunks; return a mask [n] of slots that used up their quota."""
+        """Store the results of executed chunks; return a mask [n] of environments that used up their quota."""
         if self.chunks[rows].max() == self._executed.shape[1]:
             self._executed = np.concatenate([self._executed, np.zeros_like(self._executed)], axis=1)
         # The observation's record now describes the whole chunk: actions and results are in the same record.
@@ -217,16 +221,16 @@ class Slots:
         instructions: Sequence[str],
         videos: Sequence[str | None],
     ) -> list[tuple[Rollout, Episode, IntArray]]:
-        """Close the episodes of slots; return each Episode with its rollout and the tickets of its records.
+        """Close the episodes of environments; return each Episode with its rollout and its record references.
 
-        The last ticket is the one in `target` (see `Episode.final_record`), except where `discards_final` [n]. No
-        record is freed. Episodes that are neither `terminated` nor `truncated` [n] are cut.
+        The last record reference is the one in `target` (see `Episode.final_record`), except where `discards_final`
+        [n]. No record is freed. Episodes that are neither `terminated` nor `truncated` [n] are cut.
         """
         lengths, targets = self.chunks[rows], self.target[rows]
         counts, cut = np.where(self.keeps[rows], lengths, 0), ~(terminated | truncated)
         sizes = counts + ~discards_final
         # Arrays of all episodes together, of which an episode has slices; they remain valid after records are freed.
-        records = get_record_indices(tickets := self._tickets(rows, counts, sizes))
+        records = get_record_indices(record_refs := self._record_refs(rows, counts, sizes))
         columns: dict[str, Any] = {name: self._arena[name].take(records, 0) for name in COPIED_FIELDS}
         outcomes: dict[str, Any] = {
             "terminated": terminated,
@@ -244,12 +248,12 @@ class Slots:
         for i, (outcome, length, quota, count, start, size) in enumerate(
             zip(outcome_rows, *per_episode_lists, strict=True)
         ):
-            slot = self.each[rows[i]]
-            rollout, spec = slot.rollout, slot.episode
+            env_index = self.each[rows[i]]
+            rollout, spec = env_index.rollout, env_index.episode
             assert rollout is not None and spec is not None
             fields = {name: column[start : start + count] for name, column in columns.items()}
-            if slot.copies:
-                fields = dict(zip(COPIED_FIELDS, map(np.stack, zip(*slot.copies, strict=True)), strict=True))
+            if env_index.copies:
+                fields = dict(zip(COPIED_FIELDS, map(np.stack, zip(*env_index.copies, strict=True)), strict=True))
             # With a quota, episodes that end before the cut are the short ones.
             whole = quota >= rollout.plan.max_chunks
             episode = Episode(
@@ -259,53 +263,53 @@ class Slots:
                 **dict(zip(outcomes, outcome, strict=True)),
                 bootstrap_value=bootstraps[i],
                 counted=not cut[i] if rollout.continues else whole,
-                earlier=slot.earlier,
+                earlier=env_index.earlier,
                 instruction=instructions[i],
                 video=videos[i],
             )
-            episodes.append((rollout, episode, tickets[start : start + size]))
-            # Before the slot is idle: `Rollout.ended` uses the remaining quota to start the next wave.
-            rollout.use_quota(slot.index, length)
-            self._set_idle(slot)
+            episodes.append((rollout, episode, record_refs[start : start + size]))
+            # Before the environment is idle: `Rollout.ended` uses the remaining quota to start the next wave.
+            rollout.use_quota(env_index.index, length)
+            self._set_idle(env_index)
         return episodes
 
-    def _tickets(self, rows: IntArray, counts: IntArray, sizes: IntArray) -> IntArray:
-        """Return `sizes` [n] tickets of each slot, one after another: `counts` [n] of chunks, then that in `target`."""
-        tickets = np.concatenate([self._executed[rows], self.target[rows, None]], axis=1)
-        tickets[np.arange(len(rows)), counts] = self.target[rows]
-        return tickets[np.arange(tickets.shape[1]) < sizes[:, None]]
+    def _record_refs(self, rows: IntArray, counts: IntArray, sizes: IntArray) -> IntArray:
+        """Return `sizes` [n] record references of each environment: `counts` [n] of chunks, then that in `target`."""
+        record_refs = np.concatenate([self._executed[rows], self.target[rows, None]], axis=1)
+        record_refs[np.arange(len(rows)), counts] = self.target[rows]
+        return record_refs[np.arange(record_refs.shape[1]) < sizes[:, None]]
 
     def drop(self, row: int, *, requeue: bool = True) -> list[int]:
-        """Stop the running episode of a slot, and return the tickets to free; `requeue`: also requeue the episode."""
-        slot, phase = self.each[row], self.phase[row]
-        assert slot.episode is not None and slot.rollout is not None
-        # Before the slot is idle: `Rollout.ended` must find the episode in its queue.
-        slot.rollout.discard_attempt(slot.index, slot.episode, requeue=requeue)
-        tickets = self._executed[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
-        tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
-        tickets += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))
+        """Stop the running episode and return the record references to free; `requeue`: also requeue the episode."""
+        env_index, phase = self.each[row], self.phase[row]
+        assert env_index.episode is not None and env_index.rollout is not None
+        # Before the environment is idle: `Rollout.ended` must find the episode in its queue.
+        env_index.rollout.discard_attempt(env_index.index, env_index.episode, requeue=requeue)
+        record_refs = self._executed[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
+        record_refs += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
+        record_refs += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))
         self.stale[row] = False
-        self._set_idle(slot)
-        return tickets
+        self._set_idle(env_index)
+        return record_refs
 
     def drop_cut_episodes(self, rows: IntArray) -> list[int]:
         """End the continuation of cut episodes whose simulators a lockstep step advances without an action.
 
-        An episode that already waits for its first action is requeued; returns the tickets to free.
+        An episode that already waits for its first action is requeued; returns the record references to free.
         """
-        tickets = []
+        record_refs = []
         for row in rows.tolist():
-            slot = self.each[row]
-            slot.cut_episode = None
-            if slot.earlier is not None and self.phase[row] == Phase.READY and not self.chunks[row]:
-                tickets += self.drop(row)
-        return tickets
+            env_index = self.each[row]
+            env_index.cut_episode = None
+            if env_index.earlier is not None and self.phase[row] == Phase.READY and not self.chunks[row]:
+                record_refs += self.drop(row)
+        return record_refs
 
-    def _set_idle(self, slot: Slot) -> None:
-        rollout = slot.rollout
+    def _set_idle(self, env_index: EnvState) -> None:
+        rollout = env_index.rollout
         assert rollout is not None
-        slot.rollout, slot.episode, slot.copies = None, None, []
-        self.phase[slot.index] = Phase.IDLE
+        env_index.rollout, env_index.episode, env_index.copies = None, None, []
+        self.phase[env_index.index] = Phase.IDLE
         rollout.on_episode_end()
 
 
@@ -319,16 +323,16 @@ class Stages:
     Only stages with an event since the last call are checked: the cost of an event is independent of their number.
     """
 
-    def __init__(self, workers: Sequence[WorkerSlots], per_worker: int) -> None:
+    def __init__(self, workers: Sequence[WorkerEnvs], per_worker: int) -> None:
         self._all: list[tuple[StageKey, range]] = []
         self._stages_by_worker: dict[str, range] = {}
         for worker in workers:
-            parts = np.array_split(worker.slots, min(per_worker, len(worker.slots)))
+            parts = np.array_split(worker.env_indices, min(per_worker, len(worker.env_indices)))
             self._stages_by_worker[worker.name] = range(len(self._all), len(self._all) + len(parts))
             self._all += [((worker.name, n), range(rows[0], rows[-1] + 1)) for n, rows in enumerate(parts)]
         self._stage_index = np.repeat(np.arange(len(self._all)), [len(rows) for _, rows in self._all])
-        self.first = {worker.name: worker.slots[0] for worker in workers}
-        """Index of the first slot of each worker, by worker name."""
+        self.first = {worker.name: worker.env_indices[0] for worker in workers}
+        """Index of the first environment of each worker, by worker name."""
         self.busy: dict[StageKey, EnvRequest] = {}
         """Open request of each busy stage."""
         self._reports: list[tuple[int, EnvRequest, EnvReport]] = []
@@ -336,8 +340,8 @@ class Stages:
         self._work: Hashable = None
         self._sequence = 0
 
-    def slots_of(self, worker: str) -> list[int]:
-        """Return the slots of a worker."""
+    def envs_of(self, worker: str) -> list[int]:
+        """Return the environments of a worker."""
         return [row for stage in self._stages_by_worker[worker] for row in self._all[stage][1]]
 
     def drop_requests(self, worker: str) -> None:
@@ -353,14 +357,14 @@ class Stages:
         targets: IntArray,
         resets: tuple[ResetRequest, ...],
     ) -> EnvRequest:
-        """Open a request to execute the chunks of slots `acted` and to perform `resets`. The stage is then busy."""
+        """Open a request to execute the chunks of `acted` and to perform `resets`. The stage is then busy."""
         worker, stage = key
         first = self.first[worker]
         self._sequence += 1
         request = self.busy[key] = EnvRequest(
             sequence=self._sequence,
             stage=stage,
-            slots=to_list_if_short(acted - first),
+            env_indices=to_list_if_short(acted - first),
             sources=to_list_if_short(sources),
             targets=to_list_if_short(targets),
             resets=resets,
@@ -376,7 +380,7 @@ class Stages:
         self.mark_worker_changed(worker)
 
     def pop_reports(self) -> list[tuple[int, EnvRequest, EnvReport]]:
-        """Return (first slot of the worker, request, report) for each new report."""
+        """Return (first environment of the worker, request, report) for each new report."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -385,11 +389,11 @@ class Stages:
         self._changed.update(self._stages_by_worker[worker])
 
     def mark_changed(self, rows: IntArray) -> None:
-        """Mark the pipeline stages of the given slots as changed, for `get_stages_to_check`."""
+        """Mark the pipeline stages of the given environments as changed, for `get_stages_to_check`."""
         self._changed.update(self._stage_index[rows].tolist())
 
     def get_stages_to_check(self, work: Hashable) -> list[tuple[StageKey, range]]:
-        """Return (stage, slots) of idle stages with events; if `work` has changed or is None, of all idle stages.
+        """Return (stage, environments) of idle stages with events; of all, if `work` has changed or is None.
 
         Args:
             work: identifies the episodes that any stage may start.
