@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from embodyrl.scheduler.env_index import Phase
+from embodyrl.scheduler.env_states import Phase
 
 from embodyrl.config.settings import Seconds
 from embodyrl.envs.chunked import ChunkedEnv

@@ -177,8 +177,8 @@ class InferRequest(Request):
     rows: Sequence[int] | IntArray = ()
     """[n] row of each record reference in the padded batch."""
 
-    read_fields = {"record references": OBSERVATION}
-    written_fields = {"record references": DECISION}
+    read_fields = {"record_refs": OBSERVATION}
+    written_fields = {"record_refs": DECISION}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +188,8 @@ class ValueRequest(Request):
     record_refs: RecordRefs
     padded_size: int = 0
 
-    read_fields = {"record references": OBSERVATION}
-    written_fields = {"record references": (Record.value,)}
+    read_fields = {"record_refs": OBSERVATION}
+    written_fields = {"record_refs": (Record.value,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +198,8 @@ class ScoreRequest(Request):
 
     record_refs: RecordRefs
 
-    read_fields = {"record references": (*OBSERVATION, Record.tokens)}
-    written_fields = {"record references": (Record.ref_logprob,)}
+    read_fields = {"record_refs": (*OBSERVATION, Record.tokens)}
+    written_fields = {"record_refs": (Record.ref_logprob,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ class UpdateRequest(Request):
     """Reply after each micro-batch and wait for a ContinueRequest, so that inference can be interleaved."""
 
     # All fields: the fields that an update reads depend on the algorithm.
-    read_fields = {"record references": None, "last": OBSERVATION}
+    read_fields = {"record_refs": None, "last": OBSERVATION}
 
     @property
     def last(self) -> RecordRefs:
@@ -240,7 +240,7 @@ class ImitateRequest(Request):
     learn: bool = True
     """If False, only evaluate, and reply with the sums of loss and accuracy."""
 
-    read_fields = {"record references": (*OBSERVATION, Record.action, Record.reply, Record.success)}
+    read_fields = {"record_refs": (*OBSERVATION, Record.action, Record.reply, Record.success)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,15 +280,15 @@ class BucketRequest(Request):
 class PublishRequest(BucketRequest):
     """Request to write parts of the trained weights into a bucket."""
 
-    read_fields = {"record reference": ()}
-    written_fields = {"record reference": (BUCKET, STATE)}
+    read_fields = {"record_ref": ()}
+    written_fields = {"record_ref": (BUCKET, STATE)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadWeightsRequest(BucketRequest):
     """Request to load the weights in a bucket for inference."""
 
-    read_fields = {"record reference": (BUCKET,)}
+    read_fields = {"record_ref": (BUCKET,)}
 
 
 @dataclass(frozen=True, kw_only=True)

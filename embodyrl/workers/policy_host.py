@@ -275,7 +275,7 @@ class PolicyInference:
             else:
                 remaining.append(index)
         selected = {
-            name: np.asarray(getattr(request, name))[remaining] for name in ("record references", "noise_seeds", "rows")
+            name: np.asarray(getattr(request, name))[remaining] for name in ("record_refs", "noise_seeds", "rows")
         }
         steps = np.asarray(request.chunks)[remaining]
         # The noise of a chunk is that of an evaluation, which counts chunks.

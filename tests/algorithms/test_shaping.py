@@ -202,9 +202,9 @@ def test_curriculum_outcomes_are_saved_in_the_state():
     from embodyrl.plan.task_weights import record_outcomes
 
     algorithm, other = (Algorithm(algorithm_of(curriculum=1.0)) for _ in range(2))
-    record_outcomes(algorithm.seen, [make_episode([[1.0]], success=True)], by_task=True)
+    record_outcomes(algorithm.task_outcomes, [make_episode([[1.0]], success=True)], by_task=True)
     other.load_state(json.loads(json.dumps(algorithm.state())))
-    assert other.seen == algorithm.seen == {"3": [1.0, 1.0]}
+    assert other.task_outcomes == algorithm.task_outcomes == {"3": [1.0, 1.0]}
 
 
 def test_kl_is_subtracted_per_action():

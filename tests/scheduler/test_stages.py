@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from embodyrl.scheduler.env_index import Stages
+from embodyrl.scheduler.env_states import Stages
 
 from embodyrl.channels.messages import EnvReport, EnvRequest
 from embodyrl.plan.run_plan import WorkerEnvs

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from embodyrl.scheduler.env_index import Phase
+from embodyrl.scheduler.env_states import Phase
 from toy_runs import Stage, rows, running_crew, toy_config, train_toy
 
 from embodyrl.algorithms.protocol import Scores
@@ -106,7 +106,7 @@ def test_refills_use_the_outcomes_of_the_curriculum(tmp_path):
     )
     with running_crew(tmp_path, *words, "algorithm.filter_refills=1", "algorithm.curriculum=1") as stage:
         assert stage.run_plan.algorithm is not None
-        stage.run_plan.algorithm.seen |= {"0": [500.0, 500.0], "1": [50.0, 100.0]}
+        stage.run_plan.algorithm.task_outcomes |= {"0": [500.0, 500.0], "1": [50.0, 100.0]}
         rollout = collect(stage, sampler_of(stage), 0)
         assert rollout.refills == 8
         assert {e.spec.task_id for e in rollout.episodes} == {1}
