@@ -87,7 +87,7 @@ class MemoryPlan:
         """Return the bytes of each part of a policy process's memory at its peak, by name."""
         constant = self._parts("weights", "reference", "replay", "optimizer", "process")
         training = self._parts("gradients", "activations", "in_use", *(() if self.sleeps else ("engine",)))
-        acting = self._parts("gathered", "acting_batch", "engine")
+        acting = self._parts("gathered", "inference_batch", "engine")
         # Gathered weights are freed for training, but the C library does not return the memory.
         update = training if self.on_gpu else self._parts("gathered") | training
         running = max(acting, update, key=lambda parts: sum(parts.values()))
@@ -218,7 +218,7 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     unused_sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)}
     used_sizes: dict[str, Any] = {
         "weights": costs.num_parameters * (2 if cfg.model.half else 4),
-        "acting_batch": _inference_batch(run_plan, cfg, replace(costs, num_trained=0)),
+        "inference_batch": _inference_batch(run_plan, cfg, replace(costs, num_trained=0)),
         "engine": engine,
         "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
         "env_worker": _ENV_PROCESS + run_plan.env_costs.task_bytes,
