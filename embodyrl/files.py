@@ -1,5 +1,6 @@
 """Atomic file writes, size-limited reads of untrusted files, and the cores and memory available to this process."""
 
+import errno
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 _MAX_LOG_BYTES, _TRUNCATED_LOG_BYTES = 16 << 20, 1 << 20
 SCRATCH = ".tmp-"
 """Prefix of the names of incomplete files."""
+_FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -53,6 +55,25 @@ def replace_atomically(target: Path) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
         else:
             scratch.unlink(missing_ok=True)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return True for disk-full errors, including wrapped errors; safetensors keeps only the error text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _FULL_DISK:
+            return True
+        if any(f"os error {code}" in str(cause) for code in _FULL_DISK):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def describe_full_disk(error: BaseException, path: Path | str = "a file") -> str:
+    """Return the message of a disk-full error; `path` is what was written if the error contains no path."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"Cannot write to {error.filename or path}: {error.strerror or error}. Free some space."
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

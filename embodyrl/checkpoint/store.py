@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from embodyrl.errors import CheckpointError, WorkerError
-from embodyrl.files import read_json
+from embodyrl.files import is_full_disk, read_json
 from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
@@ -29,7 +29,6 @@ HEADROOM = 1.2
 """Required free space as a multiple of the size of the previous checkpoint."""
 _STEP = re.compile(r"step_(\d{6,})")
 _SCRATCH = re.compile(r"\.tmp-step_\d{6,}-(\d+)")
-_FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FileEntry(BaseModel, frozen=True):
@@ -239,7 +238,8 @@ class CheckpointStore:
         needed = int(HEADROOM * size_bytes(newest)) if newest else 0
         free = shutil.disk_usage(self.root).free
         if needed > free:
-            raise CheckpointError(_format_full_disk_error(target, needed=needed, free=free))
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise CheckpointError(_format_full_disk_error(target, needed=needed, free=free)) from error
         scratch = self._scratch(step)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
@@ -275,7 +275,7 @@ class CheckpointStore:
             written = size_bytes(scratch)
             shutil.rmtree(scratch, ignore_errors=True)
             # A dead worker is not a checkpoint error: training cannot continue without it.
-            if _is_full_disk(error) and not isinstance(error, WorkerError):
+            if is_full_disk(error) and not isinstance(error, WorkerError):
                 free = shutil.disk_usage(self.root).free
                 text = _format_full_disk_error(self.path(step), needed=max(needed, written), free=free, cause=error)
                 raise CheckpointError(text) from error
@@ -356,18 +356,6 @@ def _flush_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    """Return True for disk-full errors, including wrapped errors; safetensors keeps only the error text."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FULL_DISK:
-            return True
-        if any(f"os error {code}" in str(cause) for code in _FULL_DISK):
-            return True
-        cause = cause.__cause__
-    return False
 
 
 def _format_full_disk_error(target: Path, *, needed: int, free: int, cause: BaseException | None = None) -> str:

@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview, package_commands
 from embodyrl.cli.output import disable_garbage_collection, printable
-from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
-from embodyrl.files import has_room
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, masked
+from embodyrl.files import describe_full_disk, has_room, is_full_disk
 from embodyrl.process_cleanup import exit_with_leftovers
 from embodyrl.registry import closest
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 ok, 1 failed, 2 usage or configuration, 3 a check failed, 4 workers beyond their restart
-        budget, 5 non-finite, 6 unusable checkpoint, 128 + n on signal n.
+        budget, 5 non-finite, 6 unusable checkpoint or full disk, 128 + n on signal n.
     """
     if argv is None:
         _open_streams()
@@ -89,8 +89,11 @@ def _run(arguments: list[str]) -> int:
         prefix = _ERROR if isinstance(error, ConfigError) else ""  # other errors continue with a worker's traceback
         message, *details = str(error).splitlines() or [type(error).__name__]
         _report([message, *(prefix + line for line in details)], arguments)
-        return error.exit_code
+        return CheckpointError.exit_code if is_full_disk(error) else error.exit_code
     except (Exception, SystemExit) as error:  # a component may call sys.exit
+        if is_full_disk(error):
+            _report([describe_full_disk(error)], arguments)
+            return CheckpointError.exit_code
         reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
         _report([f"unexpected {reason}. Report the output with --traceback."], arguments)
         return 1

@@ -78,7 +78,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     weights = resolve_initial_weights(cfg, run_plan.env)
     with (
         lock_folder(Path(cfg.collect.out)),
-        closing(open_run(cfg, "collect", overrides, None)) as folder,
+        open_run(cfg, "collect", overrides, None) as folder,
         closing(build_console_monitor(cfg)) as monitor,
     ):
         return _Collection(run_plan, monitor, weights).run(folder)

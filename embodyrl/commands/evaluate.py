@@ -24,7 +24,6 @@ from embodyrl.commands.episode_storage import open_writer, stores_episodes, with
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.session import build_console_monitor, print_banner
-from embodyrl.config.trust import format_shell_command, trust_overrides
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.group import MonitorGroup
@@ -68,7 +67,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             f"{resume} evaluates {started_steps[-1]}, but ckpt={cfg.ckpt} is a checkpoint of step {step}. Remove "
             "--resume to start a new evaluation."
         )
-    with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(build_console_monitor(cfg)) as monitor:
+    with open_run(cfg, "eval", overrides, resume) as folder, closing(build_console_monitor(cfg)) as monitor:
         lines = [
             *common_banner_lines(run_plan),
             *evaluation_banner_lines(run_plan),
@@ -86,9 +85,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
                 raise  # a resumed evaluation would fail again
             message, *details = str(error).splitlines()
-            arguments = ["eval", "--resume", str(folder.root), *trust_overrides(cfg)]
-            message += f"; resume with: {format_shell_command(arguments, cfg)}"
-            error.args = ("\n".join([message, *details]),)
+            error.args = ("\n".join([f"{message}; {folder.resume_line}", *details]),)
             raise
         print_table(result, monitor.text)
         return result

@@ -18,14 +18,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Self
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_asset, resolve_run
-from embodyrl.config.trust import find_user_modules, python_path
+from embodyrl.config.trust import find_user_modules, format_shell_command, python_path, trust_overrides
 from embodyrl.devices import visible_gpus
-from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
-from embodyrl.files import available_cores, remove_scratch
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, WorkerError
+from embodyrl.files import available_cores, describe_full_disk, is_full_disk, remove_scratch
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
 from embodyrl.plan.saved import find_run_config, read_saved, save_config
 from embodyrl.plan.schema import Config
@@ -55,6 +56,8 @@ class RunFolder:
     """Wall-clock time and CPU time (of this process and its children) at the start of this attempt, in seconds."""
     is_new: bool
     """True if this process created the folder."""
+    resume_line: str
+    """Text with the shell command that resumes the run."""
 
     @property
     def run_id(self) -> str:
@@ -79,6 +82,21 @@ class RunFolder:
         """Delete the folder of a run that did not start, if this process created the folder."""
         if self.is_new:
             shutil.rmtree(self.root, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close the folder.
+
+        Raises:
+            CheckpointError: a write failed because the disk is full; with the newest checkpoint and the resume command.
+        """
+        self.close()
+        if error is not None and is_full_disk(error) and not isinstance(error, WorkerError):
+            newest = CheckpointStore(self.checkpoints).latest()
+            state = f"the newest checkpoint is {newest}; " if newest else ""
+            raise CheckpointError(f"{describe_full_disk(error, self.root)}\n{state}{self.resume_line}") from error
 
     def close(self) -> None:
         """Append the wall-clock and CPU time of this attempt to costs.jsonl, and release the lock."""
@@ -110,23 +128,37 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         began = _elapsed_times()
         # Before anything is written: the folder may contain the files of an active run.
         lock = _acquire(root / _LOCK_FILE, root)
-        remove_scratch(root)
-        is_new = os.listdir(root) == [_LOCK_FILE]
-        # Under the lock, so that attempts have different numbers.
-        attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
-        logs = root / "logs" / f"attempt_{attempt}"
-        logs.mkdir(parents=True)
-        save_config(cfg, root / CONFIG_FILE)
-        with open(root / "overrides.txt", "a", encoding="utf-8") as file:
-            # One line per attempt, so that the command can be copied into a shell.
-            arguments = " ".join(shlex.join([command, *overrides]).splitlines())
-            file.write(f"# attempt {attempt}: {arguments}\n")
-        (root / "env.txt").write_text(_describe_machine(cfg), encoding="utf-8")
+        try:
+            remove_scratch(root)
+            is_new = os.listdir(root) == [_LOCK_FILE]
+            logs = _write_records(cfg, root, [command, *overrides])
+        except OSError:
+            _release_lock(root / _LOCK_FILE, lock)
+            raise
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
     base = cfg.video_cfg.base_dir if cfg.acts else None
     videos = root / VIDEO_FOLDER if base is None else Path(base) / root.name
-    return RunFolder(root=root, videos=videos, logs=logs, lock=lock, began=began, is_new=is_new)
+    resume_command = format_shell_command(
+        ["sft" if command == "dagger" else command, "--resume", str(root), *trust_overrides(cfg)], cfg
+    )
+    resume_line = "run the same command to resume" if command == "collect" else f"resume with: {resume_command}"
+    return RunFolder(
+        root=root, videos=videos, logs=logs, lock=lock, began=began, is_new=is_new, resume_line=resume_line
+    )
+
+
+def _write_records(cfg: Config, root: Path, arguments: Sequence[str]) -> Path:
+    """Write config, command and machine into a locked run folder; return the new folder for logs."""
+    attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
+    logs = root / "logs" / f"attempt_{attempt}"
+    logs.mkdir(parents=True)
+    save_config(cfg, root / CONFIG_FILE)
+    with open(root / "overrides.txt", "a", encoding="utf-8") as file:
+        # One line per attempt, so that the command can be copied into a shell.
+        file.write(f"# attempt {attempt}: {' '.join(shlex.join(arguments).splitlines())}\n")
+    (root / "env.txt").write_text(_describe_machine(cfg), encoding="utf-8")
+    return logs
 
 
 def _new_root(cfg: Config, command: str) -> Path:
@@ -201,8 +233,12 @@ def _acquire(lock: Path, folder: Path) -> int:
         if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
             break
         os.close(handle)  # another process removed the file before we locked it
-    os.truncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    try:
+        os.truncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError:
+        _release_lock(lock, handle)
+        raise
     return handle
 
 

@@ -17,9 +17,9 @@ from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import RunFolder
-from embodyrl.config.trust import format_shell_command, trust_overrides
+from embodyrl.config.trust import format_shell_command
 from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
-from embodyrl.files import write_atomically
+from embodyrl.files import is_full_disk, write_atomically
 from embodyrl.monitor.console import LABEL_WIDTH
 from embodyrl.monitor.group import MonitorGroup, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
@@ -192,7 +192,7 @@ class Session:
 
     @contextmanager
     def save_on_interrupt(self, save: Callable[[], Path]) -> Iterator[None]:
-        """Save a checkpoint if the block ends by a signal, lost workers without training state, or a callback."""
+        """Save a checkpoint if the block ends by a signal, lost env workers, a full disk, or an error of a callback."""
         try:
             yield
         except Interrupted as interruption:
@@ -212,15 +212,17 @@ class Session:
                 if checkpoint
                 else "there is no checkpoint"
             )
-            error.args = (f"{error}\n{state}; {self._resume_line()}",)
+            error.args = (f"{error}\n{state}; {self.folder.resume_line}",)
             raise
         except Exception as error:
-            # An error of the caller: the trained weights are intact.
-            if self._in_callback and self.step:
+            # An error of the caller or a full disk: the trained weights are intact.
+            is_unsaved = is_full_disk(error) and not isinstance(error, CheckpointError)
+            if self.step and (self._in_callback or is_unsaved):
                 saved = save()
                 self.wait_for_save()
-                command = f"embodyrl.{self._command}"
-                error.add_note(f"raised by a callback of {command} after step {self.step}; saved {saved}")
+                if self._in_callback:
+                    command = f"embodyrl.{self._command}"
+                    error.add_note(f"raised by a callback of {command} after step {self.step}; saved {saved}")
             raise
 
     def record_score(self, *score: float) -> None:
@@ -295,13 +297,9 @@ class Session:
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "
-            f"{f'saved {saved}; ' if saved else ''}{self._resume_line()}",
+            f"{f'saved {saved}; ' if saved else ''}{self.folder.resume_line}",
         )
         return interruption
-
-    def _resume_line(self) -> str:
-        arguments = [self._command, "--resume", str(self.folder.root), *trust_overrides(self.cfg)]
-        return f"resume with: {format_shell_command(arguments, self.cfg)}"
 
     def print_summary(self, checkpoint: Path, *commands: Sequence[str], more: BannerLines = ()) -> None:
         """Print the checkpoint of a finished run and `more` lines, and suggest commands for the next steps."""

@@ -6,7 +6,6 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +67,7 @@ def sft(
     if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
         check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, resume)
     command = "dagger" if cfg.command == "dagger" else "sft"
-    with closing(open_run(cfg, command, overrides, resume)) as folder:
+    with open_run(cfg, command, overrides, resume) as folder:
         return _Sft(cfg, folder, banner_lines, on_step).run()
 
 

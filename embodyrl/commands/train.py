@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,7 +93,7 @@ def train(
     weights = resolve_initial_weights(cfg, run_plan.env)
     if resume is not None:
         check_resumed(cfg, run_plan.env, resume)
-    with closing(open_run(cfg, "train", overrides, resume)) as folder:
+    with open_run(cfg, "train", overrides, resume) as folder:
         return _Training(run_plan, folder, weights, on_step, on_eval).run()
 
 

@@ -127,7 +127,7 @@ class ConsoleMonitor(Monitor):
         steps, self._last_step = max(0, step - self._last_step), step
         self._steps += steps
         self._seconds += metrics.get("time/step", 0.0) * steps + metrics.get("time/validate", 0.0)
-        if not self._seconds or step >= self._total:
+        if not self._seconds or not self._steps or step >= self._total:
             return ""
         return f"{rough_duration(self._seconds / self._steps * (self._total - step))} left"
 

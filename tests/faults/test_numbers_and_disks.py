@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from processes import run_cli
-from toy_runs import TOY_OFT, rows, toy_config, toy_words, train_toy, weights
+from toy_runs import TOY_OFT, resume_toy, rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.cli.main import main
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.session import OnStep
 from embodyrl.commands.train import train
@@ -123,6 +124,37 @@ def test_full_disk_error_keeps_older_checkpoints(small_disk):
     assert store.steps() == [1]
     store.verify(store.path(1))
     assert [row["step"] for row in rows(small_disk / "run")] == [1, 2]
+
+
+def test_full_disk_in_a_validation_exits_6_with_checkpoint_and_resume_line(small_disk):
+    words = ("runner.max_steps=4", "runner.save_interval=1", "runner.val_check_interval=1")
+    cfg = toy_config(small_disk, *words)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        train(cfg, on_step=fills(small_disk, 0, at=2))
+    assert caught.value.exit_code == 6
+    run = small_disk / "run"
+    newest = CheckpointStore(run / "checkpoints").latest()
+    assert newest is not None
+    assert f"the newest checkpoint is {newest}; resume with: " in str(caught.value)
+    (small_disk / "ballast").unlink()
+    resume_toy(run)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+
+
+def test_evaluation_on_a_full_disk_exits_6_and_prints_the_resume_command(small_disk, capsys):
+    """The disk is filled up to the first write that fails."""
+    words = ["eval", *toy_words(small_disk, "launcher=inline", command="eval")]
+    errors = []
+    for pages in range(8):
+        shutil.rmtree(small_disk / "run", ignore_errors=True)
+        (small_disk / "ballast").write_bytes(b"")
+        (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - pages * 4096))
+        code = main(words)
+        errors += [capsys.readouterr().err]
+        assert code == 6 or (code == 0 and pages), errors[-1]
+        assert "unexpected" not in errors[-1]
+        assert not (small_disk / "run" / "lock").exists()
+    assert any(f"embodyrl eval --resume {small_disk}/run" in text for text in errors)
 
 
 AVERAGED = ("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learning_starts=1")

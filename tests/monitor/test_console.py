@@ -59,13 +59,15 @@ def test_time_left_includes_validations_and_unlogged_steps(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, RunInfo(run_id="r", total_steps=100, resume_step=11))
+    monitor.log(10, {"time/validate": 50.0})
     monitor.log(20, {"time/step": 50.0, "time/validate": 100.0})
     monitor.log(30, {"time/step": 10.0})
     monitor.log(100, {"time/step": 10.0})
     lines = out.getvalue().splitlines()
     assert lines == [
-        "step  20/100  50.0 s   1 h 20 min left",
-        "step  30/100  10.0 s   41 min left",
+        "step  10/100",
+        "step  20/100  50.0 s   1 h 27 min left",
+        "step  30/100  10.0 s   44 min left",
         "step 100/100  10.0 s",
     ]
 
