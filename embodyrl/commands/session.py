@@ -239,6 +239,11 @@ class Session:
         With `checkpoint.async_save` the checkpoint is complete when `wait_for_save` returns.
         """
         self._warn_on_error(self.wait_for_save)
+        if self.folder.restore():
+            self.monitor.text(
+                f"warning: {self.folder.root} was deleted during the run. Its config was written again, but earlier "
+                "metrics, evaluations and checkpoints are lost."
+            )
         path = self._store.path(self.step)
         if self.step in self._store.steps():
             return path

@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from io import TextIOWrapper
 from pathlib import Path
 
 from embodyrl.files import cap_log, write_atomically
@@ -26,10 +25,8 @@ class JsonlMonitor(Monitor):
     file_name = METRICS_FILE
 
     def __init__(self) -> None:
-        self._file: TextIOWrapper | None = None
         self._reported_metrics: set[str] = set()
-        self._events: Path | None = None
-        self._path = Path()
+        self._folder = Path()
         self._last_step = -1
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
@@ -38,26 +35,23 @@ class JsonlMonitor(Monitor):
         Raises:
             FileExistsError: the run is not resumed, but the file exists.
         """
-        self._path = run_dir / self.file_name
-        self._events = run_dir / EVENTS_FILE
-        if info.resume_step is not None and self._path.exists():
+        self._folder = run_dir
+        if info.resume_step is not None and (run_dir / self.file_name).exists():
             self._discard_from(info.resume_step)
         else:
-            self._file = self._path.open("x", buffering=1, encoding="utf-8")
+            (run_dir / self.file_name).touch(exist_ok=False)
 
     def _discard_from(self, step: int) -> None:
         """Delete the rows of `step` and later steps, and an incomplete last line."""
-        remaining = [row for row in read_rows(self._path) if row.get("step", step) < step]
-        write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in remaining))
+        path = self._folder / self.file_name
+        remaining = [row for row in read_rows(path) if row.get("step", step) < step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in remaining))
         self._last_step = max((row["step"] for row in remaining), default=-1)
-        self.close()
-        self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Monitor.log`."""
         if step == self._last_step:
             self._discard_from(step)
-        assert self._file is not None, "log before open"
         self._last_step = step
         row: dict[str, float | int | None] = {"step": step}
         for name, value in metrics.items():
@@ -66,18 +60,16 @@ class JsonlMonitor(Monitor):
             if row[name] is None and name not in self._reported_metrics:
                 self._reported_metrics.add(name)
                 _log.warning("metric '%s' is %s at step %d; %s has null instead", name, number, step, self.file_name)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._append(self.file_name, json.dumps(row, allow_nan=False))
 
     def text(self, line: str) -> None:
         """Append a line with the time to the event log (see `Monitor.text`)."""
-        assert self._events is not None, "text before open"
-        self._events.parent.mkdir(exist_ok=True)
-        with self._events.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-        cap_log(self._events)
+        self._append(EVENTS_FILE, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+        cap_log(self._folder / EVENTS_FILE)
 
-    def close(self) -> None:
-        """See `Monitor.close`."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def _append(self, name: Path | str, line: str) -> None:
+        """Append a line to a file of the run. The file and its folder may have been deleted since the last line."""
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from processes import command_environment
-from toy_runs import rows, toy_config, train_toy
+from toy_runs import resume_toy, rows, toy_config, train_toy
 
 from embodyrl.commands.run_folder import open_run
 from embodyrl.commands.train import train
@@ -18,6 +20,7 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.monitor.history import COSTS_FILE, read_rows
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.weights import resolve_weights
+from embodyrl.reports.card import card_of
 from embodyrl.version import __version__
 
 
@@ -143,3 +146,42 @@ def test_run_folder_contains_code_version_machine_and_cost(tmp_path):
     lines = dict(line.split(" ", 1) for line in (folder.root / "env.txt").read_text().splitlines())
     assert lines["commit"] == "not known" or re.fullmatch(r"[0-9a-f]{40}(\+changes)?", lines["commit"])
     assert lines["embodyrl"] == __version__
+
+
+def test_run_whose_folder_was_deleted_keeps_usable_weights(tmp_path: Path):
+    folder, warned = tmp_path / "run", "was deleted during the run"
+
+    def delete(step: int, metrics: object) -> None:
+        if step == 1:
+            shutil.rmtree(folder)
+
+    train(toy_config(tmp_path, "runner.max_steps=3"), on_step=delete)
+    assert warned in (folder / "logs" / "events.log").read_text()
+    assert card_of(folder)["command"] == "embodyrl train"
+    assert not (folder / "lock").exists()
+    resume_toy(folder, "runner.max_steps=4")
+    assert [row["step"] for row in rows(folder)] == [2, 3, 4]
+    assert (folder / "logs" / "events.log").read_text().count(warned) == 1
+
+
+def test_evaluation_whose_folder_was_deleted_names_the_cause(tmp_path: Path):
+    folder = open_run(toy_config(tmp_path), "eval", [], None)
+    shutil.rmtree(folder.root)
+    with pytest.raises(EmbodyError, match="run was deleted during the run"), folder:
+        (folder.root / "eval.json").write_text("")
+
+
+def test_restored_folder_is_locked(tmp_path: Path):
+    cfg = toy_config(tmp_path, "runner.on_existing=resume")
+    folder = open_run(cfg, "train", [], None)
+    assert not folder.restore()
+    shutil.rmtree(folder.root)
+    assert folder.restore()
+    with pytest.raises(EmbodyError, match="in use by process"):
+        open_run(cfg, "train", [], None)
+    shutil.rmtree(folder.root)
+    with open_run(cfg, "train", [], None) as other:
+        with pytest.raises(EmbodyError, match="in use by process"):
+            folder.restore()
+        folder.close()
+        assert (other.root / "lock").exists()
