@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from embodyrl.scheduler.env_states import Phase
 
 from embodyrl.config.settings import Seconds
 from embodyrl.envs.chunked import ChunkedEnv
@@ -39,6 +38,7 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import UntrainedFactory, UntrainedPolicy
+from embodyrl.scheduler.env_states import Phase
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.scheduler.start import RolloutWorkers, start_workers

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from embodyrl.scheduler.env_states import Stages
 
 from embodyrl.channels.messages import EnvReport, EnvRequest
 from embodyrl.plan.run_plan import WorkerEnvs
+from embodyrl.scheduler.env_states import Stages
 
 
 def stages() -> Stages:
