@@ -20,7 +20,7 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.monitor.history import COSTS_FILE, read_rows
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.weights import resolve_weights
-from embodyrl.reports.card import card_of
+from embodyrl.reports.card import build_card
 from embodyrl.version import __version__
 
 
@@ -157,7 +157,7 @@ def test_run_whose_folder_was_deleted_keeps_usable_weights(tmp_path: Path):
 
     train(toy_config(tmp_path, "runner.max_steps=3"), on_step=delete)
     assert warned in (folder / "logs" / "events.log").read_text()
-    assert card_of(folder)["command"] == "embodyrl train"
+    assert build_card(folder)["command"] == "embodyrl train"
     assert not (folder / "lock").exists()
     resume_toy(folder, "runner.max_steps=4")
     assert [row["step"] for row in rows(folder)] == [2, 3, 4]

@@ -73,7 +73,7 @@ def test_largest_batch_uses_the_planned_memory(lora: bool, tmp_path: Path) -> No
     words = ("actor.fsdp.size=1", "env.train.total_num_envs=64")
     got = run(Job(name="act", model="7b", layers=2, lora=lora, words=words, act=64, train=0), tmp_path)
     took = got.peaks["act"] - got.phases["build"]["live"]
-    assert took == pytest.approx(got.planned["acting_batch"], rel=0.1)
+    assert took == pytest.approx(got.planned["inference_batch"], rel=0.1)
 
 
 def check(job: Job, folder: Path) -> None:
@@ -91,7 +91,7 @@ def check(job: Job, folder: Path) -> None:
     live = {phase: numbers["live"] for phase, numbers in got.phases.items()}
     assert live["update 1"] == live["update 0"], "an update leaves something behind"
     grown = live["update 0"] - live["build"]
-    recordings = got.planned["acting_batch"] if "act again" in got.phases else 0
+    recordings = got.planned["inference_batch"] if "act again" in got.phases else 0
     assert grown <= got.planned["optimizer"] + recordings + 2**20, f"{grown} bytes more than before"
     kept = got.planned["weights"] + got.planned["gathered"] + got.planned["reference"]
     assert live["build"] <= 1.1 * kept + 2**20, f"{live['build']} bytes live of {kept} that are planned"

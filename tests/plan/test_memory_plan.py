@@ -344,7 +344,7 @@ def test_permanent_memory_is_added_to_every_phase(part):
 
 
 def test_memory_peak_is_the_maximum_over_phases():
-    acting, training = {"gathered": 5, "acting_batch": 3}, {"gradients": 4, "activations": 2, "in_use": 1}
+    acting, training = {"gathered": 5, "inference_batch": 3}, {"gradients": 4, "activations": 2, "in_use": 1}
     plan = MemoryPlan(**{**ZERO, **acting, **training})
     assert plan.policy == 8
     assert replace(plan, in_use=9).policy == 15
