@@ -334,6 +334,10 @@ class PolicyCosts:
 
     SHARED_FRACTION = 0.5
     """Equal prompts are computed once, in a separate pass, if deduplication leaves at most this fraction of tokens."""
+    MAPPED_BYTES = 2**22
+    """On CPUs, malloc returns freed tensors of a language model to the system if they have at least this size."""
+    FRAGMENTED_FRACTION = 0.8
+    """Additional memory per byte of smaller tensors, which malloc does not reuse completely (measured: 0.7 to 0.9)."""
     num_parameters: int = 0
     num_trained: int | None = None
     """Number of additional trained parameters (adapters); None: all parameters are trained."""
@@ -341,6 +345,8 @@ class PolicyCosts:
     """Number of bytes that the forward pass of a sample stores for the backward pass."""
     shared_bytes: tuple[int, int] = (0, 0)
     """Bytes per sample and per distinct prompt if equal prompts are computed only once; (0, 0): not supported."""
+    tensor_fractions: tuple[tuple[int, float], ...] = ()
+    """Language models on CPUs: (bytes per token of a tensor, fraction of the activations in tensors of this size)."""
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)
@@ -367,11 +373,21 @@ class PolicyCosts:
     def stored(self, samples: float, prompts: float) -> int:
         """Return the bytes of activations that `samples` samples with `prompts` distinct prompts store for backward."""
         sample_bytes, prompt_bytes = self.shared_bytes
-        remaining_tokens = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
-        reuses_prompts = sample_bytes and remaining_tokens <= self.SHARED_FRACTION * samples * self.sample_tokens
         return int(
-            samples * sample_bytes + prompts * prompt_bytes if reuses_prompts else samples * self.activation_bytes
+            samples * sample_bytes + prompts * prompt_bytes
+            if self._shares_prompts(samples, prompts)
+            else samples * self.activation_bytes
         )
+
+    def fragmented(self, samples: float, prompts: float) -> int:
+        """Return the bytes between the tensors of `stored` that malloc does not reuse on CPUs."""
+        tokens = samples * (self.reply_tokens - 1 if self._shares_prompts(samples, prompts) else self.sample_tokens)
+        small = sum(fraction for size, fraction in self.tensor_fractions if tokens * size < self.MAPPED_BYTES)
+        return int(self.FRAGMENTED_FRACTION * small * self.stored(samples, prompts))
+
+    def _shares_prompts(self, samples: float, prompts: float) -> bool:
+        remaining_tokens = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
+        return bool(self.shared_bytes[0]) and remaining_tokens <= self.SHARED_FRACTION * samples * self.sample_tokens
 
     def scoring(self, samples: float) -> tuple[int, int]:
         """Return the bytes for log-probabilities and their output-matrix gradient: (without, with) checkpointing."""

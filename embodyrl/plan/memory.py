@@ -333,6 +333,7 @@ def _activations(
         )
     return (
         costs.stored(samples, min(samples, prompts))
+        + (0 if visible_gpus() else costs.fragmented(samples, min(samples, prompts)))
         + max(scoring, layer_gradients)
         + (2 * (trained - costs.outside_layers) if copies else 0)
     )

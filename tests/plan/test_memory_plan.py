@@ -225,6 +225,19 @@ def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
     assert replace(size, shares=False).shared_bytes(20, 4, half=False, adapters=True) == (0, 0)
 
 
+def test_only_tensors_below_the_mapped_size_fragment_memory(tmp_path, monkeypatch):
+    costs = PolicyCosts(activation_bytes=1000, sample_tokens=10, tensor_fractions=((1024, 0.25), (4096, 0.75)))
+    assert costs.fragmented(100, 100) == 80_000, "all tensors are smaller than 4 MiB"
+    assert costs.fragmented(200, 200) == 40_000, "only the narrow tensors"
+    assert costs.fragmented(500, 500) == 0
+    words = (*language_model(tmp_path, 24), "env.train.total_num_envs=64", "actor.micro_batch_size=64")
+    cfg = text_config(tmp_path, *words, "actor.global_batch_size=64")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    on_cpu = plan_memory(build_run_plan(cfg, training=True)).activations
+    monkeypatch.setattr(memory, "visible_gpus", lambda: ("0",))
+    assert on_cpu > plan_memory(build_run_plan(cfg, training=True)).activations > 2**28, "CUDA reuses freed blocks"
+
+
 def test_replay_buffer_counts_as_host_memory(tmp_path, monkeypatch):
     words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
     run_plan = build_run_plan(load_config("train", words), training=True)

@@ -128,6 +128,7 @@ class CausalLMFactory:
             else size.shared_bytes(
                 tokens - cfg.num_action_chunks, cfg.num_action_chunks, half=cfg.half, adapters=cfg.is_lora
             ),
+            tensor_fractions=size.tensor_fractions(half=cfg.half, adapters=cfg.is_lora),
             recomputed_bytes=tokens * size.layers * residual_bytes * size.width + tower_bytes,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,

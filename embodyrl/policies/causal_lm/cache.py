@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from embodyrl.errors import CheckpointError, one_line
+from embodyrl.specs import PolicyCosts
 
 _MIN_RESERVED = 32
 """Minimum space reserved for further tokens; long caches reserve a quarter of their length."""
@@ -112,13 +113,14 @@ _M_MMAP_THRESHOLD = -3
 
 
 def unmap_large_tensors() -> None:
-    """Configure malloc to return freed blocks of at least 128 KiB to the system.
+    """Configure malloc to return freed blocks of at least `PolicyCosts.MAPPED_BYTES` to the system.
 
     Used before passes with many large tensors.
 
     glibc (2.36) does not reuse a freed aligned block for a block of the same size, so a forward and backward pass of a
-    language model would need up to twice the memory of its tensors.
+    language model would need up to twice the memory of its tensors. Returning smaller blocks as well would save this
+    memory, but the kernel zeroes each returned page before its next use: a quarter more time on a CPU.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 2**17)
+        libc.mallopt(_M_MMAP_THRESHOLD, PolicyCosts.MAPPED_BYTES)

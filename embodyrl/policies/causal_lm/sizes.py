@@ -47,11 +47,20 @@ class TextSizes:
         bfloat16 with float32 masters: residual stream and norms in float32, a bfloat16 copy of a norm's output for each
         linear layer; keys and values are repeated for all heads. Trained norms store their normalized inputs.
         """
+        return sum(self._bytes_by_width(half=half, adapters=adapters))
+
+    def tensor_fractions(self, *, half: bool, adapters: bool) -> tuple[tuple[int, float], ...]:
+        """Return `PolicyCosts.tensor_fractions` of the tensors as wide as the residual stream, and as the MLP."""
+        narrow, wide = self._bytes_by_width(half=half, adapters=adapters)
+        total = max(1, narrow + wide)
+        return (4 * self.width, narrow / total), (4 * self.hidden, wide / total)
+
+    def _bytes_by_width(self, *, half: bool, adapters: bool) -> tuple[int, int]:
         w, m = self.width, self.hidden
         if not half:
-            return 4 * ((8 if adapters else 10) * w + 4 * m)
+            return 4 * (8 if adapters else 10) * w, 4 * 4 * m
         # The adapter library casts the inputs of all seven linear layers to float32.
-        return 44 * w + 10 * m if adapters else 34 * w + 8 * m
+        return (44 * w, 10 * m) if adapters else (34 * w, 8 * m)
 
     def shared_bytes(self, prompt: int, reply: int, *, half: bool, adapters: bool) -> tuple[int, int]:
         """Return the activation bytes of one reply and of one distinct prompt if replies share prompts.
