@@ -1,9 +1,10 @@
-"""The command `data`, which describes, merges and filters data sets."""
+"""The command `data`, which describes, merges, filters and replays data sets."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_v
 
 
 def data(args: argparse.Namespace) -> int:
-    """Run `embodyrl data`: describe, find_warnings, merge or filter data sets."""
+    """Run `embodyrl data`: describe, merge, filter or replay data sets."""
     action, folders = args.words[0] if args.words else "", args.words[1:]
     if action not in _ACTIONS:
         problem = f" '{action}' is not an action.{closest(action, _ACTIONS)}" if action else ""
@@ -26,6 +27,13 @@ def data(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"embodyrl data needs an action.{problem} Actions: {', '.join(_ACTIONS)}, for example {example}."
         )
+    if args.episodes is not None and action != "replay":
+        raise ConfigError("--episodes applies only to `embodyrl data replay`. Remove it.")
+    filter_flags = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]
+    if action != "filter" and filter_flags:
+        raise ConfigError(f"{filter_flags[0]} applies only to `embodyrl data filter`. Remove it.")
+    if action == "replay":
+        return _replay(args, folders)
     min_folders, max_folders = {"info": (1, 10**6), "merge": (3, 10**6), "filter": (2, 2)}[action]
     if not min_folders <= len(folders) <= max_folders:
         expected = {
@@ -34,9 +42,6 @@ def data(args: argparse.Namespace) -> int:
             "filter": "a source folder and a new folder",
         }
         raise ConfigError(f"embodyrl data {action} takes {expected[action]}.")
-    filter_flags = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]
-    if action != "filter" and filter_flags:
-        raise ConfigError(f"{filter_flags[0]} applies only to `embodyrl data filter`. Remove it.")
     if action == "filter" and not filter_flags:
         raise ConfigError("embodyrl data filter needs a condition, for example --success or --actor person.")
     return _ACTIONS[action](args, folders)
@@ -102,8 +107,38 @@ def _write(args: argparse.Namespace, out: Path, sources: list[DataSet], selectio
     return 0
 
 
+def _replay(args: argparse.Namespace, words: list[str]) -> int:
+    """Replay a data set; the exit code is 3 if success is more than 2 percentage points below the recorded success."""
+    from embodyrl.commands.replay import replay
+
+    folders, overrides = ([word for word in words if ("=" in word) is part] for part in (False, True))
+    if len(folders) != 1:
+        raise ConfigError("embodyrl data replay takes one folder, and overrides such as env=libero_object.")
+    episodes: list[dict[str, Any]] = []
+    for episode in replay(resolve_asset(folders[0]), overrides, _number(args, "episodes", int)):
+        episodes.append(asdict(episode))
+        outcome = "success" if episode.success else "failure"
+        if not args.json:
+            recorded = {True: "success", False: "failure", None: "unknown"}[episode.recorded]
+            print(
+                f"  episode {episode.episode:<5} {outcome} (recorded {recorded}) · {episode.steps} steps · start "
+                f"differs by {episode.start_difference:.2g} · {episode.task}",
+                flush=True,
+            )
+    success = sum(episode["success"] for episode in episodes) / len(episodes)
+    expected = sum(episode["recorded"] is not False for episode in episodes) / len(episodes)
+    summary = {"folder": folders[0], "success": success, "recorded": expected, "episodes": episodes}
+    show_result(
+        args,
+        summary,
+        [f"{folders[0]}: success {100 * success:.1f} % of {len(episodes)} episodes, recorded {100 * expected:.1f} %"],
+    )
+    return 3 if success < expected - 0.02 else 0
+
+
 _ACTIONS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
     "info": _info,
     "merge": _merge,
     "filter": _filter,
+    "replay": _replay,
 }

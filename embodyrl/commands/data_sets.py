@@ -272,7 +272,7 @@ def _merge_specs(envs: Sequence[EnvSpec]) -> EnvSpec:
     return replace(first, tasks=tuple(states), states_per_task=tuple(states.values()), instructions=())
 
 
-def _convert_source(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
+def convert_source(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
     """Return the origin of an episode, with its task id and reset id converted from the spec `old` to `new`."""
     if old == new or task not in new.tasks:
         return source
@@ -292,7 +292,7 @@ def _copy_episodes(source: DataSet, env: EnvSpec, indices: Sequence[int], writer
         old, task = source.card.env, int(origin["task_id"])
         has_task = f"{OWN}task_id" in row and task < len(old.tasks)
         instruction = old.tasks[task] if has_task else str(demos.instruction[demos.start[position]])
-        writer.append(get_episode(demos, position, _convert_source(Source(**origin), instruction, old, env)))
+        writer.append(get_episode(demos, position, convert_source(Source(**origin), instruction, old, env)))
 
 
 def get_episode(demos: Demonstrations, index: int, source: Source) -> Demonstration:

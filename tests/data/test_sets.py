@@ -28,7 +28,7 @@ from embodyrl.data.writer import DatasetWriter, read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.types import GripperConvention
 
-FLAGS = ("success", "failure", "min_return", "max_return", "actor", "policy_version")
+FLAGS = ("success", "failure", "min_return", "max_return", "actor", "policy_version", "episodes")
 
 
 def write(root: Path, numbers: range, actor: Actor, version: int, **collected: object) -> list[Demonstration]:
@@ -213,7 +213,7 @@ def test_invalid_data_commands_are_refused(two, tmp_path: Path) -> None:
     own, shown, _ = two
     out = tmp_path / "out"
     for words, flags, reason in (
-        (("join", own), {}, r"'join' is not an action.*info, merge, filter, for example `embodyrl data info DIR`"),
+        (("join", own), {}, r"'join' is not an action.*info, merge, filter, replay, for example `embodyrl data info"),
         ((own,), {}, f"`embodyrl data info {own}`"),
         (("merge", out, own), {}, "at least two"),
         (("filter", own, out), {}, "needs a condition"),
