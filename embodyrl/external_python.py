@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import weakref
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -39,7 +40,7 @@ class ExternalScript:
                     [python, "-P", script, str(script_end.fileno())],
                     pass_fds=[script_end.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+                    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH" or python == sys.executable},
                 )
         except OSError as error:
             raise MissingDependencyError(

@@ -44,8 +44,11 @@ def marked_processes() -> list[str]:
             if mark not in (entry / "environ").read_bytes().split(b"\0"):
                 continue
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it ended in this moment, or is somebody else's
+        if parent == os.getpid() and "template_process" in command:
+            continue  # renders chat templates until this process ends
         if command and "resource_tracker" not in command:  # empty: a zombie that init has not reaped yet
             found.append(f"{entry.name} {command[:200]}")
     return found

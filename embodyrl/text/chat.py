@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.external_python import ForeignScript
 from embodyrl.files import read_json, read_small
 
+_MAX_WAIT_S = 60.0
+"""Deadline of a reply of the process that renders templates, which also includes its start on a busy machine."""
+_lock = threading.Lock()
 Turn = tuple[str, str]
 """Role and text of one message."""
 
@@ -75,23 +81,40 @@ class ChatTemplate:
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
         return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
-    @cached_property
-    def _compiled(self) -> Any:
-        return _build_environment().from_string(self.source)
-
     def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
         """Render a conversation as text; with `reply`, append the generation prompt (start of the model's reply).
 
+        Templates are untrusted, so a separate process renders them, with limits of time and memory.
+
         Raises:
             RejectedMessages: the template rejects the conversation; the exception contains the message of the template.
+            ConfigError: the template exceeds a limit.
         """
-        import jinja2
-
+        variables = {"messages": list(messages), "add_generation_prompt": reply, "tools": None}
+        request = json.dumps((self.source, {**self.tokens, **self.arguments, **variables}))
         try:
-            variables = {"messages": list(messages), "add_generation_prompt": reply, "tools": None}
-            return self._compiled.render(**{**self.tokens, **self.arguments, **variables})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise RejectedMessages(" ".join(str(error).split())[:200]) from error
+            with _lock:
+                is_text, text = _start_process(os.getpid()).ask(request, _MAX_WAIT_S, "a fixed limit")
+        except BaseException as error:
+            from embodyrl.text.template_process import CPU_S, MEMORY_BYTES
+
+            _start_process.cache_clear()  # the pipe may still contain a reply
+            if not isinstance(error, EmbodyError):
+                raise
+            raise ConfigError(
+                f"The chat template needs more than {CPU_S:g} s of CPU time or {MEMORY_BYTES >> 20} MiB of memory for "
+                "a conversation. Set model.chat_template=FILE to another template, or model.chat=false."
+            ) from error
+        if not is_text:
+            raise RejectedMessages(text)
+        return text
+
+
+@lru_cache(maxsize=1)
+def _start_process(pid: int) -> ForeignScript:
+    """Start the process that renders the templates of this process; `pid` distinguishes forks."""
+    script = Path(__file__).with_name("template_process.py")
+    return ForeignScript(sys.executable, str(script), key="sys.executable", program="Jinja")
 
 
 def read_template(path: str) -> str:
@@ -107,35 +130,6 @@ def read_template(path: str) -> str:
         raise ConfigError(
             f"model.chat_template={path} cannot be read ({error}). Set the path of a template file."
         ) from error
-
-
-def _build_environment() -> Any:
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Jinja extension that accepts {% generation %} tags (marks of trained tokens) and renders their content."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-    def raise_error(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        settings: dict[str, Any] = {"ensure_ascii": False} | options
-        return json.dumps(value, **settings)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": raise_error, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment
 
 
 def find_roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:

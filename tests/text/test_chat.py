@@ -18,6 +18,7 @@ from embodyrl.policies.causal_lm.prompts import PromptReader, get_reply_text
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.text.chat import (
     ChatTemplate,
+    RejectedMessages,
     control_tokens,
     count_tokens,
     count_turn_tokens,
@@ -60,6 +61,11 @@ def folder(where: Path, template: str, *, ends: int = 2) -> Path:
     return where
 
 
+def reader_of(place: Path) -> PromptReader:
+    cfg = CausalLMSettings(model_type="causal_lm")
+    return PromptReader(AutoTokenizer.from_pretrained(place), cfg, place, empty_prompt_token=0, pixels=0)
+
+
 def messages(*roles: str) -> list[dict[str, str]]:
     return [{"role": role, "content": f" {n}+1= "} for n, role in enumerate(roles)]
 
@@ -74,6 +80,31 @@ def test_chat_template_matches_transformers(template: str, tmp_path: Path):
         assert read.render(messages(*roles)) == wanted
         ids = tokenizer.apply_chat_template(messages(*roles), add_generation_prompt=True, return_dict=False)
         assert count_tokens([wanted], place, template=read) == [len(ids)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ ('a' * 10**9) | length }}",
+        "{{ 'a' * 2**25 }}",
+    ],
+)
+def test_template_beyond_a_limit_is_an_error_in_every_process(source: str, tmp_path: Path):
+    place = folder(tmp_path / "m", source)
+    for render in (
+        lambda: ChatTemplate.read(place).render(messages("user")),
+        lambda: reader_of(place),  # in the policy process of a run, in `serve` and in pages
+    ):
+        with pytest.raises(ConfigError, match=r"needs more than 1 s of CPU time or 512 MiB.*model.chat=false"):
+            render()
+    assert ChatTemplate(CHATML, {}).render([]) == "<bos>assistant\n", "later templates are rendered"
+
+
+@pytest.mark.parametrize("source", ["{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{" + "(" * 300])
+def test_template_that_fails_rejects_the_conversation(source: str):
+    with pytest.raises(RejectedMessages, match=r"division by zero|recursion"):
+        ChatTemplate(source, {}).render(messages("user"))
 
 
 @pytest.mark.parametrize("layout", ["inside", "list", "processor"])

@@ -47,15 +47,16 @@ class PromptReader:
         tokenizer = getattr(processor, "tokenizer", processor)
         if cfg.chat_template is not None:
             processor.chat_template = tokenizer.chat_template = read_template(cfg.chat_template)
-        self._processor, self._arguments = processor, cfg.chat_template_kwargs
-        self._chat = processor.chat_template is not None if cfg.chat is None else cfg.chat
+        self._processor = processor
         self._reads_images, self._empty_prompt_token = hasattr(processor, "tokenizer"), empty_prompt_token
         special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        template = ChatTemplate.of(cfg, folder) if self._chat else None
+        template = ChatTemplate.of(cfg, folder)
+        # The tokenizer also contains the default tokens of its class.
+        self._template = template and replace(template, tokens=tokenizer.special_tokens_map)
         # Without chat, the folder's template still names the tokens between turns, which a model may write.
         controls = control_tokens(folder, template or ChatTemplate.read(folder), special, parts=self._reads_images)
         # The template writes these tokens between turns; in a message they would let its author end the turn.
-        self._controls = controls if self._chat else {}
+        self._controls = {} if template is None else controls
         self._hidden_tokens = {*controls.values()}
         self.opening_tag = "" if template is None else get_opened_tag(template, parts=self._reads_images)
         """Tag with which the generation prompt begins the reply, such as <think>; part of the text of the reply."""
@@ -91,13 +92,11 @@ class PromptReader:
         """
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
         candidates = [tokenizer.eos_token_id]
-        if self._chat:
+        if self._template is not None:
             turns = (("user", "?"), ("assistant", _REPLY))
             content = (lambda text: [{"type": "text", "text": text}]) if self._reads_images else str
             conversation = [{"role": role, "content": content(text)} for role, text in turns]
-            text_after_reply = self._processor.apply_chat_template(
-                conversation, tokenize=False, **self._arguments
-            ).rpartition(_REPLY)[2]
+            text_after_reply = self._template.render(conversation, reply=False).rpartition(_REPLY)[2]
             candidates = [*tokenizer(text_after_reply, add_special_tokens=False)["input_ids"], *candidates]
         return next((token for token in candidates if token in end_tokens), end_tokens[0])
 
@@ -105,14 +104,9 @@ class PromptReader:
         messages = [replace(m, content=remove_controls(m.content, self._controls)) for m in split_messages(instruction)]
         if self._reads_images:
             return self._encode_images(messages, np.frombuffer(image_bytes, np.uint8).reshape(shape))
-        if self._chat:
-            ids = self._processor.apply_chat_template(
-                [{"role": m.role, "content": m.content} for m in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **self._arguments,
-            )
+        if self._template is not None:
+            text = self._template.render([{"role": m.role, "content": m.content} for m in messages])
+            ids = self._processor(text, add_special_tokens=False)["input_ids"]
         else:
             ids = self._processor("".join(map(_format_message, messages)))["input_ids"]
         return Prompt(ids or [self._empty_prompt_token])
@@ -132,7 +126,7 @@ class PromptReader:
             for part in turn
             if not isinstance(part, str)
         ]
-        if self._chat:
+        if self._template is not None:
             remaining_images = iter(images)
             conversation = [
                 {
@@ -147,13 +141,17 @@ class PromptReader:
                 }
                 for m, turn in zip(messages, turns, strict=True)
             ]
+            without_images = [
+                {**turn, "content": [{k: v for k, v in part.items() if k != "image"} for part in turn["content"]]}
+                for turn in conversation
+            ]
             inputs = self._processor.apply_chat_template(
                 conversation,
-                add_generation_prompt=True,
+                chat_template="{{ rendered }}",
+                rendered=self._template.render(without_images),
                 tokenize=True,
                 return_dict=True,
                 return_tensors="pt",
-                **self._arguments,
             )
         else:
             texts = ("".join(part if isinstance(part, str) else token for part in turn) for turn in turns)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, UnknownNameError
 from embodyrl.registry import REWARDS, takes
+from embodyrl.text.chat import ChatTemplate
 
 
 class Reward(Protocol):
@@ -103,11 +104,12 @@ class RewardModel:
         import torch
 
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        if self._tokenizer.chat_template is None:
-            ids = self._tokenizer(prompt + response, return_tensors="pt")["input_ids"]
+        if plain := self._tokenizer.chat_template is None:
+            text = prompt + response
         else:
-            begins = {} if self._head is None else {"add_generation_prompt": True}
-            ids = self._tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=False, **begins)
+            template = ChatTemplate(self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map)
+            text = template.render(turns, reply=self._head is not None)
+        ids = self._tokenizer(text, add_special_tokens=plain, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             ids = ids.to(self._model.device)
             if self._head is None:
