@@ -91,6 +91,23 @@ def remove_scratch(folder: Path) -> None:
             path.unlink()
 
 
+def inside(folder: Path, name: str | Path) -> Path:
+    """Return the path of a file that metadata of a folder names; the metadata may be from an untrusted source.
+
+    Links are followed. In the cache of the hub, the files of a snapshot are links to a folder next to the snapshots.
+
+    Raises:
+        ValueError: the path leads outside the folder, or to a device or pipe.
+    """
+    path = folder / str(name)
+    root = next((parent.parent for parent in folder.parents if parent.name == "snapshots"), folder)
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{str(name)[:200]!r} is outside the folder {folder}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    return path
+
+
 _MAX_FILE_BYTES = 1 << 26
 LONGEST_LINE = 1 << 24
 """Maximum length in bytes of the lines that `read_lines` yields."""

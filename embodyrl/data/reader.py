@@ -27,7 +27,7 @@ from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_episodes, read_info, read_tasks
 from embodyrl.data.videos import VideoReader
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.files import available_bytes, available_cores, read_small
+from embodyrl.files import available_bytes, available_cores, inside, read_small
 from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
 
 _MEMORY_SHARE = 0.8
@@ -317,15 +317,8 @@ def _read_contents(root: Path, column: Any, positions: Sequence[_FramePosition])
         row = row if isinstance(row, dict) else {"bytes": row}
         content, path = row.get("bytes"), row.get("path")
         if content is None and path:
-            file = (root / path).resolve()
-            if not file.is_relative_to(root.resolve()) or not file.is_file():
-                raise EmbodyError(
-                    f"{position} refers to the image {path}, which is not a file in the data set. Copy the image to "
-                    "this "
-                    "path, or store the images in the data files."
-                )
             try:
-                content = read_small(file)
+                content = read_small(inside(root, path))
             except (OSError, ValueError) as error:
                 raise EmbodyError(f"{position} cannot be read: {error}. Download the data set again.") from error
         if not isinstance(content, bytes):

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
-from embodyrl.data.tables import DATA_FILE, data_file
+from embodyrl.data.tables import DATA_FILE, data_file, find_file
 from embodyrl.errors import EmbodyError
 from embodyrl.files import visible_files
 from embodyrl.types import FloatArray, IntArray
@@ -48,7 +48,8 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     writes wrong numbers for episodes at the end of a file.
 
     Raises:
-        EmbodyError: a file is missing or damaged, lacks a column, or has the rows of another episode.
+        EmbodyError: a file is missing, damaged or outside the data set, lacks a column, or has the rows of another
+            episode.
     """
     has_file_per_episode = any(DATA_FILE in row for row in episodes)
     listed = (
@@ -58,8 +59,8 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         if is_embodyrl_dataset(root)
         else ()
     )
-    paths = tuple(root / name for name in dict.fromkeys(listed))
-    files = paths or tuple(visible_files(root / "data", ".parquet"))
+    names = dict.fromkeys(listed) or visible_files(root / "data", ".parquet")
+    files = tuple(find_file(root, name) for name in names)
     if not files:
         raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")
     tables = [read_columns(path, COUNTERS) for path in files]

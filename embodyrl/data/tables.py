@@ -26,7 +26,7 @@ from embodyrl.data.layout import (
     is_embodyrl_dataset,
 )
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.files import natural_sort_key, read_json, read_lines
+from embodyrl.files import natural_sort_key, inside, read_json, read_lines
 
 ONE_FILE_PER_EPISODE = "v2.1"
 VERSIONS = (ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
@@ -84,7 +84,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
     """Read the rows of meta/episodes with the columns of v3.0, in order; empty if the folder is missing.
 
     Raises:
-        EmbodyError: a file of the table is damaged, or a path template refers to files outside the data set.
+        EmbodyError: a file of the table is damaged, or a path template has unknown fields.
     """
     if is_embodyrl_dataset(root) or not (root / INFO_PATH).is_file():
         return _read_stored_episodes(root)
@@ -105,7 +105,7 @@ def _read_stored_episodes(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=natural_sort_key):
         try:
-            rows += pq.read_table(path).to_pylist()
+            rows += pq.read_table(find_file(root, path)).to_pylist()
         except (OSError, pa.ArrowException) as error:
             raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
     return sorted(rows, key=lambda row: row["episode_index"])
@@ -168,7 +168,7 @@ def read_tasks(root: Path) -> dict[int, str]:
         return _check_tasks(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(find_file(root, path))
     except FileNotFoundError:
         raise EmbodyError(f"{path} is missing. {_FETCH}") from None
     except (OSError, pa.ArrowException) as error:
@@ -223,11 +223,23 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
     return rows
 
 
+def find_file(root: Path, name: str | Path) -> Path:
+    """Return the path of a file of a data set; the name is relative to the data set, and may be untrusted.
+
+    Raises:
+        EmbodyError: the file is outside the data set, or a device or pipe.
+    """
+    try:
+        return inside(root, name)
+    except (OSError, ValueError) as error:
+        raise EmbodyError(f"{root}: {error}. Copy the file into the data set, or use another data set.") from None
+
+
 def fill_template(root: Path, template: str | None, **values: Any) -> str:
     """Fill in a path template of `meta/info.json`; return the path relative to the data set.
 
     Raises:
-        EmbodyError: the template has unknown fields, or refers to files outside the data set.
+        EmbodyError: the template has unknown fields.
     """
     if not template:
         raise EmbodyError(f"{root / INFO_PATH} has no path template for data or videos. {_FETCH}")
@@ -251,10 +263,5 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
         raise EmbodyError(
             f"{root / INFO_PATH}: the path {template!r} has the unknown field {{{invalid[0]}}}. Fields: "
             f"{', '.join(values)}."
-        )
-    if path.is_absolute() or ".." in path.parts:
-        raise EmbodyError(
-            f"{root / INFO_PATH}: the path {template!r} refers to {path}, outside the data set. "
-            "Do not use this data set."
         )
     return str(path)

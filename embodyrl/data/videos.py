@@ -14,7 +14,7 @@ from embodyrl.data import layout
 from embodyrl.data.frames import decode_mp4, frame_times
 from embodyrl.data.layout import Card
 from embodyrl.data.rows import Rows
-from embodyrl.data.tables import video_file
+from embodyrl.data.tables import find_file, video_file
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray, IntArray
 
@@ -85,7 +85,7 @@ class VideoReader:
 
     def _get_frame_times(self, file: str) -> _Times:
         if file not in self._times:
-            self._times[file] = frame_times(self._root / file, self._card.env.cameras.size)
+            self._times[file] = frame_times(find_file(self._root, file), self._card.env.cameras.size)
         return self._times[file]
 
     def _match_in_order(self, file: str, column: str, parts: _Episodes) -> dict[int, IntArray] | None:

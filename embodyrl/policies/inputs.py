@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError, ConfigError, format_reason
-from embodyrl.files import read_json
+from embodyrl.files import inside, read_json
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
@@ -60,15 +60,15 @@ def missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
     """Return an error if a folder has no weights in `files`, or lacks files that its index names."""
     try:
         index = read_json(folder / _INDEX_FILE)
-        names = {str(name) for name in index["weight_map"].values()}
+        paths = {name: inside(folder, name) for name in index["weight_map"].values()}
     except FileNotFoundError:
         return None if any(folder.glob(files)) else f"{folder} contains no {files}; download the weights."
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{folder / _INDEX_FILE} cannot be read ({format_reason(error)}); download the file again."
-    missing = sorted(name for name in names if not (folder / name).is_file())
+    missing = sorted(name for name, path in paths.items() if not path.is_file())
     if not missing:
         return None
-    return f"{folder} lacks {len(missing)} of {len(names)} weight files, such as {missing[0]}; download the weights."
+    return f"{folder} lacks {len(missing)} of {len(paths)} weight files, such as {missing[0]}; download the weights."
 
 
 def _get_instructions(env: EnvSpec) -> list[str]:

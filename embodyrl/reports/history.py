@@ -15,7 +15,7 @@ from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.errors import ConfigError
-from embodyrl.files import natural_sort_key, read_tail
+from embodyrl.files import natural_sort_key, inside, read_tail
 from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,
@@ -112,7 +112,10 @@ class History:
 def _is_within(path: Path, folder: Path) -> bool:
     """Return True if a file is inside a folder after links are resolved."""
     # Untrusted run folder: a link must not expose a file of this machine.
-    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    try:
+        return inside(folder, path).is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _is_video(path: Path) -> bool:
@@ -137,7 +140,8 @@ def read_history(folder: Path) -> History:
             f"{folder}: config.yaml is missing, so the folder is not a run. `embodyrl list runs` lists the runs."
         )
     evaluations, unfinished = [], None
-    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=natural_sort_key):
+    files = (file for file in folder.glob(f"eval/step_*/{EPISODES_FILE}") if _is_within(file, folder))
+    for path in sorted(files, key=natural_sort_key):
         step = int(path.parent.name.removeprefix("step_"))
         evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)))
         if (path.parent / TABLE_FILE).is_file():  # written last

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodyrl.errors import ConfigError
+from embodyrl.files import inside
 from embodyrl.types import ByteArray
 
 if TYPE_CHECKING:
@@ -102,21 +103,15 @@ def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteA
     if isinstance(value, bytes):
         return value
     if isinstance(value, (str, Path)) and "://" not in str(value):
-        return Path(value) if folder is None else _inside(Path(value), folder, where)
+        try:
+            return Path(value) if folder is None else inside(folder, value)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{where}: the image {error}. Copy the image into the folder of the rows and use its relative path, or "
+                "store its bytes in the column."
+            ) from error
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3:
         return value
     raise ConfigError(
         f"{where}: an image must be a local file, bytes or a uint8 array [H, W, 3], but is {str(value)[:60]!r}."
     )
-
-
-def _inside(file: Path, folder: Path, where: str) -> Path:
-    """Return the path of an image file; raise an error if the file is outside the folder of the data set."""
-    # The hub's cache keeps files next to the folders of its snapshots, and links to them.
-    root = folder.parents[1] if folder.parent.name == "snapshots" else folder
-    if not (folder / file).resolve().is_relative_to(root.resolve()):
-        raise ConfigError(
-            f"{where}: the image {str(file)[:60]!r} is not in the folder of the rows, {folder}. Copy the image "
-            "there and use its relative path, or store its bytes in the column."
-        )
-    return folder / file

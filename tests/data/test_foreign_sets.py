@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from demos import card, demonstration
 from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
 from embodyrl.commands.sft_setup import load_inputs
@@ -19,6 +21,7 @@ from embodyrl.data.cards import read_card
 from embodyrl.data.layout import OWN
 from embodyrl.data.reader import Demonstrations, load_demonstrations
 from embodyrl.data.settings import DemonstrationSettings
+from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.config import load_config
 from embodyrl.types import GripperConvention
@@ -159,7 +162,7 @@ def test_image_files_outside_the_dataset_are_refused(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", cameras=("observation.images.front",))
     table = pq.read_table(root / DATA)
     (root / "images").mkdir()
-    for where, error in (("images/{}.png", None), ("../{}.png", "not a file in the data set")):
+    for where, error in (("images/{}.png", None), ("../{}.png", "'../0.png' is outside the folder")):
         rows = [{"bytes": None, "path": where.format(i)} for i in range(len(STEPS))]
         for i, (e, t) in enumerate(STEPS):
             (root / where.format(i)).resolve().write_bytes(png(frame(e, t, 0)))
@@ -235,6 +238,53 @@ def test_error_names_missing_files_and_columns(tmp_path: Path, damage: Callable[
     root = write_set(tmp_path / "set")
     damage(root)
     with pytest.raises(EmbodyError, match=said):
+        load_demonstrations(root)
+
+
+def link_outside(root: Path, name: str) -> None:
+    (root / name).rename(root.parent / "elsewhere")
+    (root / name).symlink_to(root.parent / "elsewhere")
+
+
+def replace_by_pipe(root: Path, name: str) -> None:
+    (root / name).unlink()
+    os.mkfifo(root / name)
+
+
+def set_column(root: Path, column: str, path: str) -> None:
+    edit_episodes(root, lambda rows: [row.update({column: path}) for row in rows][:0])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (lambda r: set_column(r, "data/path", str(r.parent / "elsewhere")), r"elsewhere' is outside the folder"),
+        (lambda r: set_column(r, "data/path", "data/../../elsewhere"), r"elsewhere' is outside the folder"),
+        (lambda r: link_outside(r, DATA), r"file-000.parquet' is outside the folder"),
+        (lambda r: link_outside(r, "meta/tasks.parquet"), r"tasks.parquet' is outside the folder"),
+        (lambda r: replace_by_pipe(r, DATA), r"contains no .parquet file"),
+        (lambda r: replace_by_pipe(r, "meta/episodes/chunk-000/file-000.parquet"), r"is not a regular file"),
+        (lambda r: link_outside(r, "videos/observation.images.front/chunk-000/file-000.mp4"), r"is outside the folder"),
+    ],
+)
+def test_files_outside_the_dataset_are_not_read(tmp_path: Path, name: Callable[[Path], object], reason: str) -> None:
+    root = write_set(tmp_path / "set", video_files=(0, 0, 0))
+    (tmp_path / "elsewhere").write_bytes((root / DATA).read_bytes())
+    name(root)
+    with pytest.raises(EmbodyError, match=reason):
+        load_demonstrations(root)
+
+
+def test_video_path_of_an_own_dataset_stays_inside(tmp_path: Path) -> None:
+    root = tmp_path / "set"
+    writer = DatasetWriter(root, card(video=True))
+    writer.append(demonstration(0))
+    writer.flush()
+    writer.close()
+    assert len(load_demonstrations(root).images) > 0
+    (root / "videos/observation.images.front/chunk-000/file-000.mp4").rename(tmp_path / "elsewhere.mp4")
+    set_column(root, "videos/observation.images.front/path", "../elsewhere.mp4")
+    with pytest.raises(EmbodyError, match=r"'../elsewhere.mp4' is outside the folder"):
         load_demonstrations(root)
 
 

@@ -92,8 +92,8 @@ def append(root: Path, name: str, text: str) -> None:
             ),
             r"episode_000003.parquet",
         ),
-        (lambda r: edit_info(r, data_path="../{episode_index}.parquet"), r"outside the data set"),
-        (lambda r: edit_info(r, data_path="/tmp/{episode_index}.parquet"), r"outside the data set"),
+        (lambda r: edit_info(r, data_path="../{episode_index}.parquet"), r"'../0.parquet' is outside the folder"),
+        (lambda r: edit_info(r, data_path="/tmp/{episode_index}.parquet"), r"'/tmp/0.parquet' is outside the folder"),
         (
             lambda r: edit_info(r, data_path="{episode_index.__class__}"),
             r"has the unknown field {episode_index.__class__}",
@@ -125,7 +125,7 @@ def test_video_template_of_v3_is_read(tmp_path: Path) -> None:
     edit_info(root, video_path="movies/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4")
     assert len(load_demonstrations(root).images) == sum(LENGTHS)
     edit_info(root, video_path="../{video_key}/{chunk_index}/{file_index}.mp4")
-    with pytest.raises(EmbodyError, match="outside the data set"):
+    with pytest.raises(EmbodyError, match="is outside the folder"):
         load_demonstrations(root)
 
 

@@ -150,5 +150,7 @@ def test_incomplete_weights_are_reported(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
     assert "lacks 1 of 2 weight files, such as b.safetensors" in (missing_weights(tmp_path) or "")
+    index.write_text('{"weight_map": {"x": "../a.safetensors"}}')
+    assert "'../a.safetensors' is outside the folder" in (missing_weights(tmp_path) or "")
     index.write_text("[]")
     assert "cannot be read" in (missing_weights(tmp_path) or "")

@@ -237,7 +237,7 @@ def test_images_outside_the_data_folder_are_refused(tmp_path: Path, form: str):
     named = {"absolute": str(outside / "a.png"), "parent": "../outside/a.png", "within": "images/../../outside/a.png"}
     shown = named.get(form, "link.png") if form != "mapping" else {"path": str(outside / "a.png"), "bytes": None}
     path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": shown}])
-    with pytest.raises(ConfigError, match=r"row 1: the image .* is not in the folder of the rows"):
+    with pytest.raises(ConfigError, match=r"row 1: the image .* is outside the folder"):
         open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
     path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": "images/../a.png"}])
     assert len(open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)) == 1

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, format_reason
-from embodyrl.files import read_json
+from embodyrl.files import inside, read_json
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
 from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, read_side_file, saved_config
 from embodyrl.policies.weights import check_weights
@@ -117,21 +117,16 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("model*.safetensors"))
     try:
         # Use the index, because the folder may contain old shards.
-        names = sorted(set(read_json(index)["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
+        paths = [inside(folder, name) for name in sorted(set(read_json(index)["weight_map"].values()))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {format_reason(error)}. Download the file again.") from error
-    if outside:
-        raise CheckpointError(
-            f"{index} refers to {outside[0]!r}, which is not a file of the folder. Do not use this checkpoint."
-        )
-    missing = [name for name in names if not (folder / name).exists()]
+    missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} lists ({len(names)} shards in all). The "
+            f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} lists ({len(paths)} shards in all). The "
             f"download or copy is incomplete; download the missing files."
         )
-    return [folder / name for name in names]
+    return paths
 
 
 def map_weights(path: Path) -> dict[str, Tensor]:
