@@ -6,11 +6,13 @@ import json
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -67,9 +69,13 @@ class LoopbackServer(LimitedServer):
         """Print `name` and the address, open the page in a browser if `open_page`, and serve until Ctrl-C."""
         print(f"{name}{self.url}   (Ctrl-C stops the server)", flush=True)
         try:
-            if open_page:
-                webbrowser.open(self.url)
-            self.process_requests()
+            with tempfile.NamedTemporaryFile("w", prefix="embodyrl-", suffix=".html") as file:
+                if open_page:
+                    # All users can read the browser's command line, but only this user can read the file.
+                    file.write(f'<meta http-equiv="refresh" content="0; url={self.url}">')
+                    file.flush()
+                    webbrowser.open(Path(file.name).as_uri())
+                self.process_requests()
         finally:
             self.server_close()
 

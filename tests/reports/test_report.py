@@ -331,9 +331,16 @@ def test_report_fits_a_phone_screen(tmp_path: Path) -> None:
 def test_watch_serves_a_current_report_on_localhost_only(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "mine")
     (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    started = start_cli("report", str(run), "--watch", cwd=tmp_path)
+    browser, opened, address = (tmp_path / name for name in ("browser", "opened.html", "address.txt"))
+    browser.write_text(f'#!/bin/sh\ncp -p "${{1#file://}}" {opened}\necho "$@" > {address}\n')
+    browser.chmod(0o755)
+    started = start_cli("report", str(run), "--watch", "--open", cwd=tmp_path, env={"BROWSER": str(browser)})
     started.wait_for(started.out, lines=1)
+    started.wait_for(address, lines=1)
     url = started.out.read_text().split()[0]
+    assert "token" not in address.read_text(), "other users read the command line of the browser"
+    assert f"url={url}" in opened.read_text()
+    assert opened.stat().st_mode & 0o777 == 0o600
     assert listening([started.pid]) == {"127.0.0.1"}
 
     def look(**headers: str) -> str:
