@@ -24,7 +24,7 @@ CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def natural_sort_key(name: Path | str) -> list[str | int]:
     """Return a sort key of names and paths that compares digits as numbers: step_1000000 follows step_999999.
 
-    >>> sorted(["step_10", "step_9"], key=by_number)
+    >>> sorted(["step_10", "step_9"], key=natural_sort_key)
     ['step_9', 'step_10']
     """
     return [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", str(name))]

@@ -26,7 +26,7 @@ from embodyrl.data.layout import (
     is_embodyrl_dataset,
 )
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.files import natural_sort_key, inside, read_json, read_lines
+from embodyrl.files import inside, natural_sort_key, read_json, read_lines
 
 ONE_FILE_PER_EPISODE = "v2.1"
 VERSIONS = (ONE_FILE_PER_EPISODE, CODEBASE_VERSION)

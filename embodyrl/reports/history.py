@@ -15,7 +15,7 @@ from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.errors import ConfigError
-from embodyrl.files import natural_sort_key, inside, read_tail
+from embodyrl.files import inside, natural_sort_key, read_tail
 from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,

@@ -16,7 +16,7 @@ from typing import Any
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.external_python import ForeignScript
+from embodyrl.external_python import ExternalScript
 from embodyrl.files import read_json, read_small
 
 _MAX_WAIT_S = 60.0
@@ -111,10 +111,10 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=1)
-def _start_process(pid: int) -> ForeignScript:
+def _start_process(pid: int) -> ExternalScript:
     """Start the process that renders the templates of this process; `pid` distinguishes forks."""
     script = Path(__file__).with_name("template_process.py")
-    return ForeignScript(sys.executable, str(script), key="sys.executable", program="Jinja")
+    return ExternalScript(sys.executable, str(script), key="sys.executable", program="Jinja")
 
 
 def read_template(path: str) -> str:

