@@ -22,7 +22,7 @@ from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
 from embodyrl.files import is_full_disk, write_atomically
 from embodyrl.monitor.console import LABEL_WIDTH
 from embodyrl.monitor.group import MonitorGroup, build_monitor
-from embodyrl.monitor.history import METRICS_FILE, read_rows
+from embodyrl.monitor.history import METRICS_FILE, METRICS_LOGGER, count_missing_rows, read_rows
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnSaveError
@@ -75,7 +75,7 @@ def print_banner(
 class Session:
     """State of a training run: step counter, best score, monitor and checkpoints."""
 
-    def __init__(self, cfg: Config, folder: RunFolder, command: str) -> None:
+    def __init__(self, cfg: Config, folder: RunFolder, command: str, log_interval: int = 1) -> None:
         self.cfg = cfg
         self.folder = folder
         self._save_timeout_s = cfg.faults.update_timeout_s
@@ -83,6 +83,7 @@ class Session:
         self.step = 0
         self.total = 0
         self._command = command
+        self._log_interval = log_interval
         self._best: list[float] | None = None
         self._best_step: int | None = None
         self._store = CheckpointStore(folder.checkpoints)
@@ -126,6 +127,11 @@ class Session:
         earlier = [row for row in rows if row.get("step", 0) <= self.step]
         self._last_row = earlier[-1] if earlier and earlier[-1].get("step") == self.step else {}
         self.restarts = int(earlier[-1].get("env/restarts") or 0) if earlier else 0
+        missing = count_missing_rows(earlier, self.step, self._log_interval)
+        if missing and METRICS_LOGGER in self.cfg.runner.logger.backends:
+            self._warnings.append(
+                f"{METRICS_FILE} has no rows of {missing} earlier training steps, so reports leave them out"
+            )
         return latest
 
     def interrupted_validation_metrics(self, interval: int) -> dict[str, float]:

@@ -80,7 +80,7 @@ class _Sft:
         self.cfg = cfg
         self.banner_lines = banner_lines
         self.on_step = on_step
-        self.session = Session(cfg, folder, "sft")
+        self.session = Session(cfg, folder, "sft", LOG_EVERY)
         self.monitor = self.session.monitor
         self.last_metrics: dict[str, float] = {}
         self._epoch_orders: dict[int, IntArray] = {}

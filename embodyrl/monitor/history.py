@@ -17,7 +17,7 @@ from embodyrl.monitor.intervals import Mean, Rate, Score
 EVENTS_FILE = Path("logs") / "events.log"
 EPISODES_FILE = "episodes.jsonl"
 TABLE_FILE = "eval.json"
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, METRICS_LOGGER = "metrics.jsonl", "jsonl"
 COSTS_FILE = "costs.jsonl"
 """Name of the file with the wall-clock and CPU seconds of each attempt (process start) of a run."""
 VIDEO_FOLDER = "videos"
@@ -127,6 +127,11 @@ def own_suite(episodes: Sequence[EpisodeRow]) -> str:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the objects of a JSON lines file; empty if the file is missing. Truncated lines are skipped."""
     return [*_rows(read_lines(path))] if path.is_file() else []
+
+
+def count_missing_rows(rows: Iterable[Mapping[str, Any]], last_step: int, interval: int = 1) -> int:
+    """Count the training steps up to `last_step` whose rows are missing; a row is due every `interval` steps."""
+    return len({*range(interval, last_step + 1, interval)} - {row.get("step") for row in rows})
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

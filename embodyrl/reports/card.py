@@ -68,6 +68,7 @@ def build_card(folder: Path) -> dict[str, Any]:
         "change": [_describe_change(item) for item in comparisons],
         "solved_at_reset": sum(e.solved_at_reset for e in last.episodes) if last else 0,
         "dropped_episodes": sum(int(table.get("dropped", 0)) for table in tables),
+        "missing_rows": history.num_missing_rows,
         "costs": _sum_costs(history, tables),
         "machine": machine,
     }
@@ -91,6 +92,9 @@ def card_text(card: Mapping[str, Any]) -> str:
         "own code": "; ".join(f"{name}, sha256 {digest}" for name, digest in card.get("sources", {}).items()),
         "machine": "; ".join(f"{name} {value}" for name, value in card["machine"].items()),
         "solved at reset": f"{n} episodes" if (n := card.get("solved_at_reset")) else None,
+        "incomplete": f"rows of {n} training steps are missing in metrics.jsonl; costs exclude these steps"
+        if (n := card.get("missing_rows"))
+        else None,
         "lost": f"{card['dropped_episodes']} episodes were dropped" if card["dropped_episodes"] else None,
     }
     lines += [f"| {name} | {(_code if name == 'command' else _escape)(str(v))} |" for name, v in fields.items() if v]

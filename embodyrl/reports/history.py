@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
@@ -19,10 +20,12 @@ from embodyrl.files import inside, natural_sort_key, read_tail
 from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,
+    METRICS_LOGGER,
     TABLE_FILE,
     VIDEO_FOLDER,
     EpisodeRow,
     compute_score,
+    count_missing_rows,
     own_suite,
     read_episodes,
     read_rows,
@@ -84,6 +87,15 @@ class History:
     def name(self) -> str:
         """Name of the run folder."""
         return self.folder.name
+
+    @property
+    def num_missing_rows(self) -> int:
+        """Number of training steps of an RL run whose rows of metrics are missing, for example after a power cut."""
+        is_rl = "env" in self.config and "checkpoint" in self.config and "dagger" not in self.config
+        if not is_rl or METRICS_LOGGER not in str(flatten(self.config).get("runner.logger.backends")):
+            return 0
+        saved_steps = CheckpointStore(self.folder / "checkpoints").steps()
+        return count_missing_rows(self.rows, max([0, *saved_steps, *(int(row["step"] or 0) for row in self.rows)]))
 
     def text(self, name: str | Path) -> str:
         """Return the end of a text file of the run; empty if the file is missing or a link to another folder."""

@@ -115,6 +115,10 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
                 f"; that of step {unfinished.step} is unfinished and not counted ({len(unfinished.episodes)} episodes)"
             )
         lines.append(f"{history.name}: {text}")
+        if count := history.num_missing_rows:
+            lines.append(
+                f"  warning: the rows of {count} training steps are missing in metrics.jsonl; costs exclude them"
+            )
         lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
     groups = group_by_seed(histories)
     lines += [line for group in groups for line in group.summary()]

@@ -12,6 +12,8 @@ from toy_runs import comparable, resume_toy, rows, toy_config, toy_words, train_
 
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.reports.card import build_card, card_text
+from embodyrl.reports.page import write_report
 
 WORDS = (
     "runner.deterministic=true",
@@ -178,3 +180,20 @@ def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
     half = train_toy(tmp_path, *words, "runner.max_steps=1", name="half")
     resume_toy(half, "runner.max_steps=2")
     assert weights(half, 2) == weights(whole, 2)
+
+
+def test_lost_rows_of_metrics_are_reported_in_the_log_the_card_and_the_report(tmp_path):
+    """The end of the file is zeros after a power cut; only the first of four steps is left."""
+    run = train_toy(tmp_path, "runner.max_steps=4")
+    metrics = run / "metrics.jsonl"
+    assert build_card(run)["missing_rows"] == 0
+    first, *later = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(first + bytes(sum(map(len, later))))
+    resume_toy(run, "runner.max_steps=5")
+    assert [row["step"] for row in rows(run)] == [1, 5]
+    warning = "metrics.jsonl has no rows of 3 earlier training steps"
+    assert (run / "logs" / "events.log").read_text().count(warning) == 1
+    card = build_card(run)
+    assert card["missing_rows"] == 3
+    assert "rows of 3 training steps are missing" in card_text(card)
+    assert any("rows of 3 training steps are missing" in line for line in write_report([run], tmp_path / "page.html"))
