@@ -17,6 +17,9 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 log = logging.getLogger(__name__)
 
+MAX_SETTLED_STATES = 2048
+"""Maximum number of settled initial states in memory, of 10 to 30 KB each; the oldest is dropped first."""
+
 
 @dataclass(slots=True)
 class LoadedModel:
@@ -138,15 +141,35 @@ class LiberoSims(SequentialSimulators):
         ]
         self._experts: dict[int, Expert] = {}
         self._seeds: dict[int, int] = {}
+        self._settled: dict[tuple[int, int, int], tuple[SimState, bool]] = {}
+        """Settled states by task, number of the initial state, and seed, and whether their goal is already reached."""
         self.pool = SimPool(self._build, max_models=max_models)
 
     def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
-        """Reset the environment to initial state `reset_id`, and execute the settling steps.
+        """Reset the environment to the settled initial state `reset_id`.
+
+        A repeated state is loaded from memory, bit for bit, because settling takes as long as several steps.
 
         Raises:
             EnvError: the initial state in the benchmark's files does not fit the task.
         """
         task, index = self.spec.task_of(reset_id)
+        self._seeds[env_index] = seed
+        self._experts[env_index] = Expert(seed, nearest=self._nearest)
+        # In other tasks no fixture is placed at random, so all seeds give the same state.
+        key = task, index, seed if task in self.spec.seeded_tasks else 0
+        simulator = self.pool.begin(env_index, task)
+        if settled := self._settled.get(key):
+            simulator.load(settled[0])
+        else:
+            solved = self._settle(simulator, task, index, seed)
+            settled = self._settled[key] = simulator.save(), solved
+            if len(self._settled) > MAX_SETTLED_STATES:
+                del self._settled[next(iter(self._settled))]
+        self.record_solved_start(env_index, solved=settled[1])
+
+    def _settle(self, simulator: TaskSimulator, task: int, index: int, seed: int) -> bool:
+        """Start from an initial state and execute the settling steps; return True if the goal is already reached."""
         suite, number, _ = self._tasks[task]
         states = install.load_init_states(suite, number)
         change, stored = get_variant(suite, number, index)
@@ -155,11 +178,8 @@ class LiberoSims(SequentialSimulators):
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
                 f"expected {install.STATES_PER_TASK}. Fix: {install.INSTALL}"
             )
-        self._seeds[env_index] = seed
-        self._experts[env_index] = Expert(seed, nearest=self._nearest)
-        simulator = self.pool.begin(env_index, task)
         state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
-        self.record_solved_start(env_index, solved=simulator.reset(state, seed, change))
+        return simulator.reset(state, seed, change)
 
     def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [7] in -1..1: position and rotation changes, and the gripper (-1: open).

@@ -193,6 +193,44 @@ def test_episodes_are_reproducible_after_other_episodes(roomy):
     assert (roomy.chunk(2, actions[0]).images != first[0].images).any(), "the seed draws the fixture poses"
 
 
+def test_repeated_initial_states_are_loaded_bit_for_bit(roomy, monkeypatch):
+    from embodyrl.envs.libero import sims
+    from embodyrl.envs.libero.simulator import TaskSimulator
+
+    def settle_again(*_):
+        raise LookupError
+
+    actions = actions_of(8)
+    roomy.sims._settled.clear()
+    first = play(roomy, 0, STOVE, 17, actions, stove_on_before=1)
+    play(roomy, 1, STOVE, 1, actions_of(9))
+    monkeypatch.setattr(TaskSimulator, "reset", settle_again)
+    for repeated, expected in zip(play(roomy, 2, STOVE, 17, actions, stove_on_before=1), first, strict=True):
+        repeated.assert_equal(expected)
+    for index, seed in ((18, 7), (17, 8)):
+        with pytest.raises(LookupError):
+            roomy.start(0, STOVE, index, seed)
+    monkeypatch.undo()
+    monkeypatch.setattr(sims, "MAX_SETTLED_STATES", 2)
+    roomy.start(0, STOVE, 18)
+    assert [key[:2] for key in roomy.sims._settled] == [(STOVE, 1), (STOVE, 18)], "the oldest state is dropped"
+
+
+def test_seeds_change_settled_states_only_in_tasks_with_random_fixtures(roomy):
+    def settle(sims, task, seed):
+        simulator = sims.pool.begin(0, task)
+        sims._settle(simulator, task, 3, seed)
+        state = simulator.save()
+        return np.concatenate([state.physics, *(values.ravel() for values in state.model.values())])
+
+    cfg = env_of("libero", task_suite_name="libero_object", render_profile="lean")
+    objects = FACTORY.simulators(cfg, EnvContext())
+    for sims, task, seeded in ((roomy.sims, STOVE, True), (objects, 0, False)):
+        assert (task in sims.spec.seeded_tasks) == seeded
+        assert np.array_equal(settle(sims, task, 1), settle(sims, task, 2)) != seeded
+    objects.close()
+
+
 def test_slots_on_a_shared_model_match_separate_slots(roomy):
     first, second = [*actions_of(4, chunks=3)], [*actions_of(5, chunks=3)]
     first[2], second[2] = first[2][:1], second[2][:1]
