@@ -9,15 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from embodyrl.channels.messages import POLICY_FOLDER
+from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.compose import Setting, flatten, format_override, parse_override
-from embodyrl.config.paths import is_on_hub, resolve_run
+from embodyrl.config.paths import is_on_hub, resolve_asset, resolve_run
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.config.trust import find_untrusted_values
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config
-from embodyrl.policies.inputs import INPUTS_FILE, read_saved_inputs
+from embodyrl.policies.inputs import INPUTS_FILE, missing_weights, read_saved_inputs
 from embodyrl.registry import FORMER_NAMES, FORMER_SETTINGS
 
 _REMOVED = ("rollout.dump",)
@@ -150,6 +152,22 @@ def _with_own_statistics(saved: Sequence[Setting], start: Path) -> list[Setting]
     ]
 
 
+def _find_complete_weights(base: Path, saved: Sequence[Setting]) -> Path | None:
+    """Return the folder with all weights and merged adapters from which the policy of a run is built.
+
+    An exported folder contains them. If the folder of the initial weights was moved or deleted, the newest checkpoint
+    is used, unless it contains adapters only. None: the policy is built from the initial weights.
+    """
+    if base.name == EXPORTED_CONFIG:
+        return base.parent
+    path, newest = _get_value("model.path", saved), CheckpointStore(base.parent / "checkpoints").latest()
+    if newest is None or not isinstance(path, str) or is_on_hub(path) or resolve_asset(path).exists():
+        return None
+    folder = newest / POLICY_FOLDER
+    is_complete = (folder / "config.json").is_file() and missing_weights(folder, "model*.safetensors") is None
+    return folder if is_complete else None
+
+
 def _base_settings(
     base: Path, command: str, groups: Mapping[str, str], file_settings: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
@@ -160,9 +178,9 @@ def _base_settings(
     """
     saved = _with_own_statistics(read_saved(base), base.parent / START_FOLDER)
     made_by = infer_command(saved)
-    if base.name == EXPORTED_CONFIG:  # the folder contains all weights, with merged adapters
-        exported_values = {"model.path": str(base.parent), "model.is_lora": False, "model.lora.path": None}
-        saved = [replace(setting, value=exported_values.get(setting.key, setting.value)) for setting in saved]
+    if (folder := _find_complete_weights(base, saved)) is not None:
+        complete_values = {"model.path": str(folder), "model.is_lora": False, "model.lora.path": None}
+        saved = [replace(setting, value=complete_values.get(setting.key, setting.value)) for setting in saved]
     excluded = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
     if "eval" in groups:
         excluded.add("runner.val_suites")

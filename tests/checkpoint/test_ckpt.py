@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,18 @@ def test_export_merges_adapters(tmp_path, capsys):
         changed += bool(delta.abs().max() > 0)
         torch.testing.assert_close(merged[key].float(), base[key].float() + delta, atol=1e-6, rtol=1e-4, msg=key)
     assert changed > 5
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_complete_checkpoint_is_used_without_the_initial_weights(adapters: bool, tmp_path: Path, capsys):
+    initial = shutil.copytree(SOUP, tmp_path / "initial")
+    words = (f"model.path={initial}", "model.unnorm_key=libero_object_no_noops", f"model.is_lora={adapters}")
+    run = train_toy(tmp_path, *WORDS, *TOY_OFT, *words, "runner.max_steps=1", "env.kwargs.echo=true")
+    initial.rename(tmp_path / "moved")
+    command = ("eval", "trust=true", f"ckpt={run}", "eval.episodes=1", f"runner.output_dir={tmp_path}/evaluations")
+    assert main(command) == (2 if adapters else 0)
+    if adapters:  # the base weights are in no checkpoint
+        assert f"model.path: {initial} is not a folder" in capsys.readouterr().err
 
 
 def test_verify_names_the_damaged_file_and_fails(tmp_path, capsys):

@@ -105,7 +105,7 @@ def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.
         build_card(tmp_path)
 
 
-def test_texts_of_a_run_are_no_markup_and_no_shell_commands(tmp_path: Path) -> None:
+def test_card_contains_no_markup_and_no_shell_commands_of_the_run(tmp_path: Path) -> None:
     run = carded(tmp_path).rename(tmp_path / "evil<img src=x onerror=alert(9)>")
     rows = [json.loads(line) for line in (run / "eval/step_000003/episodes.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
