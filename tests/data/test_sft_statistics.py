@@ -1,20 +1,14 @@
 """Statistics of the user's data: SFT of checkpoints for other robots, and dimensions that rarely or never differ."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from lerobot_sets import numbers, write_set
 
-from embodyrl.cli.dry_run import describe
-from embodyrl.commands.sft import sft
-from embodyrl.commands.sft_setup import data_statistics, load_inputs, sft_banner_lines
+from embodyrl.commands.sft_setup import data_statistics
 from embodyrl.data.statistics import scaling_text
-from embodyrl.errors import EmbodyError
-from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.small.config import read_bounds
 from embodyrl.policies.flow.vla.folder import read_normalizer
@@ -157,86 +151,3 @@ def test_ordinary_statistics_are_unchanged() -> None:
     assert [entry["proprio"][name][1] for name in ("min", "q01", "q99", "max", "std")] == pytest.approx(
         [-0.3, -0.3, 1.7, 1.7, 1.0]
     )
-
-
-def write_base(kind: str, where: Path, sets: dict[str, int]) -> Path:
-    """Write a base checkpoint (with an empty file as weights) with statistics of data sets of other sizes."""
-    name = {"smolvla": "smolvla_tiny", "pi05": "pi05_tiny", "openvla_oft": "openvla_oft_tiny"}[kind]
-    base = shutil.copytree(ASSETS / name, where)
-    config = json.loads((base / "config.json").read_text())
-    config.pop("embodyrl_init")
-    (base / "config.json").write_text(json.dumps(config))
-    (base / "model.safetensors").touch()
-    (base / "dataset_statistics.json").unlink(missing_ok=True)
-    rows = {key: dict.fromkeys(("mean", "std", "min", "max", "q01", "q99"), [1.0] * size) for key, size in sets.items()}
-    if kind == "openvla_oft":
-        (base / "dataset_statistics.json").write_text(json.dumps({key: {"action": row} for key, row in rows.items()}))
-    for key, row in rows.items() if kind == "pi05" else ():
-        (base / "assets" / key).mkdir(parents=True)
-        (base / "assets" / key / "norm_stats.json").write_text(
-            json.dumps({"norm_stats": {"state": row, "actions": row}})
-        )
-    if kind == "smolvla" and sets:
-        from safetensors.numpy import save_file
-
-        flat = {f"{key}.buffer.action.mean": np.zeros(size, np.float32) for key, size in sets.items()}
-        save_file(flat, base / "policy_preprocessor_step_5_normalizer_processor.safetensors")
-    return base
-
-
-SETS = ({"bridge_orig": 7}, {"bridge_orig": 7, "fractal": 7}, {"aloha": 14, "other": 6}, {"identity": 32}, {})
-
-
-@pytest.fixture(scope="module")
-def arm_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("arm") / "data"
-    write_set(root, columns={"action": numbers(7), "observation.state": numbers(4)})
-    info = json.loads((root / "meta" / "info.json").read_text())
-    (root / "meta" / "info.json").write_text(json.dumps(info | {"robot_type": "my_robot"}))
-    return root
-
-
-@pytest.mark.parametrize("sets", SETS, ids=lambda sets: "+".join(f"{k}{v}" for k, v in sets.items()) or "none")
-@pytest.mark.parametrize("kind", ["smolvla", "pi05", "openvla_oft"])
-def test_sft_ignores_statistics_of_other_data(kind: str, sets: dict[str, int], arm_data: Path, tmp_path: Path) -> None:
-    base = write_base(kind, tmp_path / "base", sets)
-    more = ["data.gripper=[-1,1]", "model.use_proprio=false"] if kind == "openvla_oft" else []
-    words = [f"data.path={arm_data}", f"model={kind}_tiny", f"model.path={base}", "model.num_images_in_input=1", *more]
-    for key in ((), ("model.unnorm_key=bridge_orig",), ("model.unnorm_key=new",)):
-        cfg = load_config("sft", [*words, *key])
-        assert cfg.model.unnorm_key == "my_robot"
-        assert dict(sft_banner_lines(cfg))["model"].startswith(str(base))
-        material = load_inputs(cfg, tmp_path / "start")
-        assert material.model.unnorm_key == "my_robot"
-        assert [*json.loads((tmp_path / "start" / "dataset_statistics.json").read_text())] == ["my_robot"]
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("kind", ["openvla_oft_tiny56px", "smolvla_tiny"])
-def test_runs_from_checkpoints_of_other_robots_are_evaluated(kind: str, tmp_path: Path) -> None:
-    root, oft = tmp_path / "data", kind.startswith("openvla")
-    columns = {"action": numbers(7), "observation.state": numbers(4)}
-    write_set(root, columns=columns, cameras=("observation.images.front",))
-    base, rows = shutil.copytree(ASSETS / kind, tmp_path / "base"), dict.fromkeys(("q01", "q99"), [1.0] * 14)
-    if oft:
-        sets = {"aloha": {"action": rows}, "other": {"action": rows}}
-        (base / "dataset_statistics.json").write_text(json.dumps(sets))
-    else:
-        (base / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": rows, "actions": rows}}))
-    model = "model=openvla_oft_tiny" if oft else f"model={kind}"
-    more = ["data.gripper=[-1,1]", "model.num_images_in_input=1", *(["model.use_proprio=false"] if oft else [])]
-    words = [f"data.path={root}", model, f"model.path={base}", f"runner.output_dir={tmp_path}", *more]
-    small = ["launcher=inline", "runner.max_steps=1", "actor.global_batch_size=2", "actor.micro_batch_size=2"]
-    run = sft(load_config("sft", [*words, *small, "runner.val_check_interval=-1"])).run
-    size = [f"env.init_params.camera_{side}=32" for side in ("heights", "widths")]
-    words = ["env=tabletop", f"ckpt={run}", *size]
-    cfg = load_config("eval", words, base=run / "config.yaml")
-    assert cfg.model.path == str(run / "start")
-    assert str(run) in describe(cfg)
-    with pytest.raises(EmbodyError, match="aloha" if oft else "norm_stats"):
-        describe(load_config("eval", [*words, f"model.path={base}"], base=run / "config.yaml"))
-
-
-def test_dpo_keeps_the_statistics_of_the_policy(arm_data: Path) -> None:
-    words = [f"data.path={arm_data}", "model=openvla_oft_tiny", "model.unnorm_key=bridge_orig", "objective.name=dpo"]
-    assert load_config("sft", words).model.unnorm_key == "bridge_orig"

@@ -33,11 +33,12 @@ from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
+from embodyrl.policies.flow.vla.statistics import STATISTIC
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, WeightTransform, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_given_adapter, lora_spec
 from embodyrl.policies.vla.conditioning import read_conditioning
-from embodyrl.policies.vla.folder import has_random_init
+from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec
@@ -137,10 +138,11 @@ class VlaFiles:
         if self._adapter is None:
             target_format = self._storage
             if isinstance(target_format, StorageFormat):
+                is_sft = STATISTICS_FILE in self._side_files  # old statistics among the weights describe other data
                 kept_tensors = {
                     k: t
                     for k, t in target_format.extra_tensors.items()
-                    if not target_format.layout.to_local(k).startswith(HEADS)
+                    if not (target_format.layout.to_local(k).startswith(HEADS) or (is_sft and STATISTIC.fullmatch(k)))
                 }
                 target_format = replace(target_format, extra_tensors=kept_tensors)
             save_weights(_get_base_weights(module), folder, target_format)

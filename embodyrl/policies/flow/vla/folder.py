@@ -1,7 +1,7 @@
 """Config, prompts and normalisation in a checkpoint folder of pi0, pi0.5 or SmolVLA. Does not import torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -301,6 +301,10 @@ def _with_lerobot_statistics(files: dict[str, bytes], mode: str) -> dict[str, by
     numbers = {
         external_name: entry[local_name] for external_name, (local_name, _) in parts.items() if local_name in entry
     }
+    names = [name for name in (PREPROCESSOR, POSTPROCESSOR) if f"{name}.json" in files]
+    processors = {name: json.loads(files[f"{name}.json"]) for name in names}
+    for name, content in processors.items():
+        files |= _add_statistics_files(name, content["steps"], numbers)
     for name in [name for name in files if fnmatch(name, "policy_*normalizer*.safetensors")]:
         other_tensors = {k: t for k, t in load(files[name]).items() if not (numbers and STATISTIC.fullmatch(k))}
         tensors = {f"{part}.{n}": row[n] for part, row in numbers.items() for n in _STATISTIC_NAMES if n in row}
@@ -308,8 +312,6 @@ def _with_lerobot_statistics(files: dict[str, bytes], mode: str) -> dict[str, by
     modes = dict.fromkeys((part.rpartition(".")[2].upper() for part in numbers), mode)
     if config.get("normalization_mapping"):
         config["normalization_mapping"] |= modes
-    names = [name for name in (f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json") if name in files]
-    processors = {name: json.loads(files[name]) for name in names}
     steps = [step.get("config") or {} for content in processors.values() for step in content["steps"]]
     for step in steps:
         if "norm_map" in step:
@@ -318,5 +320,19 @@ def _with_lerobot_statistics(files: dict[str, bytes], mode: str) -> dict[str, by
     for features in filter(None, feature_maps):
         for part in numbers.keys() & features.keys():
             features[part]["shape"] = [len(numbers[part]["mean"])]
-    changed = {CONFIG_FILE: config, **processors}
+    changed = {CONFIG_FILE: config} | {f"{name}.json": content for name, content in processors.items()}
     return files | {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in changed.items()}
+
+
+def _add_statistics_files(processor: str, steps: Sequence[dict[str, Any]], parts: Collection[str]) -> dict[str, bytes]:
+    """Declare a statistics file in each normalizer that has none, as in lerobot/pi05_base; return the new files."""
+    new_files: dict[str, bytes] = {}
+    for index, step in enumerate(steps):
+        kind = str(step.get("registry_name"))
+        if not kind.endswith("normalizer_processor") or "state_file" in step:
+            continue
+        step["state_file"] = f"{processor}_step_{index}_{kind}.safetensors"
+        new_files[step["state_file"]] = save({})
+        normalized = parts if processor == PREPROCESSOR else {"action"}
+        step["config"]["features"] |= {part: {"type": part.rpartition(".")[2].upper()} for part in normalized}
+    return new_files
