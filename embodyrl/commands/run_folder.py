@@ -53,7 +53,7 @@ class RunFolder:
     lock: int
     """File descriptor that holds the lock."""
     began: tuple[float, float]
-    """Wall-clock time and CPU time (of this process and its children) at the start of this attempt, in seconds."""
+    """Elapsed time and CPU time (of this process and its children) at the start of this attempt, in seconds."""
     is_new: bool
     """True if this process created the folder."""
     resume_line: str
@@ -283,9 +283,9 @@ def _release_lock(lock: Path, handle: int) -> None:
 
 
 def _elapsed_times() -> tuple[float, float]:
-    """Return the wall-clock time, and the CPU time of this process and its ended children, in seconds."""
+    """Return the time of a clock that is never set, and the CPU time of this process and its children, in seconds."""
     times = os.times()
-    return time.time(), times.user + times.system + times.children_user + times.children_system
+    return time.monotonic(), times.user + times.system + times.children_user + times.children_system
 
 
 def _commit() -> str:

@@ -22,6 +22,7 @@ from embodyrl.channels.layout import Field, RecordLayout
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.monitor.group import build_monitor
 from embodyrl.monitor.protocol import RunInfo
+from embodyrl.reports.card import build_card
 from embodyrl.workers.lifecycle import WorkerSpec
 
 INLINE = ("launcher=inline", "runner.max_steps=1")
@@ -95,7 +96,7 @@ JUMPING_CLOCK = """
 int clock_gettime(clockid_t id, struct timespec *t) {
     static long calls;
     int failed = syscall(SYS_clock_gettime, id, t);
-    if (!failed && id == CLOCK_REALTIME) t->tv_sec += (calls++ % 3 - 1) * 86400;
+    if (!failed && id == CLOCK_REALTIME) t->tv_sec += (2 * calls + calls % 3 - 1) * 86400, calls++;
     return failed;
 }
 """
@@ -115,6 +116,7 @@ def test_clock_jumps_have_no_effect(tmp_path):
     assert done.returncode == 0, done.stderr
     calm = train_toy(tmp_path, "runner.deterministic=true", name="calm")
     assert comparable(tmp_path / "run") == comparable(calm)
+    assert build_card(tmp_path / "run")["costs"]["wall_hours"] < 1
 
 
 @pytest.mark.integration
