@@ -98,7 +98,7 @@ def write_lerobot(model: str, base: Path, sets: Sets) -> None:
             for part, size in sizes.items()
             for name, row in rows(key, size).items()
         }
-        stored = load_file(base / "model.safetensors") | {name: np.float32(row) for name, row in old.items()}
+        stored = load_file(base / "model.safetensors") | {name: np.array(row, np.float32) for name, row in old.items()}
         save_file(stored, base / "model.safetensors")
         return
     prompt = {"smolvla": "smolvla_new_line_processor", "pi05": "pi05_prepare_state_tokenizer_processor_step"}
@@ -122,7 +122,7 @@ def normalizer_step(base: Path, side: str, index: int, sets: Sets, mode: str) ->
     if sets:
         step["state_file"] = f"policy_{side}processor_step_{index}_{kind}.safetensors"
         flat = {
-            f"{f'{key}.buffer.' if len(sets) > 1 else ''}{part}.{name}": np.float32(row)
+            f"{f'{key}.buffer.' if len(sets) > 1 else ''}{part}.{name}": np.array(row, np.float32)
             for key, sizes in sets.items()
             for part, size in sizes.items()
             for name, row in rows(key, size).items()
@@ -235,4 +235,4 @@ def check_statistics(folder: Path, data: Path) -> None:
 
 def test_dpo_keeps_the_statistics_of_the_policy(data: Path) -> None:
     words = [f"data.path={data}", "model=openvla_oft_tiny", "model.unnorm_key=bridge_orig", "objective.name=dpo"]
-    assert load_config("sft", words).model.unnorm_key == "bridge_orig"
+    assert getattr(load_config("sft", words).model, "unnorm_key", None) == "bridge_orig"

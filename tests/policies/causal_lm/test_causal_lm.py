@@ -55,7 +55,6 @@ def policy() -> CausalLMPolicy:
     [
         ({"alora_invocation_tokens": [3]}, ".", "alora_invocation_tokens=.* is not supported"),
         ({"layer_replication": [[0, 2], [0, 2]]}, ".", "layer_replication=.* is not supported"),
-        ({"init_lora_weights": "pissa_niter_4"}, ".", "init_lora_weights=.* is not supported"),
         ({}, "adapter", "contains full weights, into which its adapter is already merged"),
     ],
 )
