@@ -14,14 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from embodyrl.errors import CheckpointError, WorkerError
 from embodyrl.files import is_full_disk, read_json
 from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the manifest format; newer versions are rejected."""
 LOOP_FILE = "loop.json"
 """Name of the file with the state of the training loop."""
@@ -43,7 +43,7 @@ class FileEntry(BaseModel, frozen=True):
 class Manifest(BaseModel, frozen=True):
     """Manifest of a checkpoint: its step, origin, and files with checksums."""
 
-    format: int = FORMAT
+    format: int = Field(FORMAT, ge=1)
     step: int
     """Training step."""
     version: str
@@ -54,6 +54,12 @@ class Manifest(BaseModel, frozen=True):
     """Files by path relative to the checkpoint, with forward slashes."""
     meta: dict[str, Any]
     """Additional JSON values from the caller, by name."""
+    digest: str = ""
+    """`compute_digest` of the manifest; empty in format 1."""
+
+    def compute_digest(self) -> str:
+        """Return the hexadecimal SHA-256 checksum of all other fields."""
+        return hashlib.sha256(json.dumps(self.model_dump(exclude={"digest"}), sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -124,11 +130,16 @@ def describe(path: Path) -> FileEntry:
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare every file with its manifest entry.
+    """Compare the manifest with its digest, and every file with its manifest entry.
 
     Raises:
-        CheckpointError: a file is missing, unexpected, a link, or of a wrong size or content; the message names it.
+        CheckpointError: the manifest is damaged, or a file is missing, unexpected, a link, or of a wrong size or
+            content; the message names it.
     """
+    if manifest.format > 1 and manifest.digest != manifest.compute_digest():
+        raise CheckpointError(
+            f"{folder / MANIFEST_NAME} is damaged: its values do not match its digest. Use another checkpoint."
+        )
     existing = dict(list_files(folder))
     for name, entry in manifest.files.items():
         path = folder / name
@@ -337,7 +348,7 @@ def _write_manifest(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
             _flush_to_disk(path)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = Manifest(step=step, version=__version__, created=created, files=files, meta=dict(meta))
-    text = json.dumps(manifest.model_dump(), indent=1, allow_nan=False)
+    text = json.dumps(manifest.model_dump() | {"digest": manifest.compute_digest()}, indent=1, allow_nan=False)
     (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
     _flush_to_disk(folder / MANIFEST_NAME)
     for name in files:  # safetensors creates files with mode 600

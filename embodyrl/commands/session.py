@@ -16,7 +16,9 @@ import numpy as np
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands import COMMANDS
-from embodyrl.commands.run_folder import RunFolder
+from embodyrl.commands.run_folder import CONFIG_FILE, RunFolder
+from embodyrl.config.compose import flatten
+from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.trust import format_shell_command
 from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
 from embodyrl.files import is_full_disk, write_atomically
@@ -24,6 +26,7 @@ from embodyrl.monitor.console import LABEL_WIDTH
 from embodyrl.monitor.group import MonitorGroup, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, METRICS_LOGGER, count_missing_rows, read_rows
 from embodyrl.monitor.protocol import RunInfo
+from embodyrl.plan.saved import changed_settings, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnSaveError
 from embodyrl.scheduler.start import RunningWorkers
@@ -127,12 +130,25 @@ class Session:
         earlier = [row for row in rows if row.get("step", 0) <= self.step]
         self._last_row = earlier[-1] if earlier and earlier[-1].get("step") == self.step else {}
         self.restarts = int(earlier[-1].get("env/restarts") or 0) if earlier else 0
+        if changes := self._find_config_changes(latest / CONFIG_FILE):
+            self._warnings.append(f"{CONFIG_FILE} was changed since step {self.step}: {', '.join(changes)}")
         missing = count_missing_rows(earlier, self.step, self._log_interval)
         if missing and METRICS_LOGGER in self.cfg.runner.logger.backends:
             self._warnings.append(
                 f"{METRICS_FILE} has no rows of {missing} earlier training steps, so reports leave them out"
             )
         return latest
+
+    def _find_config_changes(self, saved: Path) -> list[str]:
+        """Return the settings that differ from those of a checkpoint, except settings on the command line."""
+        if not saved.is_file():  # a checkpoint of an earlier version
+            return []
+        changes = changed_settings(read_plain_yaml(self.folder.root / CONFIG_FILE), flatten(read_plain_yaml(saved)))
+        return [
+            f"{key}={value} (was {old})"
+            for key, value, old in changes
+            if key != "trust" and not self.cfg.is_set_by_user(key)
+        ]
 
     def interrupted_validation_metrics(self, interval: int) -> dict[str, float]:
         """Return the metrics of the resumed step if its validation was interrupted, else an empty mapping.
@@ -258,6 +274,7 @@ class Session:
         def write(folder: Path) -> None:
             write_state(folder)
             write_atomically(folder / LOOP_FILE, json.dumps(loop, indent=2) + "\n")
+            save_config(self.cfg, folder / CONFIG_FILE)
 
         self._store.stage(self.step, write)
         protect = [self._best_step] if self.cfg.checkpoint.keep_best and self._best_step is not None else []

@@ -274,7 +274,7 @@ def test_symlink_in_a_new_checkpoint_is_refused(tmp_path: Path):
 def test_newer_format_error_suggests_an_upgrade(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     path = write_to(store, 1, fill, {})
-    edit_manifest(path, lambda body: body.update(format=2, version="9.9"))
+    edit_manifest(path, lambda body: body.update(format=3, version="9.9"))
     with pytest.raises(CheckpointError, match=r"embodyrl 9\.9.*Upgrade"):
         store.verify(path)
 
@@ -401,3 +401,29 @@ def test_malformed_training_state_file_is_an_error(loop: str, tmp_path: Path):
 def test_training_state_of_an_older_version_loads(tmp_path: Path):
     (tmp_path / "loop.json").write_text('{"step": 3, "best": 0.5, "best_step": 2}')
     assert read_loop(tmp_path) == (3, [0.5], 2)
+
+
+def test_flipped_bits_of_a_manifest_are_noticed(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    manifest = write_to(store, 4, fill, {"env": "toy", "score": 0.25}) / "manifest.json"
+    content = manifest.read_bytes()
+    unnoticed = []
+    for bit in range(0, 8 * len(content), 7):  # at least one bit of each byte
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        manifest.write_bytes(flipped)
+        with contextlib.suppress(CheckpointError):
+            store.verify(store.path(4))
+            unnoticed.append(bytes(flipped[max(0, bit // 8 - 20) : bit // 8 + 10]))
+    assert not unnoticed
+    manifest.write_bytes(content)
+    assert store.verify(store.path(4)).step == 4
+
+
+def test_checkpoints_of_format_1_are_still_read(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    manifest = write_to(store, 4, fill, {}) / "manifest.json"
+    content = json.loads(manifest.read_text()) | {"format": 1}
+    del content["digest"]
+    manifest.write_text(json.dumps(content))
+    assert store.verify(store.path(4)).format == 1

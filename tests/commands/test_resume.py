@@ -197,3 +197,13 @@ def test_lost_rows_of_metrics_are_reported_in_the_log_the_card_and_the_report(tm
     assert card["missing_rows"] == 3
     assert "rows of 3 training steps are missing" in card_text(card)
     assert any("rows of 3 training steps are missing" in line for line in write_report([run], tmp_path / "page.html"))
+
+
+def test_settings_edited_in_the_saved_config_are_reported_on_resume(tmp_path):
+    run = train_toy(tmp_path, "actor.optim.lr=0.001")
+    saved, events = run / "config.yaml", run / "logs" / "events.log"
+    resume_toy(run, "runner.max_steps=3")
+    assert "was changed since" not in events.read_text()
+    saved.write_text(saved.read_text().replace("lr: 0.001", "lr: 0.5", 1))
+    resume_toy(run, "runner.max_steps=4")
+    assert "config.yaml was changed since step 3: actor.optim.lr=0.5 (was 0.001); training" in events.read_text()
