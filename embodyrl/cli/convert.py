@@ -69,7 +69,7 @@ def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:
     with lock_folder(out):
         opened = open_source(source, data)
         plan = plan_conversion(opened.description, data, str(source.resolve()))
-        banner_lines = plan.facts(source, out)
+        banner_lines = plan.get_banner_lines(source, out)
         monitor.open(out.parent, RunInfo(run_id=out.name, summary=dict(banner_lines)))
         try:
             monitor.banner(

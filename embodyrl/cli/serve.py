@@ -29,5 +29,5 @@ def serve(args: argparse.Namespace) -> int:
             print(json.dumps({"url": url, "protocol": protocol}), flush=True)
         write_line(f"  listening  {url}")
 
-    start_server(cfg, say=write_line, ready=ready)
+    start_server(cfg, log=write_line, ready=ready)
     return 0

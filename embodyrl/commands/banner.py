@@ -86,8 +86,8 @@ def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     text += f", {states} initial states" if states < plan.num_episodes else ""
     training, held_out = run_plan.algorithm is not None, held_out_banner_lines(run_plan)
     text += ", initial states that training does not use" if training and not held_out else ""
-    if (asked := count_requested_episodes(cfg, env)) > plan.num_episodes:
-        text += f"; {asked} episodes were requested, but the others would be exact copies"
+    if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
+        text += f"; {num_requested} episodes were requested, but the others would be exact copies"
     label = "validation" if training else "evaluation"
     return [(label, text), *held_out, *rendering_banner_lines(run_plan), *_env_banner_lines(cfg)]
 
@@ -95,7 +95,7 @@ def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
 def _env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines that the environment's factory adds."""
     factory = ENVS.get(cfg.env.env_type)
-    return factory.facts(cfg.env) if isinstance(factory, SimFactory) else []
+    return factory.get_banner_lines(cfg.env) if isinstance(factory, SimFactory) else []
 
 
 def precision_banner_lines(cfg: Config) -> list[tuple[str, str]]:
@@ -128,11 +128,11 @@ _PRESET_GROUPS = ("start", "experiment", "algorithm")
 
 def task_memory_text(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
     """Describe the memory that a loaded task needs, and the number of loaded tasks that each env worker keeps."""
-    wanted = len(split.task_ids or env.tasks)
-    kept = min(wanted, get_max_tasks_in_memory(task_bytes, workers))
+    num_tasks = len(split.task_ids or env.tasks)
+    in_memory = min(num_tasks, get_max_tasks_in_memory(task_bytes, workers))
     return (
         f"up to {task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
-        f"{workers} workers keeps {kept} of {wanted} tasks"
+        f"{workers} workers keeps {in_memory} of {num_tasks} tasks"
     )
 
 
@@ -165,9 +165,9 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
     if checkpoint * held > free:
         # With checkpoint.keep=1, two checkpoints are stored while the second is written.
         fewer = ", set checkpoint.keep=1" if held > 2 else ", set runner.save_interval=-1" if held > 1 else ""
-        kept = f", and up to {held} checkpoints are stored at a time" if held > 1 else ""
+        in_memory = f", and up to {held} checkpoints are stored at a time" if held > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {_format_bytes(checkpoint)}{kept}, but only {_format_bytes(free)} are free in "
+            f"A checkpoint needs {_format_bytes(checkpoint)}{in_memory}, but only {_format_bytes(free)} are free in "
             f"{cfg.runner.output_dir}. Free disk space{fewer}, or change runner.output_dir."
         )
 

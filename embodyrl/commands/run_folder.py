@@ -52,7 +52,7 @@ class RunFolder:
     logs: Path
     lock: int
     """File descriptor that holds the lock."""
-    began: tuple[float, float]
+    started: tuple[float, float]
     """Elapsed time and CPU time (of this process and its children) at the start of this attempt, in seconds."""
     is_new: bool
     """True if this process created the folder."""
@@ -121,7 +121,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Append the wall-clock and CPU time of this attempt to costs.jsonl, and release the lock."""
-        wall, cpu = (end - start for end, start in zip(_elapsed_times(), self.began, strict=True))
+        wall, cpu = (end - start for end, start in zip(_elapsed_times(), self.started, strict=True))
         # The largest of this process and its ended children; Linux counts KiB.
         peak = max(resource.getrusage(target).ru_maxrss for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
@@ -146,7 +146,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     try:
         root = resume or _new_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
-        began = _elapsed_times()
+        started = _elapsed_times()
         # Before anything is written: the folder may contain the files of an active run.
         lock = _acquire(root / _LOCK_FILE, root)
         try:
@@ -170,7 +170,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         videos=videos,
         logs=logs,
         lock=lock,
-        began=began,
+        started=started,
         is_new=is_new,
         resume_line=resume_line,
         records=records,

@@ -160,7 +160,7 @@ class _Sft:
         elif row := session.interrupted_validation_metrics(runner.val_check_interval):
             self.monitor.log(session.step, row | self._measure(actors))
         losses: list[float] = []
-        began = time.perf_counter()
+        started = time.perf_counter()
         while session.step < session.total:
             actors.supervisor.pump(0.0)  # signals take effect between two steps
             with actors.supervisor.defer_signals():
@@ -172,7 +172,7 @@ class _Sft:
             validates = session.due(runner.val_check_interval)
             self.monitor.progress(session.step, session.total, "steps")
             if validates or is_last or session.step % LOG_EVERY == 0:
-                seconds = (time.perf_counter() - began) / max(1, len(losses))
+                seconds = (time.perf_counter() - started) / max(1, len(losses))
                 if losses:
                     row["actor/loss"] = math.fsum(losses) / len(losses)
                 row["time/step"] = seconds
@@ -183,7 +183,7 @@ class _Sft:
                 finally:
                     # The step is done and will not be repeated, even if its validation was interrupted.
                     self.monitor.log(session.step, row)
-                losses, began = [], time.perf_counter()
+                losses, started = [], time.perf_counter()
             session.save_if_due(lambda: self._save(actors))
 
     def _update(self, actors: SupervisedActors) -> dict[str, float]:

@@ -111,6 +111,8 @@ def start_supervised(
     hosts = actor_specs(init, ranks, meeting_point.rank_info, plan_devices(cfg, training=True))
     policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
     loop = EventLoop(supervisor, policy)
-    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meeting_point)
+    actors = SupervisedActors(
+        supervisor=supervisor, arena=arena, policy=policy, loop=loop, rendezvous_server=meeting_point
+    )
     actors.wait_until_ready(loop, hosts, {}, progress)
     return actors

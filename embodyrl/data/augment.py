@@ -114,16 +114,16 @@ def adjust_hue_and_saturation(pixels: Tensor, saturation: Tensor, hue: Tensor) -
     `where`, `remainder` and a maximum with index are simpler but ten times slower than sums and products.
     """
     value = pixels.amax(dim=1, keepdim=True)
-    spread = value - pixels.amin(dim=1, keepdim=True)
+    color_range = value - pixels.amin(dim=1, keepdim=True)
     red, green, blue = pixels.split(1, dim=1)
-    safe = spread.clamp(min=1e-12)
+    safe = color_range.clamp(min=1e-12)
     is_red = value == red
     is_green = (value == green) & ~is_red
     # Hues are numbered 0 (red), 1 (yellow), 2 (green) to 6. Exactly one of the three terms is not multiplied by 0.
     sixth = (green - blue) / safe * is_red
     sixth += ((blue - red) / safe + 2.0) * is_green
     sixth += ((red - green) / safe + 4.0) * ~(is_red | is_green)
-    chroma = torch.minimum(spread * saturation, value)
+    chroma = torch.minimum(color_range * saturation, value)
     # min(k, 4-k) is 2-|k-2|. In the range -2..12 of k, the distance to the nearer of its peaks at 2 and 8 replaces the
     # remainder: |k-2| becomes ||k-5|-3|.
     offsets = torch.tensor([0.0, -2.0, -4.0], device=pixels.device)[:, None, None]

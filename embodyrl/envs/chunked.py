@@ -153,7 +153,7 @@ class ChunkedEnv:
         result = ChunkResult.empty(len(env_indices), num_actions, parts=len(self.spec.reward.components))
         rows = np.arange(len(env_indices))
         for group in rows[:, None] if self._sims.sequential else (rows,):
-            self._run_slots(result, group, env_indices, choose_actions, after_step)
+            self._run_envs(result, group, env_indices, choose_actions, after_step)
         if self.spec.simulator.lockstep:
             # Episodes that wait for their first action were stepped, too; they restart from the same initial state.
             unstarted = (self._phase == _RUNNING) & (self._steps == 0)
@@ -162,7 +162,7 @@ class ChunkedEnv:
                 self._start_episodes(np.flatnonzero(unstarted))
         return result
 
-    def _run_slots(
+    def _run_envs(
         self,
         result: ChunkResult,
         rows: IntArray,

@@ -43,7 +43,7 @@ class SimFactory(ABC, Generic[S]):
         """Return the name of the configured suite, or None if the suite has no name."""
         return None
 
-    def facts(self, cfg: S) -> list[tuple[str, str]]:
+    def get_banner_lines(self, cfg: S) -> list[tuple[str, str]]:
         """Return additional lines of the start banner as (label, text); empty by default."""
         return []
 

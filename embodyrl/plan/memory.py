@@ -51,7 +51,7 @@ class MemoryPlan:
     """Bytes of the weights of the layers that FSDP gathers at the same time during training."""
     inference_batch: int
     """Bytes of the activations of the largest inference batch."""
-    keeps_acting: bool
+    keeps_inference_memory: bool
     """True if inference memory stays allocated during training, for example by CUDA graphs."""
     building: int
     """Peak memory of construction: full float32 weights (not yet sharded or cast), or loaded demonstrations."""
@@ -64,7 +64,7 @@ class MemoryPlan:
     """Host memory of rank 0, in runs with GPUs, for the replay buffer and for gathered weights or optimizer state."""
     offloaded: int
     """Host memory per rank for offloaded weights, gradients and optimizer state (actor.fsdp.cpu_offload)."""
-    acting: int
+    inference: int
     """Memory of each rollout process, if rollouts run in separate processes."""
     env_worker: int
     env_gpu: int
@@ -87,12 +87,12 @@ class MemoryPlan:
         """Return the bytes of each part of a policy process's memory at its peak, by name."""
         constant = self._parts("weights", "reference", "replay", "optimizer", "process")
         training = self._parts("gradients", "activations", "in_use", *(() if self.sleeps else ("engine",)))
-        acting = self._parts("gathered", "inference_batch", "engine")
+        inference = self._parts("gathered", "inference_batch", "engine")
         # Gathered weights are freed for training, but the C library does not return the memory.
         update = training if self.on_gpu else self._parts("gathered") | training
-        running = max(acting, update, key=lambda parts: sum(parts.values()))
+        running = max(inference, update, key=lambda parts: sum(parts.values()))
         # CUDA graphs keep the memory in which they were recorded.
-        running = acting | training if self.keeps_acting else running
+        running = inference | training if self.keeps_inference_memory else running
         building = self._parts("building", "process")
         return max(constant | running, building, key=lambda parts: sum(parts.values()))
 
@@ -111,11 +111,13 @@ class MemoryPlan:
         size_text += "; vLLM sleeps while weights are trained" * self.sleeps
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
-        acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
-        acting += f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
+        inference = f"{self.inference / GIB:.2f} GiB for each process that acts · " if self.inference else ""
+        inference += (
+            f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
+        )
         return [
             ("memory", f"{policy / 100:.2f} GiB for each of {ranks} policy processes at its peak: {size_text}"),
-            ("", f"{acting}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+            ("", f"{inference}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
         ]
 
 
@@ -187,14 +189,14 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         activations=activations,
         in_use=_gathered_at_a_time(costs, total, half=is_half, adapters=adapters) if sharded and on_gpu else 0,
         inference_batch=0 if is_separate else inference_batch,
-        keeps_acting=cfg.model.recorded and on_gpu,
+        keeps_inference_memory=cfg.model.recorded and on_gpu,
         building=stored_bytes + loading_bytes if adapters or not on_gpu else 4 * trained,
         engine=0 if is_separate else engine,
         sleeps=sleeps and engine > 0 and not is_separate,
         process=process,
         saving=max(stored_bytes if sharded else 0, 8 * trained, loading_bytes) + replay if on_gpu else 0,
         offloaded=(stored_bytes + average_bytes + 12 * trained) // shards if offloaded else 0,
-        acting=process + max(stored_bytes, weight_bytes + inference_batch + engine)
+        inference=process + max(stored_bytes, weight_bytes + inference_batch + engine)
         if is_separate
         else 0,  # it is built like an actor
         on_gpu=on_gpu,
@@ -365,7 +367,7 @@ def engine_memory_fraction(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
         other_memory = replace(plan, engine=0)
         if plan.sleeps:
             other_memory = replace(other_memory, gradients=0, activations=0, in_use=0)
-        free_bytes = gpu - (plan.acting if run_plan.is_disaggregated else fullest_gpu(run_plan, other_memory))
+        free_bytes = gpu - (plan.inference if run_plan.is_disaggregated else fullest_gpu(run_plan, other_memory))
         if run_plan.is_disaggregated:
             free_bytes += 2 * run_plan.policy_costs.num_parameters + _ENGINE
     else:
@@ -378,7 +380,7 @@ def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
     """Return the bytes needed on the GPU with the highest demand; with the inline launcher there is only one GPU."""
     devices, needed = run_plan.devices, Counter[tuple[int, str]]()
     for number, gpu in enumerate(devices.policies or ("inline",)):
-        needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.acting
+        needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.inference
     for number in range(len(run_plan.env_workers) if plan.env_gpu else 0):
         index = number // len(run_plan.nodes["env"])
         gpu = devices.get_env_worker_gpu(index, on_gpu=True) or "inline"

@@ -90,7 +90,7 @@ def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
     for number in range(run_plan.ranks + run_plan.cfg.rollout_processes):
         trains = number < run_plan.ranks
-        process_bytes = plan.policy if trains else plan.acting
+        process_bytes = plan.policy if trains else plan.inference
         policies[run_plan.policy_node(number)] += PROCESS + plan.offloaded * trains if gpus else process_bytes
     policies[run_plan.policy_node(0)] += plan.saving
     for number in range(len(run_plan.env_workers)):

@@ -61,7 +61,7 @@ class Rates:
 
     simulators: float
     """Chunks per second that the env workers execute."""
-    acting: float
+    inference: float
     """Chunks per second that the policy generates."""
     training: float
     """Samples per second in forward and backward passes."""
@@ -80,8 +80,8 @@ class Rates:
         return [
             (
                 "predicted",
-                f"simulators {simulators} · acting {self.acting:.0f} chunks/s · training {self.training:.1f} samples/s "
-                f"· {self.seconds:.0f} s for {samples} samples, bound by {self.bound_by}",
+                f"simulators {simulators} · acting {self.inference:.0f} chunks/s · training {self.training:.1f} "
+                f"samples/s · {self.seconds:.0f} s for {samples} samples, bound by {self.bound_by}",
             ),
             (
                 "",
@@ -152,7 +152,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     seconds = max(durations["simulators"], durations["acting"]) + durations["training"]
     return Rates(
         simulators=simulators,
-        acting=inference_rate,
+        inference=inference_rate,
         training=training_rate,
         seconds=seconds,
         bound_by=max(durations, key=durations.__getitem__),

@@ -177,7 +177,7 @@ def _base_settings(
     a run of another command.
     """
     saved = _with_own_statistics(read_saved(base), base.parent / START_FOLDER)
-    made_by = infer_command(saved)
+    command_of_run = infer_command(saved)
     if (folder := _find_complete_weights(base, saved)) is not None:
         complete_values = {"model.path": str(folder), "model.is_lora": False, "model.lora.path": None}
         saved = [replace(setting, value=complete_values.get(setting.key, setting.value)) for setting in saved]
@@ -193,9 +193,9 @@ def _base_settings(
         inherited.add("env.init_params")
     if "model" in groups and _get_value("model.model_type", saved) == _get_value("model.model_type", file_settings):
         inherited |= _BASE_WEIGHTS
-    if made_by not in ("train", "eval") and "env" not in groups:
+    if command_of_run not in ("train", "eval") and "env" not in groups:
         saved += _data_environment(base.parent, saved, problems)
-    if command == "train" and made_by != "train":
+    if command == "train" and command_of_run != "train":
         saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
     return [s for s in saved if is_key_or_subkey(s.key, inherited) or not is_key_or_subkey(s.key, excluded)]
 

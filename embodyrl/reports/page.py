@@ -186,8 +186,8 @@ def _build_tiles(history: History, steps: Sequence[dict[str, float | None]]) -> 
         form = "{:.0%}" if isinstance(scores[-1], Rate) else "{:.4g}"
         values = " → ".join(form.format(score.value) for score in scores)
         name = "success" if isinstance(scores[-1], Rate) else "return"
-        notes = [f"{s.counts} [{', '.join(map(form.format, s.interval))}]" for s in scores]
-        tiles.append((name, values, " → ".join(notes)))
+        labels = [f"{s.counts} [{', '.join(map(form.format, s.interval))}]" for s in scores]
+        tiles.append((name, values, " → ".join(labels)))
     if steps:
         planned = history.config.get("runner", {}).get("max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))

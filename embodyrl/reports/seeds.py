@@ -95,12 +95,12 @@ def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., An
         statistic: function of matrices [samples, runs, tasks] that returns [samples].
     """
     rng, count = np.random.default_rng(_SEED), sum(map(len, matrices)) - len(matrices) + 1
-    drawn = [
+    resampled = [
         np.take_along_axis(matrix[None], rng.integers(0, len(matrix), (_DRAWS, *matrix.shape)), axis=1)
         for matrix in matrices
     ]
     outside = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
-    low, high = np.quantile(statistic(*drawn), (outside, 1 - outside))
+    low, high = np.quantile(statistic(*resampled), (outside, 1 - outside))
     return float(low), float(high)
 
 

@@ -79,7 +79,7 @@ class PolicyClient:
         """
         self._supervisor = supervisor
         self._training = [spec.name for spec in hosts if spec.component == "actor"]
-        self._acting = [spec.name for spec in hosts if spec.component == "rollout"] or self._training
+        self._rollout_hosts = [spec.name for spec in hosts if spec.component == "rollout"] or self._training
         self._timeout_s = timeout_s
         self._bucket_arena = bucket_arena
         self._sequence = 0
@@ -103,7 +103,7 @@ class PolicyClient:
     @property
     def num_rollout_processes(self) -> int:
         """Number of acting processes."""
-        return len(self._acting)
+        return len(self._rollout_hosts)
 
     @property
     def num_free(self) -> int:
@@ -123,7 +123,7 @@ class PolicyClient:
 
     def send_to_rollout_processes(self, request: Request) -> Replies:
         """Send a request to all acting processes."""
-        return self._send_to(self._acting, request)
+        return self._send_to(self._rollout_hosts, request)
 
     @property
     def recovering(self) -> bool:
@@ -196,11 +196,15 @@ class PolicyClient:
 
     def _get_ready_processes(self) -> list[str]:
         """Return the names of acting processes that are alive and have the current weights."""
-        return [name for name in self._acting if name not in self._unanswered] if self._unanswered else self._acting
+        return (
+            [name for name in self._rollout_hosts if name not in self._unanswered]
+            if self._unanswered
+            else self._rollout_hosts
+        )
 
     def _fill_buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
         trained = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
-        received = self._weights[self._acting[0]]
+        received = self._weights[self._rollout_hosts[0]]
         assert all(weight.name in trained for weight in received), "rollout and actor have different weights"
         # Frozen weights are sent once: they do not change.
         selected = [weight for weight in received if trained[weight.name] or not self._published]

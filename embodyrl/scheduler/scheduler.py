@@ -260,8 +260,8 @@ class RolloutScheduler(EventLoop):
             return False
         now = time.monotonic()
         self._ready_since = self._ready_since or now
-        active, acting = int(np.count_nonzero(env_indices.phase)), self._policy.num_rollout_processes
-        target = max(1, active // (self._num_stages * acting))
+        active, num_processes = int(np.count_nonzero(env_indices.phase)), self._policy.num_rollout_processes
+        target = max(1, active // (self._num_stages * num_processes))
         if len(ready) < target and self._stages.busy and now - self._ready_since < _SHORT_WAIT_S:
             return True
         self._ready_since, waiting = 0.0, len(ready)
@@ -271,9 +271,9 @@ class RolloutScheduler(EventLoop):
         if len({open_rollout.mode for open_rollout in self._rollouts}) > 1:
             modes = [(other := env_indices.each[row].rollout) and other.mode for row in ready]
             ready = ready[[mode == rollout.mode for mode in modes]]
-        if acting > 1:
+        if num_processes > 1:
             # Several processes share the environments: none gets more than its share.
-            ready = ready[: num_free_processes * -(-active // acting)]
+            ready = ready[: num_free_processes * -(-active // num_processes)]
         batches = np.array_split(ready, min(num_free_processes, max(1, len(ready) // target)))
         for rows in batches:
             self._infer(rows, rollout)

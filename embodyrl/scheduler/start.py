@@ -176,7 +176,7 @@ class RunningWorkers:
     supervisor: Supervisor
     arena: Arena
     policy: PolicyClient
-    meet: Rendezvous
+    rendezvous_server: Rendezvous
     """Rendezvous of the actor ranks."""
 
     def wait_until_ready(
@@ -219,7 +219,7 @@ class RunningWorkers:
         for observer in self.supervisor.observers:
             observer.close()
         self.policy.close()
-        self.meet.close()
+        self.rendezvous_server.close()
         self.arena.close()
 
 
@@ -248,11 +248,13 @@ def start_workers(
     # One bucket is filled while the other is read.
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
     # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
-    meet = rendezvous(run_plan.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
-    hosts = plan_hosts(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=meet.rank_info)
+    rendezvous_server = rendezvous(run_plan.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
+    hosts = plan_hosts(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=rendezvous_server.rank_info)
     policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
     scheduler = RolloutScheduler(supervisor, arena, policy, run_plan)
-    workers = RolloutWorkers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
+    workers = RolloutWorkers(
+        supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, rendezvous_server=rendezvous_server
+    )
     envs = [build_env_spec(run_plan, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, hosts, callbacks, progress)

@@ -21,12 +21,12 @@ from embodyrl.types import EnvSpec, PolicySpec
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
+def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
     """Serve a policy until a signal arrives.
 
     Args:
         cfg: policy and address.
-        say: function that prints lines.
+        log: function that prints lines.
         ready: called with the address and the protocol once clients can connect.
 
     Raises:
@@ -38,7 +38,7 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str]
         import_optional(package)
     weights = resolve_initial_weights(cfg, env)
     for name, text in (*serving_banner_lines(cfg, env, spec), *weight_banner_lines(cfg, weights)):
-        say(f"  {name:<10} {text}")
+        log(f"  {name:<10} {text}")
     import torch
 
     from embodyrl.policies.tensors import get_best_device, seed_everything
@@ -50,7 +50,7 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str]
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
         policy.load_weights(Path(weights))
-    server = PolicyServer(ObservationHandler(policy, env, get_field_names(cfg.serve)), cfg.serve, say)
+    server = PolicyServer(ObservationHandler(policy, env, get_field_names(cfg.serve)), cfg.serve, log)
     return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
 
 

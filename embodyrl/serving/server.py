@@ -228,7 +228,7 @@ class PolicyServer:
                 elif kind in ("episode_start", "episode_end"):
                     chunk = []
                 elif kind == "hello":
-                    await client.send(_pack_message("hello", self._build_hello(), sequence))
+                    await client.send(_pack_message("hello", self._build_handshake(), sequence))
                 elif kind != "error":
                     raise MessageError(f"'{kind}' is not a message type of the vla-eval protocol.")
             except EmbodyError as error:
@@ -239,7 +239,7 @@ class PolicyServer:
             if kind == "observation" or problem:
                 yield problem
 
-    def _build_hello(self) -> dict[str, Any]:
+    def _build_handshake(self) -> dict[str, Any]:
         metadata = self._handler.describe()
         # vla-eval passes these to the benchmark. By default its LIBERO converts quaternions to the shorter rotation;
         # the states of the demonstrations, on which policies are trained, are not converted.

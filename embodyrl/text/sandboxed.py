@@ -137,8 +137,8 @@ def _run_attempt(
         stdin, stdout, stderr = (stack.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(3))
         files = [file.fileno() for file in (stdin, stdout, stderr)]
         if test and isinstance(test, str):
-            passed, refused = _run_test(request, test, folder, files, end, programs, lifeline)
-            return passed, None, refused
+            passed, rejected = _run_test(request, test, folder, files, end, programs, lifeline)
+            return passed, None, rejected
         stdin.write(test["input"].encode() if isinstance(test, dict) else b"")
         stdin.seek(0)
         _request_program(programs, folder, files)

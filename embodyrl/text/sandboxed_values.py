@@ -55,7 +55,7 @@ class Values:
     def __init__(self, *, strict):
         self.strict, self._next = strict, int(strict)
         self._objects, self._numbers = {}, {}
-        self._shared, self._queue, self._last_sent, self._gone = {}, [], {}, []
+        self._shared, self._queue, self._last_sent, self._released = {}, [], {}, []
 
     def register(self, value, number=None):
         """Return the number of an object; a new object gets `number`, or a number that the other process never uses."""

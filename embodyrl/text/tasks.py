@@ -97,9 +97,9 @@ def colour(
     def draw(rng: random.Random) -> TextRow:
         generator, side = np.random.default_rng(rng.getrandbits(32)), size // 2
         answer, x, y = rng.choice(list(COLOURS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
-        drawn = rng.choice(list(COLOURS)) if shuffled else answer
+        shown_color = rng.choice(list(COLOURS)) if shuffled else answer
         image = np.full((size, size, 3), 128)
-        image[y : y + side, x : x + side] = COLOURS[drawn]
+        image[y : y + side, x : x + side] = COLOURS[shown_color]
         image = (image + generator.integers(-noise, noise + 1, image.shape)).clip(0, 255).astype(np.uint8)
         return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(image,))
 

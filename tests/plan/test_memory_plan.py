@@ -363,7 +363,7 @@ def test_memory_peak_is_the_maximum_over_phases():
     assert replace(plan, in_use=9).policy == 15
     assert replace(plan, on_gpu=False).policy == 5 + 7, "what was gathered stays in pieces"
     assert replace(plan, on_gpu=False, inference_batch=9).policy == 5 + 9
-    assert replace(plan, keeps_acting=True).policy == 8 + 7
+    assert replace(plan, keeps_inference_memory=True).policy == 8 + 7
     assert (replace(plan, engine=2).policy, replace(plan, engine=2, sleeps=True).policy) == (10, 10)
     assert (replace(plan, engine=1, in_use=9).policy, replace(plan, engine=1, in_use=9, sleeps=True).policy) == (16, 15)
     assert replace(plan, building=100, process=1).policy == 101

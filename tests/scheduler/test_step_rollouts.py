@@ -65,7 +65,7 @@ def test_next_rollout_resets_early_and_uses_new_weights(tmp_path):
     with running_crew(tmp_path, "runner.max_steps=3") as stage:
         sampler, env_indices = sampler_of(stage), stage.workers.scheduler._envs
         first = collect(stage, sampler, 0)
-        sampler.ahead(1)
+        sampler.queue_next(1)
         stage.workers.scheduler.run_until(lambda: not stage.workers.scheduler._stages.busy)
         assert set(env_indices.phase.tolist()) == {Phase.READY}, "reset, and waiting for version 1"
         stage.workers.scheduler.release(first)
@@ -216,7 +216,7 @@ def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
             for env_index, episode in enumerate(e for e in rollout.episodes if e.cut):
                 seen[step, env_index] = arena[Record.observed_state][episode.final_record].copy()
             if ahead:
-                sampler.ahead(step + 1)
+                sampler.queue_next(step + 1)
             pieces.append(sorted((e.length, e.whole.length, e.cut) for e in rollout.episodes))
             wholes = [e for e in rollout.episodes if not e.cut]
             stage.workers.scheduler.release(rollout)

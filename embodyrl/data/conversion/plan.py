@@ -37,7 +37,7 @@ class Plan:
         """Return the source columns that are converted to the column `target`, in order."""
         return [column for column, name in self.keys.items() if name == target]
 
-    def facts(self, source: Path, out: Path) -> list[tuple[str, str]]:
+    def get_banner_lines(self, source: Path, out: Path) -> list[tuple[str, str]]:
         """Return the lines of the start banner as (name, text) pairs."""
         env = self.card.env
         (height, width), images = env.cameras.size, "mp4" if self.card.video else "png"

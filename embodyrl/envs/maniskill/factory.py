@@ -35,7 +35,7 @@ from embodyrl.types import (
 
 _STEP, _TURN = 0.2, 0.5
 """Translation and rotation command of a pressed key in `embodyrl play`: 2 cm and 0.05 rad per step."""
-_BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
+_BATCH_BYTES, _ENV_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 """Estimated GPU memory in bytes: fixed part (PhysX and renderer), per environment, and per pixel of a camera."""
 
 
@@ -77,7 +77,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         if not spec.simulator.on_gpu:
             return EnvCosts()
         pixels = len(spec.cameras.names) * spec.cameras.size[0] * spec.cameras.size[1]
-        return EnvCosts(gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + _PIXEL_BYTES * pixels))
+        return EnvCosts(gpu_bytes=(_BATCH_BYTES, _ENV_BYTES + _PIXEL_BYTES * pixels))
 
     def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
         """Build one simulator per environment, at its first reset, or one batched simulator for all environments."""

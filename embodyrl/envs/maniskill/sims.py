@@ -55,10 +55,10 @@ class Expert:
         hand, target = self._hand_position, _get_position(cube)
         # A cube is symmetric under a quarter turn; the hand points down, so it turns the other way round.
         turn = (_get_yaw(cube) - _get_yaw(self._env.agent.tcp) + np.pi / 4) % (np.pi / 2) - np.pi / 4
-        is_beside = np.linalg.norm(hand[:2] - target[:2]) > 0.012
-        if is_beside and hand[2] < target[2] + 0.04:
+        is_off_target = np.linalg.norm(hand[:2] - target[:2]) > 0.012
+        if is_off_target and hand[2] < target[2] + 0.04:
             action = _move_towards(hand, [*hand[:2], target[2] + _ABOVE], _OPEN)
-        elif is_beside:
+        elif is_off_target:
             action = _move_towards(hand, [*target[:2], target[2] + _ABOVE], _OPEN)
         elif hand[2] > target[2] + 0.008:
             action = _move_towards(hand, target, _OPEN)
@@ -216,9 +216,9 @@ class BatchSims(_BaseSims):
 
     def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start the episodes of the reset ids, which are the seeds of all randomness."""
-        slot_reset_ids = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
-        self._info = restart_rows(self._cfg, self._env, slot_reset_ids, self.spec.cameras.names)
-        for env_index in slot_reset_ids:
+        reset_id_by_env = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
+        self._info = restart_rows(self._cfg, self._env, reset_id_by_env, self.spec.cameras.names)
+        for env_index in reset_id_by_env:
             self.record_solved_start(env_index, solved=bool(_get_row(self._info, env_index).get("success", False)))
         self._observations = []
 

@@ -41,7 +41,7 @@ class RobotFactory(SimFactory[RobotSettings]):
             )
         return _apply_preset(cfg, GYM.describe(cfg.gym, context))
 
-    def facts(self, cfg: RobotSettings) -> list[tuple[str, str]]:
+    def get_banner_lines(self, cfg: RobotSettings) -> list[tuple[str, str]]:
         """Return the banner line about a preset: actions, action rate and success condition."""
         preset = cfg.preset
         return [("robot", f"{preset.meaning} · {preset.rate_hz:g} actions/s · success: {preset.success}")]

@@ -49,18 +49,18 @@ def expert_action(world: World) -> FloatArray:
 
 
 def _plan_touch(world: World) -> Command:
-    return _descend_to(world, world.blocks[world.task.block], OPEN)
+    return _move_down_to(world, world.blocks[world.task.block], OPEN)
 
 
 def _plan_put(world: World) -> Command:
     block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
     if world.held_block == world.task.block:
         is_low = world.z < GRASP_HEIGHT and world.distance(plate) < _DESCENT_RADIUS
-        return (0.0, 0.0, 0.0, OPEN) if is_low else _descend_to(world, plate, CLOSED)
+        return (0.0, 0.0, 0.0, OPEN) if is_low else _move_down_to(world, plate, CLOSED)
     if world.closed:
         return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
     is_low = world.z < GRASP_HEIGHT and world.distance(block) < _DESCENT_RADIUS
-    return (0.0, 0.0, 0.0, CLOSED) if is_low else _descend_to(world, block, OPEN)
+    return (0.0, 0.0, 0.0, CLOSED) if is_low else _move_down_to(world, block, OPEN)
 
 
 def _plan_push(world: World) -> Command:
@@ -80,10 +80,10 @@ def _plan_push(world: World) -> Command:
         scale = min(1.0, STEP / max(abs(dx), abs(dy), 1e-6))
         return scale * dx, scale * dy, -world.z, CLOSED
     behind = block[0] - _PUSH_GAP * ux, block[1] - _PUSH_GAP * uy
-    return _descend_to(world, behind, CLOSED)
+    return _move_down_to(world, behind, CLOSED)
 
 
-def _descend_to(world: World, point: Point, gripper: float) -> Command:
+def _move_down_to(world: World, point: Point, gripper: float) -> Command:
     """Return the next command towards a point: move at travel height, and descend when the gripper is above it."""
     radius = _DESCENT_RADIUS if gripper == CLOSED and world.held_block is None else _OPEN_DESCENT_RADIUS
     height = 0.0 if world.distance(point) < radius else TRAVEL_HEIGHT

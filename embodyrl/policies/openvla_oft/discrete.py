@@ -39,11 +39,11 @@ class DiscreteTokens:
         self,
         model: OpenVlaOft,
         forward: Callable[..., tuple[Tensor, Tensor]],
-        acting: Callable[[ModelInputs], tuple[Tensor, Tensor]],
+        inference_forward: Callable[[ModelInputs], tuple[Tensor, Tensor]],
         tokenizer: ActionTokenizer,
     ) -> None:
         """Store the forward pass (may be compiled) and the forward pass without gradients (may be a CUDA graph)."""
-        self._model, self._forward, self._acting, self._tokenizer = model, forward, acting, tokenizer
+        self._model, self._forward, self._rollout_hosts, self._tokenizer = model, forward, inference_forward, tokenizer
         self._columns = model.action_columns
         self._chunk = model.options.cfg.num_action_chunks, model.options.cfg.action_dim
 
@@ -64,7 +64,7 @@ class DiscreteTokens:
                 lambda index, logits: choose(logits, None if uniform is None else uniform[:, index : index + 1]),
             )
         else:
-            logits, value = apply_guidance(self._acting, inputs)
+            logits, value = apply_guidance(self._rollout_hosts, inputs)
             choice = choose(logits, uniform)
         logprob, _ = self._compute_scores(logits, choice, temperature)
         tokens = (choice + self._columns.start).cpu().numpy()

@@ -154,7 +154,7 @@ def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-EMPTY_PIECE = "▁"
+EMPTY_TOKEN = "▁"
 TEMPLATE = "In: What action should the robot take to {instruction}?\nOut:"
 
 
@@ -173,10 +173,10 @@ class PromptEncoder:
             CheckpointError: the file is missing or is not a Llama tokenizer.
         """
         self._tokenizer = read_tokenizer(tokenizer_file, "Download the file again.")
-        empty = self._tokenizer.token_to_id(EMPTY_PIECE)
+        empty = self._tokenizer.token_to_id(EMPTY_TOKEN)
         if empty is None:
             raise CheckpointError(
-                f"{tokenizer_file} has no piece '{EMPTY_PIECE}', the end of every OpenVLA-OFT prompt, so it is not a "
+                f"{tokenizer_file} has no piece '{EMPTY_TOKEN}', the end of every OpenVLA-OFT prompt, so it is not a "
                 f"Llama tokenizer. Use tokenizer.json of the checkpoint's repository."
             )
         self.empty_token_id: int = empty

@@ -88,7 +88,7 @@ class OpenVlaOftPolicy:
         float32 values; greedy actions have zero tokens and zero log-probabilities.
         """
         with self._autocast:
-            sampled, value = self._head.act(self._acting(obs), noise, temperature or self._temperature)
+            sampled, value = self._head.act(self._rollout_hosts(obs), noise, temperature or self._temperature)
         tokens, logprob = sampled.pad_to_spec(self.spec)
         return PolicyOutput(
             actions=unnormalise(sampled.state.double().cpu().numpy(), self._bounds),
@@ -101,7 +101,7 @@ class OpenVlaOftPolicy:
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
         with self._autocast:
-            return self._head.values(self._acting(obs)).cpu().numpy()
+            return self._head.values(self._rollout_hosts(obs)).cpu().numpy()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
@@ -124,7 +124,7 @@ class OpenVlaOftPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         with self._scoring:
-            logprob, entropy, value = self._head.score(self._acting(obs), tokens, self._temperature)
+            logprob, entropy, value = self._head.score(self._rollout_hosts(obs), tokens, self._temperature)
         return PolicyScores(
             logprob=pad_per_action(logprob, self.spec), entropy=pad_per_action(entropy, self.spec), value=value
         )
@@ -213,7 +213,7 @@ class OpenVlaOftPolicy:
             )
         self._conditioning = conditioning
 
-    def _acting(self, obs: Observation) -> ModelInputs:
+    def _rollout_hosts(self, obs: Observation) -> ModelInputs:
         """Return the inputs for acting; with guidance, also the inputs without the suffix."""
         conditioning = self.conditioning
         if conditioning is None:
@@ -236,8 +236,8 @@ class OpenVlaOftPolicy:
         if self._cfg.action_head is ActionHead.diffusion:
             return Diffusion(self._model, self._cfg, self._actions)
         graphs = self._cfg.cuda_graphs and self._device.type == "cuda"
-        acting = GraphedForward(self._forward) if graphs else self._forward
-        return DiscreteTokens(self._model, self._forward, acting, self._actions)
+        inference_forward = GraphedForward(self._forward) if graphs else self._forward
+        return DiscreteTokens(self._model, self._forward, inference_forward, self._actions)
 
     def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(

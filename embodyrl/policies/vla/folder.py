@@ -115,11 +115,11 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     pairs = [(low, high) for low, high in (("min", "max"), ("q01", "q99")) if low in rows and high in rows]
     spreads = {f"{low} and {high}": rows[high] - rows[low] for low, high in pairs}
     spreads |= {"std": rows["std"]} if "std" in rows else {}
-    for name, spread in spreads.items():
-        if (spread < 0).any():
-            index = int(np.flatnonzero(spread < 0)[0])
+    for name, widths in spreads.items():
+        if (widths < 0).any():
+            index = int(np.flatnonzero(widths < 0)[0])
             raise CheckpointError(f"{where}: dimension {index} has a negative range or deviation ({name}). {fix}")
-        if varies and len(spread) and not spread.any():
+        if varies and len(widths) and not widths.any():
             raise CheckpointError(f"{where} is degenerate: no dimension varies ({name}). {fix}")
 
 

@@ -139,12 +139,12 @@ class VlaFiles:
             target_format = self._storage
             if isinstance(target_format, StorageFormat):
                 is_sft = STATISTICS_FILE in self._side_files  # old statistics among the weights describe other data
-                kept_tensors = {
+                extra_tensors = {
                     k: t
                     for k, t in target_format.extra_tensors.items()
                     if not (target_format.layout.to_local(k).startswith(HEADS) or (is_sft and STATISTIC.fullmatch(k)))
                 }
-                target_format = replace(target_format, extra_tensors=kept_tensors)
+                target_format = replace(target_format, extra_tensors=extra_tensors)
             save_weights(_get_base_weights(module), folder, target_format)
         else:
             from embodyrl.policies.openvla_oft.lora import save_adapter
