@@ -60,7 +60,12 @@ def write_adapter(kind: str, model: Any, folder: Path) -> Any:
     config = peft.LoraConfig(**fields)
     if kind == "corda":
         config.corda_config = CordaConfig(corda_method="kpm")
-        preprocess_corda(model, config, run_model=lambda: [model(row[None]) for row in IDS])
+
+        def run_model() -> None:
+            for row in IDS:
+                model(row[None])
+
+        preprocess_corda(model, config, run_model=run_model)
     adapted: Any = peft.get_peft_model(model, config)
     options = {}
     if kind == "converted_pissa":
