@@ -309,10 +309,15 @@ class CheckpointStore:
             raise CheckpointError(f"{error}{hint}") from error
         return manifest
 
-    def prune(self, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Delete all checkpoints except the newest `keep` and the steps in `protect`; return the deleted steps."""
+    def prune(self, keep: int, protect: Collection[int] = (), replaced: Collection[int] = ()) -> list[int]:
+        """Delete all checkpoints except the newest `keep` and the steps in `protect`; return the deleted steps.
+
+        Steps in `replaced` do not count towards `keep`.
+        """
         assert keep >= 1, keep
-        stale = [step for step in self.steps()[:-keep] if step not in protect]
+        steps = self.steps()
+        remaining = {*protect, *[step for step in steps if step not in replaced][-keep:]}
+        stale = [step for step in steps if step not in remaining]
         for step in stale:
             # Renamed first: an interrupted deletion must not leave a partial checkpoint.
             scratch = self._scratch(step)

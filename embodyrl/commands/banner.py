@@ -161,6 +161,7 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
     """
     interval, free = cfg.runner.save_interval, _free_disk(cfg)
     written = 1 if interval == -1 else -(-total_steps // interval)
+    written += interval != -1 and written < total_steps  # after minutes without a checkpoint
     held = min(written, cfg.checkpoint.keep + 1)
     if checkpoint * held > free:
         # With checkpoint.keep=1, two checkpoints are stored while the second is written.

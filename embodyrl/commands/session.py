@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,11 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnSaveError
 from embodyrl.scheduler.start import RunningWorkers
 from embodyrl.version import __version__
+
+SAVE_EVERY_S = 300.0
+"""Maximum number of seconds without a checkpoint, unless only the last step is saved."""
+_LONG_SAVE_S = 15.0
+"""A checkpoint that takes longer, in seconds, is written less often."""
 
 W = TypeVar("W", bound=RunningWorkers)
 
@@ -100,6 +106,9 @@ class Session:
         # One thread, so that checkpoints are committed in order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending_save: Future[None] | None = None
+        self._next_save = time.monotonic() + SAVE_EVERY_S
+        self._temporary: list[int] = []
+        """Step of the last checkpoint, if it is between the intervals."""
 
     def find_start(self) -> Path | None:
         """Return the newest checkpoint and restore step counter and best score from it; None: start at step 0.
@@ -278,14 +287,14 @@ class Session:
 
         self._store.stage(self.step, write)
         protect = [self._best_step] if self.cfg.checkpoint.keep_best and self._best_step is not None else []
-        self._pending_save = self._writer.submit(self._commit, self.step, meta, protect)
+        self._pending_save = self._writer.submit(self._commit, self.step, meta, protect, self._temporary)
         if not self.cfg.checkpoint.async_save:
             self.wait_for_save()
         return path
 
-    def _commit(self, step: int, meta: Mapping[str, Any], protect: Sequence[int]) -> None:
+    def _commit(self, step: int, meta: Mapping[str, Any], protect: Sequence[int], replaced: Sequence[int]) -> None:
         self._store.commit(step, meta)
-        self._store.prune(self.cfg.checkpoint.keep, protect)
+        self._store.prune(self.cfg.checkpoint.keep, protect, replaced)
 
     def wait_for_save(self, *, wait: bool = True) -> None:
         """Raise the error of the last asynchronous save, if any; if `wait`, first wait until the save is complete.
@@ -306,10 +315,18 @@ class Session:
         saving.result()
 
     def save_if_due(self, save: Callable[[], Path]) -> None:
-        """Save a checkpoint every `runner.save_interval` steps; the caller saves after the last step."""
+        """Save a checkpoint every `runner.save_interval` steps, and after some minutes without a checkpoint.
+
+        The next checkpoint replaces a checkpoint between the intervals. The caller saves after the last step.
+        """
         self._warn_on_error(partial(self.wait_for_save, wait=False))
-        if self.due(self.cfg.runner.save_interval) and self.step < self.total:
+        interval, started = self.cfg.runner.save_interval, time.monotonic()
+        is_late = interval != -1 and started >= self._next_save
+        if self.step < self.total and (is_late or self.due(interval)):
             self._warn_on_error(save)
+            saved = time.monotonic()
+            self._next_save = saved + SAVE_EVERY_S * max(1.0, (saved - started) / _LONG_SAVE_S)
+            self._temporary = [] if self.due(interval) else [self.step]
 
     def _warn_on_error(self, action: Callable[[], object]) -> None:
         """Call `action`; a CheckpointError becomes a warning if `checkpoint.on_error=continue`."""

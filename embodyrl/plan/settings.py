@@ -65,7 +65,8 @@ class RunnerSettings(Settings):
     """Additional suites for evaluations and validations, as a list, or [all]. LIBERO: base, object, swap, lan, task,
     camera, robot, noise, language. Tabletop: colours, positions, phrasings."""
     save_interval: CountOrAll = 50
-    """Number of training steps between checkpoints; the last step is always saved. -1: only the last step."""
+    """Number of training steps between checkpoints; the last step, and a step after five minutes without a checkpoint,
+    are also saved. -1: only the last step."""
     resume_dir: Path | None = None
     """Folder of the run to resume, or `auto` for the newest run of this experiment."""
     keep_episodes: KeptEpisodes = KeptEpisodes.none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 from toy_runs import comparable, resume_toy, rows, toy_config, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands import session as session_module
 from embodyrl.commands.run_folder import open_run
 from embodyrl.commands.session import Session
+from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError
 
 
@@ -116,3 +119,30 @@ def test_keep_best_keeps_the_best_checkpoint(tmp_path):
             one.record_score(score)
             one.save(fill, {})
         assert CheckpointStore(one.folder.checkpoints).steps() == steps
+
+
+def test_late_checkpoints_are_saved_between_the_intervals_and_replaced(tmp_path, monkeypatch):
+    """Every step is late, as if it took five minutes."""
+    monkeypatch.setattr(session_module, "SAVE_EVERY_S", 0.0)
+    store, steps = CheckpointStore(tmp_path / "run" / "checkpoints"), list[list[int]]()
+
+    def kill_copy(step: int, metrics: object) -> None:
+        steps.append(store.steps())
+        if step == 3:
+            shutil.copytree(tmp_path / "run", tmp_path / "killed", ignore=shutil.ignore_patterns("lock"))
+
+    words = ("runner.max_steps=6", "runner.save_interval=3", "checkpoint.keep=2", "runner.deterministic=true")
+    train(toy_config(tmp_path, *words), on_step=kill_copy)
+    assert steps == [[], [1], [2], [3], [3, 4], [3, 5]]
+    assert store.steps() == [3, 6]
+    killed = resume_toy(tmp_path / "killed")
+    assert weights(killed, 6) == weights(tmp_path / "run", 6)
+
+
+def test_only_the_last_step_is_saved_with_interval_minus_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(session_module, "SAVE_EVERY_S", 0.0)
+    steps: list[int] = []
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    cfg = toy_config(tmp_path, "runner.save_interval=-1")
+    train(cfg, on_step=lambda step, metrics: steps.extend(store.steps()))
+    assert (steps, store.steps()) == ([], [2])
