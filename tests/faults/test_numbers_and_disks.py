@@ -112,6 +112,9 @@ def test_missing_disk_space_is_refused_at_the_start(small_disk):
         ConfigError, match=r"A checkpoint needs 23 MiB, and up to 3 .* 36 MiB are free .*checkpoint\.keep=1"
     ):
         train_toy(small_disk, LARGE, "runner.max_steps=3", "runner.save_interval=1")
+    # Between the intervals, a checkpoint may be saved after some minutes.
+    with pytest.raises(ConfigError, match=r"up to 2 checkpoints .*runner\.save_interval=-1"):
+        train_toy(small_disk, LARGE, "runner.max_steps=3")
     assert not list(small_disk.rglob("metrics.jsonl"))
 
 
