@@ -260,6 +260,8 @@ class InputSpec:
     instructions: bool = False
     rotates_images: bool = False
     """True if the policy rotates frames by `CameraSpec.rotation_deg`."""
+    resized: int = 0
+    """Side in pixels of the square images that `resize` of the policy returns; 0: the policy has no such method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

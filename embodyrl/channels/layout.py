@@ -114,6 +114,8 @@ class Record:
     """Number of tokens of prompt and reply, used to form micro-batches of equal size."""
     components = Column("components", "float32", "components")
     """Reward components (`RewardSpec.components`), summed over the chunk."""
+    resized = Column("resized", "uint8", "resized_images", "resized", "resized", 3)
+    """Images at the size of the policy's input, which inference writes for the update."""
     ref_logprob = Column("ref_logprob", "float32", "L")
     """Log-probability of each token under the reference policy, if the algorithm needs it."""
 
@@ -132,22 +134,33 @@ DECISION = (
     Record.top,
     Record.cut_off,
     Record.cost,
+    Record.resized,
 )
 """Fields that the policy writes."""
 STEP_RESULT = (Record.reward, Record.terminated, Record.truncated, Record.valid, Record.success)
 """Fields that the env worker writes for each action of a chunk."""
 
 
-def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False, top: int = 0) -> RecordLayout:
+def record_layout(
+    env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False, with_resized: bool = False, top: int = 0
+) -> RecordLayout:
     """Derive the record layout of a chunk step from the specs of environment and policy.
 
-    `top`: number of stored most probable tokens (rollout.logprobs).
+    Args:
+        env: spec of the environment.
+        policy: spec of the policy.
+        with_reference: store the log-probabilities of a reference policy.
+        with_resized: store images as the policy resizes them, if that makes them smaller.
+        top: number of stored most probable tokens (rollout.logprobs).
     """
     height, width = env.cameras.size
+    resized = policy.inputs.resized if with_resized and policy.inputs.resized < min(height, width) else 0
     sizes = {
         "cameras": len(env.cameras.names),
         "height": height,
         "width": width,
+        "resized_images": policy.inputs.num_images if resized else 0,
+        "resized": resized,
         "state_dim": env.state_dim,
         "instruction_bytes": _compute_instruction_width(env),
         "K": policy.num_action_chunks,

@@ -174,7 +174,8 @@ class PolicyGradientLearner(Learner):
         for rows in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):
             records = batch.records[rows]
             with torch.no_grad():
-                scores = self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
+                observation = read_observation(self._arena, records, resized=True)
+                scores = self._policy.score(observation, self._arena[Record.tokens][records])
             logprob[rows] = scores.logprob.float().cpu()
             yield
         logprob = self._ranks.sum_over_ranks(logprob)  # only one rank has each sample's value
@@ -258,7 +259,7 @@ class PolicyGradientLearner(Learner):
         observation = (
             part.observation
             if isinstance(part.observation, Observation)
-            else read_observation(self._arena, part.observation)
+            else read_observation(self._arena, part.observation, resized=True)
         )
         return self._policy.score(observation, part.tokens)
 

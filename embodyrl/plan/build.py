@@ -65,7 +65,11 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     devices = plan_devices(cfg, training=training)
     samples = _max_samples(learner, algorithm) if learner and algorithm else 0
     with_reference = algorithm is not None and algorithm.needs_reference
-    layout = record_layout(env, policy, with_reference=with_reference, top=cfg.rollout.logprobs)
+    # A GPU resizes faster than it copies images to the host.
+    with_resized = algorithm is not None and not algorithm.estimator.needs_replay and not visible_gpus()
+    layout = record_layout(
+        env, policy, with_reference=with_reference, with_resized=with_resized, top=cfg.rollout.logprobs
+    )
     rules = learner.algorithm if learner else None
     updates = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     if isinstance(rules, BufferSettings):

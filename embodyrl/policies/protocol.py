@@ -14,6 +14,7 @@ from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry, has
 from embodyrl.types import (
     ActionKind,
+    ByteArray,
     EnvSpec,
     FloatArray,
     ImitationScores,
@@ -105,6 +106,15 @@ class Policy(Protocol):
         Raises:
             CheckpointError: missing or unexpected keys, wrong shapes, truncated files; the message names file and key.
         """
+        ...
+
+
+@runtime_checkable
+class ResizesImages(Policy, Protocol):
+    """Interface of a policy whose resized images are whole numbers (`InputSpec.resized`)."""
+
+    def resize(self, images: ByteArray) -> ByteArray:
+        """Resize camera images [B, C, H, W, 3] to [B, C, S, S, 3], which all methods accept with the same results."""
         ...
 
 

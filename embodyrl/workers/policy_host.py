@@ -38,7 +38,7 @@ from embodyrl.learners.precision import cast_to_bfloat16
 from embodyrl.learners.protocol import Learner
 from embodyrl.learners.ranks import Ranks
 from embodyrl.learners.training import Trainer, UpdateGenerator
-from embodyrl.policies.protocol import HasEngine, Policy
+from embodyrl.policies.protocol import HasEngine, Policy, ResizesImages
 from embodyrl.policies.tensors import seed_everything
 from embodyrl.specs import GripperConvention, convert_gripper
 from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray
@@ -223,6 +223,9 @@ class PolicyInference:
             noise = _pad(noise, rows, request.padded_size)
         # Padding rows are copies of a real observation, so they are numerically harmless.
         observation = read_observation(arena, _pad(records, rows, request.padded_size))
+        if arena[Record.resized].size:
+            assert isinstance(policy, ResizesImages)
+            observation = replace(observation, images=policy.resize(observation.images))
         output = policy.act(observation, noise=noise, temperature=request.temperature)
         batch_rows = rows if request.padded_size else slice(None)
         actions, logprob, value = (
@@ -250,6 +253,8 @@ class PolicyInference:
         arena[Record.logprob][records] = logprob
         arena[Record.value][records] = value
         arena[Record.version][records] = request.version
+        if arena[Record.resized].size:
+            arena[Record.resized][records] = observation.images[batch_rows]
         arena[Record.cost][records] = 1 if output.cost is None else output.cost[batch_rows]
         if width := arena[Record.reply].shape[1]:
             assert output.cut_off is not None

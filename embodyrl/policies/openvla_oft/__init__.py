@@ -10,6 +10,7 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions, read_config
 from embodyrl.policies.openvla_oft.settings import (
     ActionHead,
+    ImagePipeline,
     OftSettings,
     OpenVlaSettings,
     as_oft,
@@ -74,7 +75,11 @@ class OpenVlaOftFactory:
         is_diffusion = cfg.action_head == ActionHead.diffusion
         spec = PolicySpec(
             inputs=InputSpec(
-                instructions=True, num_images=cfg.num_images_in_input, state=cfg.use_proprio, rotates_images=True
+                instructions=True,
+                num_images=cfg.num_images_in_input,
+                state=cfg.use_proprio,
+                rotates_images=True,
+                resized=config.image_size if cfg.image_pipeline is ImagePipeline.rlinf else 0,
             ),
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,

@@ -50,11 +50,7 @@ def preprocess(
         [B, 6*C, S, S] float32; per camera the channels of DINOv2, then of SigLIP.
     """
     batch, cameras = images.shape[:2]
-    frames = images.reshape(-1, *images.shape[2:])
-    if rotation_deg == 180:
-        frames = frames[:, ::-1, ::-1]
-    else:
-        assert rotation_deg == 0, rotation_deg
+    frames = _rotate(images.reshape(-1, *images.shape[2:]), rotation_deg)
     # The same pixels for acting and training: inside autocast, resizing would run in bfloat16.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if pipeline == "official":
@@ -68,6 +64,23 @@ def preprocess(
             torch.sub(unit, mean, out=tower)
             tower.div_(std)
         return towers.reshape(batch, 6 * cameras, size, size)
+
+
+def resize(images: ByteArray, *, rotation_deg: int, size: int, device: torch.device) -> ByteArray:
+    """Resize images [B, C, H, W, 3] to [B, C, S, S, 3] like `preprocess` with the RLinf pipeline.
+
+    `preprocess` returns the same numbers for the result, which has the simulator's orientation too.
+    """
+    frames = _rotate(images.reshape(-1, *images.shape[2:]), rotation_deg)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        resized = rlinf_pixels(frames, size, device).permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
+    return _rotate(resized, rotation_deg).reshape(*images.shape[:2], size, size, 3)
+
+
+def _rotate(frames: ByteArray, rotation_deg: int) -> ByteArray:
+    """Rotate frames [N, H, W, 3] by 0 or 180 degrees; the result is a view."""
+    assert rotation_deg in (0, 180), rotation_deg
+    return frames[:, ::-1, ::-1] if rotation_deg else frames
 
 
 def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:

@@ -37,7 +37,7 @@ from embodyrl.policies.openvla_oft.config import (
 from embodyrl.policies.openvla_oft.continuous import Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.discrete import DiscreteTokens
 from embodyrl.policies.openvla_oft.graphs import GraphedForward
-from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess
+from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess, resize
 from embodyrl.policies.openvla_oft.model import GuidedInputs, ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
@@ -46,7 +46,7 @@ from embodyrl.policies.vla.adapter import find_adapter, get_given_adapter, lora_
 from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.sampling import pad_per_action
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import ByteArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 
 class OpenVlaOftPolicy:
@@ -120,6 +120,11 @@ class OpenVlaOftPolicy:
         with self._autocast:
             hidden, proposed = self._head.propose(self._inputs(obs))
         return torch.cat([hidden.float().mean(1), proposed.to(hidden.device).float().flatten(1)], 1)
+
+    def resize(self, images: ByteArray) -> ByteArray:
+        """Resize images as in `act` with the RLinf pipeline (see `ResizesImages`)."""
+        rotation, size = self._env.cameras.rotation_deg, self._config.image_size
+        return resize(images[:, : self.spec.inputs.num_images], rotation_deg=rotation, size=size, device=self._device)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""

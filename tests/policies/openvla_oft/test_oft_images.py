@@ -10,6 +10,7 @@ from embodyrl.policies.openvla_oft.inputs import (
     lanczos_resize,
     official_pixels,
     preprocess,
+    resize,
     rlinf_pixels,
 )
 
@@ -43,6 +44,19 @@ def test_rlinf_resize_matches_torchvision(tf_images, golden_dir):
         difference = np.abs(got - want[path])
         assert difference.max() <= 1
         assert (difference > 0).mean() <= 1e-4
+
+
+@pytest.mark.parametrize("rotation_deg", [0, 180])
+def test_resized_images_give_the_same_inputs_bit_for_bit(norms, rotation_deg):
+    images = np.random.default_rng(0).integers(0, 256, (3, 2, 96, 80, 3), np.uint8)
+    small = resize(images, rotation_deg=rotation_deg, size=56, device=CPU)
+    assert (small.dtype, small.shape) == (np.uint8, (3, 2, 56, 56, 3))
+    inputs, repeated = (
+        preprocess(frames, rotation_deg=rotation_deg, pipeline="rlinf", size=56, norms=norms, device=CPU)
+        for frames in (images, small)
+    )
+    assert torch.equal(inputs, repeated)
+    assert not np.array_equal(small, resize(images, rotation_deg=180 - rotation_deg, size=56, device=CPU))
 
 
 @pytest.fixture(scope="module")
