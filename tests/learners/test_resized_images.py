@@ -1,7 +1,5 @@
 """Updates read the images that inference has resized, with the same results as from camera images."""
 
-from functools import partial
-
 import pytest
 from toy_runs import comparable, weights
 
@@ -41,8 +39,7 @@ def test_updates_from_resized_images_equal_updates_from_camera_images(tmp_path, 
     runs = []
     for with_resized in (True, False):
         if not with_resized:
-            without = partial(record_layout, with_resized=False)
-            monkeypatch.setattr(build, "record_layout", lambda *a, with_resized, **k: without(*a, **k))
+            monkeypatch.setattr(build, "record_layout", lambda *a, with_resized, **k: record_layout(*a, **k))
         runs.append(train(load_config("train", [*WORDS, f"runner.output_dir={tmp_path}/{with_resized}"])).run)
     assert resized_shape(plan_layout()) == (0, 0, 0, 3), "the second run read camera images"
     assert weights(runs[0], 2) == weights(runs[1], 2)

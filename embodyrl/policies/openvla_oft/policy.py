@@ -46,7 +46,16 @@ from embodyrl.policies.vla.adapter import find_adapter, get_given_adapter, lora_
 from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.sampling import pad_per_action
-from embodyrl.types import ByteArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import (
+    ByteArray,
+    FloatArray,
+    ImitationScores,
+    IntArray,
+    Observation,
+    PolicyOutput,
+    PolicyScores,
+    PolicySpec,
+)
 
 
 class OpenVlaOftPolicy:
