@@ -213,5 +213,5 @@ fingerprint() { { cat pyproject.toml constraints*.txt scripts/setup.sh && echo "
 
 system_libraries
 python_packages
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" LP_NUM_THREADS="${LP_NUM_THREADS:-1}"
+export LP_NUM_THREADS="${LP_NUM_THREADS:-1}"
 export PATH="$PWD/.venv/bin:$PATH"

@@ -11,5 +11,6 @@ pyright --warnings  # embodyrl and tools, see pyproject.toml
 lint-imports
 [ "${1:-}" != fast ] || { shift; set -- -m "not sim and not integration and not slow and not realmodel" "$@"; }
 say "tests"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Two processes, each with a file at a time; a later -n in the arguments counts, and -n 0 is plain pytest.
 exec python -m pytest -n 2 --dist loadfile "$@"

@@ -28,6 +28,9 @@ from embodyrl.scheduler.timeline import open_timeline
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
+_MIN_FLOPS = 1e9
+"""FLOPs of the forward pass of a micro-batch from which updates use several threads."""
+
 
 def plan_hosts(
     run_plan: RunPlan, arena: Arena, start_from: Path | None, *, bucket_arena: Arena | None, rank_info: RankInfo
@@ -119,6 +122,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
         arena=arena.handle,
         total_steps=run_plan.total_steps,
         threads=threads,
+        update_threads=max(threads, _count_update_threads(run_plan) if learner else 1),
         # If the expert labels each step (DAgger), the policy acts at each step, too.
         single_step=run_plan.single_step and not run_plan.labelled,
         trains=learner is not None,
@@ -149,6 +153,21 @@ def _get_allocator_options(init: PolicyHostInit, gpu: str | None) -> dict[str, s
     if init.actor.fsdp.cpu_offload:
         options.append("pinned_max_round_threshold_mb:8")  # not rounded up to powers of two
     return {"PYTORCH_ALLOC_CONF": ",".join(options)} if options else {}
+
+
+def _count_update_threads(run_plan: RunPlan) -> int:
+    """Return the number of threads of an update: the cores of this host that env workers leave idle during updates.
+
+    One thread in deterministic mode, as the number of threads changes the rounding, and for tiny networks, which are
+    not faster with several threads.
+    """
+    cfg, flops = run_plan.cfg, run_plan.policy_costs.forward_flops
+    has_idle_cores = run_plan.ranks == 1 and not run_plan.is_disaggregated and not cfg.algorithm.max_staleness
+    is_local = not visible_gpus() and not LAUNCHERS.get(cfg.launcher.name).spans_hosts
+    is_large = flops * getattr(cfg.actor, "micro_batch_size", 1) >= _MIN_FLOPS
+    if "OMP_NUM_THREADS" in os.environ or cfg.runner.deterministic or not (has_idle_cores and is_local and is_large):
+        return 1
+    return available_cores()
 
 
 def _get_num_threads() -> str:

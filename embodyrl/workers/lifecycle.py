@@ -89,6 +89,8 @@ class PolicyHostInit(WorkerInit):
     total_steps: int
     """Number of training steps of the run."""
     threads: int
+    update_threads: int | None = None
+    """Number of threads during updates, in which env workers are idle; None: `threads`."""
     rank_info: RankInfo = field(default_factory=RankInfo)
     acts: bool = True
     single_step: bool = False

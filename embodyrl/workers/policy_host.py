@@ -136,14 +136,17 @@ class PolicyHost:
 
     def _continue_update(self, *, in_parts: bool) -> dict[str, float] | None:
         assert self._update is not None, "no update to continue"
-        while True:
-            try:
+        torch.set_num_threads(self._init.update_threads or self._init.threads)
+        try:
+            next(self._update)
+            while not in_parts:
                 next(self._update)
-            except StopIteration as stop:
-                self._update = None
-                return stop.value
-            if in_parts:
-                return None
+        except StopIteration as stop:
+            self._update = None
+            return stop.value
+        finally:
+            torch.set_num_threads(self._init.threads)
+        return None
 
     def _save(self, trainer: Trainer, folder: Path) -> None:
         """Write the policy and the optimizer, then the algorithm's state; called by all ranks.

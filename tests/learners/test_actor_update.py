@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,26 @@ def test_skipped_samples_count_in_the_denominator(make: Make):
     actor = make("actor.optim.lr=0", "actor.micro_batch_size=2")
     actor["advantage"] = np.array([1, 0, 1, 0, 0, 1])[:, None]
     assert actor.update()["policy_loss"] == pytest.approx(-3 / 6, rel=1e-4)
+
+
+def test_only_updates_use_the_threads_for_updates(make: Make, monkeypatch):
+    actor, counts = make("actor.optim.lr=0"), []
+    score = actor.host.policy.score
+
+    def record_threads(*args):
+        counts.append(torch.get_num_threads())
+        return score(*args)
+
+    monkeypatch.setattr(actor.host.policy, "score", record_threads)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(actor.host, "_init", replace(actor.host._init, threads=1, update_threads=2))
+    try:
+        actor["advantage"] = 1.0
+        actor.update()
+        assert {*counts} == {2}
+        assert torch.get_num_threads() == 1, "inference runs next to env workers"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_token_sum_norm_uses_the_time_limit(make: Make):

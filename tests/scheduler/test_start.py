@@ -1,9 +1,10 @@
 """Settings of a process before it starts."""
 
+import os
 from contextlib import closing
 
 import pytest
-from toy_runs import toy_config
+from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
@@ -22,6 +23,42 @@ def test_optimizer_steps_on_cpu_use_all_cores(tmp_path, monkeypatch, offload, gp
     run_plan = build_run_plan(cfg, training=True)
     with closing(Arena.create(run_plan.layout, 1)) as arena:
         assert build_policy_init(run_plan, arena, None).threads == (available_cores() if all_cores else 1)
+
+
+UPDATES = (*TOY_OFT, "launcher=local", "actor.global_batch_size=8", "actor.micro_batch_size=8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "several"),
+    [
+        ((), True),
+        (("launcher=inline",), True),
+        (("runner.deterministic=true",), False),
+        (("actor.fsdp.size=2",), False),
+        (("algorithm.max_staleness=1",), False),
+        (("rollout.mode=disaggregated",), False),
+        (("actor.micro_batch_size=1",), False),
+    ],
+)
+def test_updates_of_one_process_use_cores_that_env_workers_leave_idle(tmp_path, monkeypatch, overrides, several):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run_plan = build_run_plan(toy_config(tmp_path, *UPDATES, *overrides), training=True)
+    cores = os.sched_getaffinity(0)
+
+    def count_threads():
+        init = build_policy_init(run_plan, arena, None)
+        return init.threads, init.update_threads
+
+    with closing(Arena.create(run_plan.layout, 1)) as arena:
+        assert count_threads() == (1, available_cores() if several else 1)
+        try:
+            os.sched_setaffinity(0, {min(cores)})
+            assert count_threads() == (1, 1)
+        finally:
+            os.sched_setaffinity(0, cores)
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert count_threads() == (3, 3), "the user's number"
 
 
 GROWING, EXACT = "expandable_segments:True", "pinned_max_round_threshold_mb:8"
