@@ -9,6 +9,6 @@ class Finding:
 
     name: str
     level: str
-    """Severity: ok, warn or FAIL."""
+    """Severity: ok, warn, FAIL, or ? for a property that the files do not show."""
     text: str
     fix: str = ""

@@ -142,13 +142,21 @@ def load_policy(
         ConfigError: the policy does not fit its environment.
         CheckpointError: the path contains no usable weights.
     """
+    return build_policy_of_config(compose_policy(run_or_folder, overrides), trainable=trainable, device=device)
+
+
+def compose_policy(
+    run_or_folder: str | Path, overrides: Sequence[str], config_dirs: Sequence[Path] = (), *, fetch: bool = True
+) -> Config:
+    """Compose the evaluation config of a run, checkpoint or model folder (see `load_policy` and `load_config`)."""
     path, base = str(run_or_folder), find_run_config(resolve_run(str(run_or_folder)))
-    ckpt_override = format_override("ckpt", path)
-    cfg = load_config("eval", [ckpt_override, *overrides], base=base)
+    arguments = [format_override("ckpt", path), *overrides]
+    cfg = load_config("eval", arguments, config_dirs=config_dirs, base=base, fetch=fetch)
     # Compose without model.path first: the model determines whether this key exists.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
-        cfg = load_config("eval", [ckpt_override, format_override("model.path", path), *overrides])
-    return build_policy_of_config(cfg, trainable=trainable, device=device)
+        arguments.append(format_override("model.path", path))
+        return load_config("eval", arguments, config_dirs=config_dirs, fetch=fetch)
+    return cfg
 
 
 def build_policy_of_config(cfg: Config, *, trainable: bool = False, device: str | None = None) -> LoadedPolicy:

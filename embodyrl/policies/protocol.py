@@ -15,6 +15,7 @@ from embodyrl.registry import Registry, has
 from embodyrl.types import (
     ActionKind,
     ByteArray,
+    DoubleArray,
     EnvSpec,
     FloatArray,
     ImitationScores,
@@ -187,6 +188,17 @@ class PolicyFactory(Protocol[S]):
 
         Raises:
             CheckpointError: the model differs; the message names the first difference.
+        """
+        ...
+
+    def describe_checkpoint(self, cfg: S, env: EnvSpec) -> list[tuple[str, str]]:
+        """Return lines (label, text) about statistics, tokenizer and images of the checkpoint. Optional."""
+        ...
+
+    def state_limits(self, cfg: S, env: EnvSpec) -> tuple[DoubleArray, DoubleArray] | None:
+        """Return minimum and maximum [S] of states that the statistics of the training allow. Optional.
+
+        States of the same robot are inside; the limits are about twice as wide as the statistics. None: no state input.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The command `doctor`, which checks this machine and suggests a fix for each problem."""
+"""The command `doctor`, which checks this machine or a checkpoint, and suggests a fix for each problem."""
 
 import argparse
 import dataclasses
@@ -28,6 +28,8 @@ def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; the exit code is 3 if a check fails."""
     if args.json and args.report:
         raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of these flags.")
+    if folders := [word for word in args.words if "=" not in word]:
+        return _check_checkpoint(args, folders)
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
     paths = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
     folders = [Path(path) for path in dict.fromkeys(paths) if path is not None]
@@ -44,6 +46,18 @@ def doctor(args: argparse.Namespace) -> int:
     summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(entry) for entry in findings]}
     show_result(args, summary, bug_report(folders[0], [*map(_line, findings), totals]) if args.report else [totals])
     return 3 if failed else 0
+
+
+def _check_checkpoint(args: argparse.Namespace, folders: Sequence[str]) -> int:
+    """Run `embodyrl doctor FOLDER`; the exit code is 3 if a check fails."""
+    from embodyrl.cli.doctor.checkpoint import diagnose
+
+    if len(folders) > 1 or args.report:
+        raise ConfigError("embodyrl doctor FOLDER checks one checkpoint, without --report. Other arguments: key=value.")
+    lines, findings = diagnose(folders[0], [word for word in args.words if "=" in word], args.config_dir)
+    summary = {"lines": lines, "findings": [dataclasses.asdict(entry) for entry in findings]}
+    show_result(args, summary, [*(f"  {label:<12} {text}" for label, text in lines), *map(_line, findings)])
+    return 3 if any(entry.level == "FAIL" for entry in findings) else 0
 
 
 def _findings(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:

@@ -135,6 +135,16 @@ class LeRobotFactory(ABC, Generic[S, C]):
         layout = ChunkRecord(shape=chunk_shape(config), layout=shape.layout, per_action=1)
         return replace(spec, tokens_per_chunk=layout.tokens)
 
+    def describe_checkpoint(self, cfg: S, env: EnvSpec) -> list[tuple[str, str]]:
+        """Return lines (label, text) about the files (see `PolicyFactory.describe_checkpoint`)."""
+        config, _ = self.plan(cfg, env)
+        modes = ", ".join(f"{kind} {mode}" for kind, mode in config.normalization_mapping.items())
+        height, width = config.image_size
+        return [
+            ("statistics", modes),
+            ("images", f"{', '.join(config.cameras) or 'none'}, {height}x{width} pixels, RGB"),
+        ]
+
     def costs(self, cfg: S, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters and of forward passes per chunk."""
         config, _ = self.plan(cfg, env)

@@ -21,7 +21,7 @@ from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
-from embodyrl.policies.vla.folder import CONFIG_FILE, find_missing_files
+from embodyrl.policies.vla.folder import CONFIG_FILE, TOKENIZER_FILE, Clip, data_range, find_missing_files
 from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
@@ -103,6 +103,28 @@ class OpenVlaOftFactory:
         if not cfg.is_residual:
             return costs
         return steering_costs(costs, _get_residual_shape(cfg), num_other_trained=value_parameters(config, options))
+
+    def describe_checkpoint(self, cfg: OpenVlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
+        """Return lines (label, text) about the files (see `PolicyFactory.describe_checkpoint`)."""
+        cfg = as_oft(cfg)
+        config = read_config(_folder(cfg))
+        key = config.statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
+        crop = "JPEG, lanczos, crop of 0.9" if cfg.image_pipeline == "official" else "bicubic, no crop"
+        return [
+            ("statistics", f"{key} of {', '.join(sorted(config.statistics.sets))}; {cfg.action_normalization}"),
+            ("tokenizer", f"{config.folder / TOKENIZER_FILE}; {config.n_bins} action bins, head {cfg.action_head}"),
+            ("images", f"{config.image_size}x{config.image_size} pixels, RGB; {cfg.image_pipeline} ({crop})"),
+        ]
+
+    def state_limits(self, cfg: OpenVlaSettings, env: EnvSpec) -> Clip | None:
+        """Return the range of plausible states (see `PolicyFactory.state_limits`)."""
+        cfg = as_oft(cfg)
+        if not cfg.use_proprio:
+            return None
+        statistics = read_config(_folder(cfg)).statistics
+        key = statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
+        bounds = statistics.bounds(key, "proprio", cfg.action_normalization)
+        return data_range({"min": bounds.low, "max": bounds.high})
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of model and actor match a folder (see `PolicyFactory.compare`)."""

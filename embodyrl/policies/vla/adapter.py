@@ -49,6 +49,15 @@ def get_given_adapter(cfg: AdapterSettings) -> Path | None:
     return None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
 
 
+def find_base_difference(cfg: AdapterSettings) -> str | None:
+    """Return an error if the adapter of `model.lora.path` was trained on another base model than `model.path`."""
+    adapter = get_given_adapter(cfg)
+    base = None if adapter is None else read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not base or cfg.path is None or Path(str(base)).name == Path(cfg.path.partition("@")[0]).name:
+        return None
+    return f"model.lora.path={cfg.lora.path} was trained on {base}, but model.path={cfg.path}"
+
+
 def read_adapter_spec(folder: Path) -> AdapterSpec:
     """Read `adapter_config.json`.
 

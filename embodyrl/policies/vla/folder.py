@@ -72,6 +72,11 @@ _SUFFIX = "_no_noops"
 """Suffix of data sets without idle steps; statistics may be named with or without it."""
 
 
+def is_same_data_set(name: str, other: str) -> bool:
+    """Return True if two names of data sets are equal except for the suffix `_no_noops`."""
+    return name.removesuffix(_SUFFIX) == other.removesuffix(_SUFFIX)
+
+
 def find_data_set(requested: str, known: Collection[str], where: Path) -> str:
     """Return the known data set whose name equals `requested`, with or without the suffix `_no_noops`.
 

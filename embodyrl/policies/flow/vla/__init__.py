@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.flow.settings import add_actor_costs, add_actor_spec, check_steering, get_flow_gripper, record_of
@@ -14,12 +16,12 @@ from embodyrl.policies.flow.vla.folder import (
     read_folder,
     read_normalizer,
 )
-from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings, reads_state
+from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.sizes import estimate_costs
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.adapter import adapter_problems
-from embodyrl.policies.vla.folder import find_missing_files
+from embodyrl.policies.vla.folder import TOKENIZER_FILE, Clip, find_missing_files
 from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.policies.vla.processors import image_features, order_problem
 from embodyrl.policies.vla.records import ChunkShape
@@ -30,6 +32,8 @@ PUBLIC_LAYOUT = (
     "with config.json, model*.safetensors, statistics and the language model's tokenizer.json, as "
     "openpi (PyTorch), lerobot, transformers or RLinf publish it"
 )
+_MAX_STATE = {Normalization.mean_std: 6.0, Normalization.quantiles: 2.0}
+"""Largest plausible absolute value of a normalised state."""
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny or model=flow_small."
 
 
@@ -89,6 +93,25 @@ class VlaFactory:
         """Estimate size and memory from the checkpoint's config.json."""
         model = read_folder(_folder(cfg), cfg)
         return add_actor_costs(estimate_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
+
+    def describe_checkpoint(self, cfg: VlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
+        """Return lines (label, text) about the files (see `PolicyFactory.describe_checkpoint`)."""
+        folder = _folder(cfg)
+        model = read_folder(folder, cfg)
+        size, limit = model.vision.image_size, get_prompt_format(cfg, model, folder).max_tokens
+        return [
+            ("statistics", f"{cfg.unnorm_key or 'the only data set'}; {cfg.normalization}"),
+            ("tokenizer", f"{folder / TOKENIZER_FILE}; prompts of at most {limit} tokens"),
+            ("images", f"{size}x{size} pixels, RGB, no crop; the model outputs {model.horizon} actions"),
+        ]
+
+    def state_limits(self, cfg: VlaSettings, env: EnvSpec) -> Clip | None:
+        """Return the range of plausible states (see `PolicyFactory.state_limits`)."""
+        affine = read_normalizer(_folder(cfg), cfg, env.state_dim, env.action.dim).state
+        if affine is None:
+            return None
+        shift, reach = np.array(affine.shift), np.array(affine.scale) * _MAX_STATE[cfg.normalization]
+        return shift - reach, shift + reach
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the actor matches the actor in the folder (see `PolicyFactory.compare`)."""
