@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import shlex
+import signal
 import sys
 import textwrap
 import traceback
@@ -49,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 1
     try:
         code = _run(arguments)
-        return code
+    except KeyboardInterrupt:  # Ctrl-C while an error is printed
+        code = 128 + signal.SIGINT
     finally:
         if argv is None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C during the exit would print a traceback
             gc.freeze()  # the collector must not traverse all objects at exit
             exit_with_leftovers(code)
         for stream in (sys.stdout, sys.stderr):
@@ -59,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stream.flush()
             except OSError:  # a closed terminal or full disk must not fail the exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
 
 
 _ERROR = "embodyrl: error: "

@@ -162,8 +162,13 @@ class Supervisor:
         return sum(self._restarts.values())
 
     def start(self, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:
-        """Start workers in parallel; they are ready once `starting` is empty."""
+        """Start workers in parallel; they are ready once `starting` is empty.
+
+        Raises:
+            Interrupted: the run was signalled to stop; the remaining workers are not started.
+        """
         for name, (spec, callback) in specs.items():
+            self._check_stop()  # with launcher=inline, each start takes as long as building a simulator
             self._specs[name] = spec
             self._callbacks[name] = callback
             self.starting.add(name)

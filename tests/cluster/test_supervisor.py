@@ -1,16 +1,19 @@
 """Error messages for dead workers."""
 
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from embodyrl.channels.messages import WorkerReady
 from embodyrl.cluster import supervisor
 from embodyrl.cluster.inline import InlineLauncher
 from embodyrl.cluster.protocol import FaultSettings, WorkerDied
 from embodyrl.cluster.supervisor import _build_worker_error
-from embodyrl.errors import WorkerError
+from embodyrl.errors import Interrupted, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
@@ -21,6 +24,33 @@ def test_traceback_is_shown_only_for_unknown_causes(code: int, shown: bool):
     assert ("Traceback" in str(error)) == shown
     assert "Log: policy.log" in str(error)
     assert error.exit_code == (4 if shown else code)
+
+
+class SignallingWorker:
+    """Worker whose construction creates a file, and for a policy sends Ctrl-C to this process."""
+
+    def __init__(self, init: str) -> None:
+        Path(init).touch()
+        if Path(init).name == "policy":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def ready(self) -> WorkerReady:
+        return WorkerReady(task_limit=None)
+
+    def close(self) -> None:
+        pass
+
+
+def test_signal_during_the_start_of_a_worker_starts_no_other_worker(tmp_path: Path):
+    one = supervisor.Supervisor(InlineLauncher(tmp_path), FaultSettings(), lambda line: None)
+    specs: dict[str, Any] = {
+        name: (WorkerSpec(name=name, entry="test_supervisor:SignallingWorker", init=str(tmp_path / name)), print)
+        for name in ("policy", "env_0")
+    }
+    with one.signals(), pytest.raises(Interrupted):
+        one.start(specs)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    one.stop()
 
 
 def test_restart_delay_increases_with_each_restart(monkeypatch: pytest.MonkeyPatch):

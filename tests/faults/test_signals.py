@@ -129,6 +129,21 @@ def test_signal_during_worker_start_exits_cleanly(start, tmp_path, signum, code)
     assert not (tmp_path / "run" / "lock").exists()
 
 
+def test_repeated_ctrl_c_prints_no_traceback(start, tmp_path):
+    command = start("runner.max_steps=10000")
+    command.wait_for(tmp_path / "run" / "metrics.jsonl", lines=1)
+
+    def has_ended() -> bool:
+        if command.process.poll() is None:
+            command.signal_group(signal.SIGINT)
+        return command.process.poll() is not None
+
+    assert wait_until(has_ended, 60)
+    assert command.wait() == 130
+    assert "Traceback" not in command.printed, command.printed
+    assert "ignored" not in command.printed, command.printed
+
+
 @pytest.mark.parametrize("kind", [pytest.param("hang", marks=pytest.mark.slow), "spin"])
 def test_ctrl_c_interrupts_a_hanging_inline_simulator(start, tmp_path, kind):
     marker = tmp_path / "marker"
