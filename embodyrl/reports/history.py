@@ -125,7 +125,7 @@ def _is_within(path: Path, folder: Path) -> bool:
     """Return True if a file is inside a folder after links are resolved."""
     # Untrusted run folder: a link must not expose a file of this machine.
     try:
-        return inside(folder, path).is_file()
+        return inside(folder, path.relative_to(folder)).is_file()
     except (OSError, ValueError):
         return False
 
