@@ -223,6 +223,8 @@ def _training_problems(cfg: Config) -> Iterator[str]:
             "critic.path: a separate critic works with one actor rank and without runner.deterministic=true. Set "
             "actor.fsdp.size=1 and runner.deterministic=false, or use the policy's value head."
         )
+    if cfg.runner.profile is not None and LAUNCHERS.get(cfg.launcher.name).spans_hosts:
+        yield f"runner.profile works on one host: remove runner.profile, or launcher={cfg.launcher.name}."
     if cfg.runner.resume_dir is not None and cfg.ckpt is not None:
         yield (
             f"ckpt={cfg.ckpt} and runner.resume_dir={cfg.runner.resume_dir}: a resumed run loads its own "

@@ -22,7 +22,9 @@ class CommandSections:
 
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
-_LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
+_LOOP = (
+    "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir runner.profile"
+)
 """Keys of the training loop, separated by spaces."""
 _RUN = "trust model runner launcher actor faults"
 """Sections that every command with workers uses, separated by spaces."""
@@ -74,7 +76,7 @@ _SFT = CommandSections(
     sections=f"{_RUN} checkpoint data objective",
     needs={
         "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
-        "faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
+        "runner.profile faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
         "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
         "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
     },
@@ -85,6 +87,7 @@ _DAGGER = CommandSections(
     needs={
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
         "never: the labels are imitated": "objective.name",
+        "never: only `embodyrl train` is profiled": "runner.profile",
         "never: the same command resumes an incomplete run": "runner.on_existing runner.resume_dir",
     }
     | _SAMPLED

@@ -77,6 +77,9 @@ class RunnerSettings(Settings):
     """Produce bit-for-bit equal results for the same seed and any number of workers. Inference batches are padded."""
     trace: bool = False
     """Write a timeline of the processes to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
+    profile: Count | None = None
+    """Training step, counted from the start of the process, whose Python functions and torch operators are recorded;
+    implies runner.trace=true. Not available with launcher=ray."""
     logger: LoggerSettings = LoggerSettings()
 
 

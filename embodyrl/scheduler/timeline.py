@@ -15,6 +15,7 @@ from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest
 from embodyrl.cluster.protocol import Message
 from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.workers.profiling import Profiler, read_profiles
 
 _TRACE_LIMIT = 500_000
 """Maximum number of spans in the trace, about 100 MB of JSON."""
@@ -40,7 +41,8 @@ class Span(NamedTuple):
 class Timeline:
     """Records a span for each request, for utilisation metrics and a trace (see `RequestObserver`).
 
-    A worker runs one request at a time, so a span starts when the previous span ends.
+    A worker runs one request at a time, so a span starts when the previous span ends. The trace of a profiled step
+    (runner.profile) also contains Python functions and torch operators.
     """
 
     clock_metrics = CLOCK_METRICS
@@ -52,13 +54,16 @@ class Timeline:
         env_workers: Sequence[str],
         arena: Arena,
         trace: Path | None = None,
+        profiled_step: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_envs = num_envs
         self._env_workers = env_workers
         self._arena = arena
         self._clock = clock
-        self._start_time = clock()
+        self._start_time, self._start_epoch_us = clock(), time.time() * 1e6
+        self._num_steps, self._profiled_step = 0, profiled_step
+        self._profiler = Profiler("driver", trace.parent) if trace and profiled_step else None
         self._pending: dict[str, deque[tuple[str, float, int]]] = {}
         self._free_since: dict[str, float] = {}
         self._step_start = 0.0
@@ -68,7 +73,10 @@ class Timeline:
         self._trace: list[Span] = []
 
     def begin(self) -> None:
-        """Clear the spans of the previous step at the start of a training step."""
+        """Clear the spans of the previous step at the start of a training step, and start its profile."""
+        self._num_steps += 1
+        if self._profiler and self._num_steps == self._profiled_step:
+            self._profiler.begin_step()
         self._step_start = self._now()
         self._step.clear()
         self._staleness.clear()
@@ -111,8 +119,10 @@ class Timeline:
         `policy_waits_for_env`: fraction of time in which the policy was idle while an env worker was busy.
         `env_waits_for_policy`: fraction of time in which an env worker was idle while the policy was busy, averaged
         over env workers. `staleness/k`: fraction of chunks that were k weight versions old when trained on;
-        `staleness_mean`: mean of k.
+        `staleness_mean`: mean of k. Ends the profile of the step.
         """
+        if self._profiler:
+            self._profiler.end_step()
         total = self._staleness.total()
         result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
         if total:
@@ -154,6 +164,8 @@ class Timeline:
 
     def close(self) -> None:
         """Write the trace in the Chrome trace format, with a track per worker, unless there are no spans."""
+        if self._profiler:
+            self._profiler.end_step()
         if self._file is None or not self._trace:
             return
         tracks = {
@@ -166,6 +178,8 @@ class Timeline:
             start, end = round(s.start * 1e6), round(s.end * 1e6)
             place = {"pid": 1, "tid": tracks[s.worker], "ts": start, "dur": end - start}
             events.append({"ph": "X", "name": s.name, **place, "args": {"size": s.size, **s.detail}})
+        if self._profiler:
+            events += read_profiles(self._file.parent, self._start_epoch_us)
         write_atomically(self._file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
     def _now(self) -> float:
@@ -202,7 +216,10 @@ def _total_length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def open_timeline(run_plan: RunPlan, arena: Arena, log_dir: Path) -> Timeline:
-    """Return the timeline of a run, with a trace file if `runner.trace` is set."""
+    """Return the timeline of a run, with a trace file if `runner.trace` or `runner.profile` is set."""
     names = [worker.name for worker in run_plan.env_workers]
-    trace = log_dir / "trace.json" if run_plan.cfg.runner.trace else None
-    return Timeline(num_envs=run_plan.num_envs, env_workers=names, arena=arena, trace=trace)
+    runner = run_plan.cfg.runner
+    trace = log_dir / "trace.json" if runner.trace or runner.profile else None
+    return Timeline(
+        num_envs=run_plan.num_envs, env_workers=names, arena=arena, trace=trace, profiled_step=runner.profile
+    )

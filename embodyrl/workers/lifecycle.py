@@ -27,6 +27,7 @@ from embodyrl.learners.settings import ActorSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.process_cleanup import end_children_at_exit, signal_at_parents_end, skip_destructors
+from embodyrl.workers.profiling import Profiler
 
 _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -144,11 +145,14 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     _set_up_process(spec, log_path)
     channel = PipeChannel(connection)
     worker: Worker | None = None
+    profiler = None if log_path is None else Profiler(spec.name, Path(log_path).parent)
     code = 0
     try:
         worker = spec.build()
         channel.put(worker.ready())
         while (request := channel.get(_IDLE_LIMIT_S)) is not None:
+            if profiler is not None:
+                profiler.update()
             for reply in worker.handle(request):
                 channel.put(reply)
             if log_path is not None:
@@ -166,6 +170,8 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     # Destructors of renderers print errors; everything is saved.
     skip_destructors(code)
     try:
+        if profiler is not None:
+            profiler.close()
         if worker is not None:
             worker.close()
     finally:

@@ -112,6 +112,38 @@ def test_run_logs_utilisation_and_writes_a_trace(tmp_path):
         assert all(a + length <= b for (a, length), (b, _) in pairwise(own)), "a worker does one thing at a time"
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("launcher", ["local", "inline"])
+def test_profile_adds_functions_and_operators_of_one_step_to_the_trace(tmp_path, launcher):
+    run = train_toy(
+        tmp_path,
+        f"launcher={launcher}",
+        "launcher.env_workers=1",
+        "runner.profile=2",
+        "runner.max_steps=3",
+        "algorithm.entropy_bonus=0.01",
+    )
+    logs = run / "logs" / "attempt_1"
+    assert not [*logs.glob("profile*")], "all profiles are in the trace"
+    events = json.loads((logs / "trace.json").read_text())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(processes.values()) == (["driver", "env_0", "policy"] if launcher == "local" else ["driver"])
+    functions = {(processes[e["pid"]], e["name"].split()[0]) for e in events if e.get("cat") == "python"}
+    policy, env = ("policy", "env_0") if launcher == "local" else ("driver", "driver")
+    assert ("driver", "_Training._loop") in functions
+    if launcher == "local":
+        assert {(policy, "worker_main"), (env, "worker_main")} <= functions
+    operators = [e for e in events if e.get("cat") == "cpu_op"]
+    assert {processes[e["pid"]] for e in operators} == {policy}
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["pid"] == 1}
+    updates = [e for e in events if e["ph"] == "X" and e["name"] == "update" and tracks.get(e["tid"]) == "policy"]
+    backward = [e["ts"] for e in operators if "convolution_backward" in e["name"]]
+    assert len(updates) == 3
+    assert backward
+    start = updates[1]["ts"]
+    assert all(start <= time <= start + updates[1]["dur"] for time in backward), "only step 2 is profiled"
+
+
 def test_deterministic_runs_log_time_metrics_separately(tmp_path):
     run = train_toy(tmp_path, "runner.deterministic=true", "runner.max_steps=1")
     (row,) = rows(run)
