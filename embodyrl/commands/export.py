@@ -17,7 +17,7 @@ from embodyrl.files import read_json, replace_atomically
 from embodyrl.hub import convert_hub_errors
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
-from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG
+from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG, find_start_folder
 from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
@@ -52,7 +52,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     source = store.path(step) / POLICY_FOLDER
     with replace_atomically(out) as scratch:
         if cfg.model.adapted:
-            _save_merged(cfg, source, scratch)
+            _save_merged(cfg, run, source, scratch)
             if (source / INPUTS_FILE).is_file():
                 shutil.copyfile(source / INPUTS_FILE, scratch / INPUTS_FILE)
         else:
@@ -64,8 +64,10 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     return out
 
 
-def _save_merged(cfg: Config, source: Path, target: Path) -> None:
-    export_policy(cfg.model, _training_env_spec(cfg), source, target)
+def _save_merged(cfg: Config, run: Path, source: Path, target: Path) -> None:
+    start = find_start_folder(run)
+    model = cfg.model if start is None else cfg.model.model_copy(update={"path": str(start)})
+    export_policy(model, _training_env_spec(cfg), source, target)
 
 
 def _training_env_spec(cfg: Config) -> EnvSpec:

@@ -143,13 +143,16 @@ def merge_with_base(
     return [*unsaved, *saved, *(s for s in file_settings if _is_set_by(s, groups) and s.key not in fixed_keys)]
 
 
-def _with_own_statistics(saved: Sequence[Setting], start: Path) -> list[Setting]:
-    """Replace `model.path` by the copy of the initial weights with statistics of the run's data, if there is one."""
-    is_complete = start.is_dir() and all(path.exists() for path in start.iterdir())
-    return [
-        replace(setting, value=str(start)) if is_complete and setting.key == "model.path" else setting
-        for setting in saved
-    ]
+def find_start_folder(run: Path) -> Path | None:
+    """Return the copy of the initial weights with statistics of the run's data; None: missing or incomplete."""
+    start = run / START_FOLDER
+    return start if start.is_dir() and all(path.exists() for path in start.iterdir()) else None
+
+
+def _with_own_statistics(saved: Sequence[Setting], run: Path) -> list[Setting]:
+    """Replace `model.path` by the start folder of the run, if there is one."""
+    start = find_start_folder(run)
+    return [replace(s, value=str(start)) if start and s.key == "model.path" else s for s in saved]
 
 
 def _find_complete_weights(base: Path, saved: Sequence[Setting]) -> Path | None:
@@ -176,7 +179,7 @@ def _base_settings(
     These are all settings except the sections of command-line groups. `train` inherits only environment and model from
     a run of another command.
     """
-    saved = _with_own_statistics(read_saved(base), base.parent / START_FOLDER)
+    saved = _with_own_statistics(read_saved(base), base.parent)
     command_of_run = infer_command(saved)
     if (folder := _find_complete_weights(base, saved)) is not None:
         complete_values = {"model.path": str(folder), "model.is_lora": False, "model.lora.path": None}

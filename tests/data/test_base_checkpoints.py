@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from settings import model_of
 
 from embodyrl import load_policy
+from embodyrl.commands.export import export
 from embodyrl.commands.sft import sft
 from embodyrl.commands.sft_setup import sft_banner_lines
 from embodyrl.data.reader import load_demonstrations
@@ -44,6 +45,9 @@ SHORT = (
     *("launcher=inline", "runner.max_steps=1", "runner.save_interval=1", "runner.val_check_interval=-1"),
     *("actor.global_batch_size=2", "actor.micro_batch_size=2", "data.val_share=0", "runner.logger.backends=[jsonl]"),
 )
+
+TABLETOP = ("env=tabletop", "env.init_params={camera_names: [front], camera_heights: 32, camera_widths: 32}")
+"""An environment with the sizes of the user's data."""
 
 
 @pytest.fixture(scope="module")
@@ -194,17 +198,36 @@ def test_sft_replaces_the_statistics_of_the_base(model: str, statistics: str, da
     assert dict(sft_banner_lines(cfg))["model"].startswith(str(base))
     run = sft(cfg).run
     check_statistics(run / "checkpoints" / "step_000001" / "policy", data)
-    tabletop = ["env=tabletop", "env.init_params={camera_names: [front], camera_heights: 32, camera_widths: 32}"]
-    policy = load_policy(run, *tabletop).policy
+    check_actions(run)
+    if statistics == "several_robots":
+        with pytest.raises(EmbodyError, match="aloha"):
+            load_policy(run, *TABLETOP, f"model.path={base}")
+
+
+def check_actions(folder: Path) -> None:
+    """Check that the policy of a run or an export uses the statistics of the data."""
     obs = Observation(
         images=np.zeros((2, 1, 32, 32, 3), np.uint8),
         state=np.zeros((2, WIDTH[STATE]), np.float32),
         instructions=("touch the red block",) * 2,
     )
-    np.testing.assert_allclose(policy.act(obs, noise=None).actions[..., CONSTANT], 0.7, atol=1e-5)
-    if statistics == "several_robots":
-        with pytest.raises(EmbodyError, match="aloha"):
-            load_policy(run, *tabletop, f"model.path={base}")
+    actions = load_policy(folder, *TABLETOP).policy.act(obs, noise=None).actions
+    np.testing.assert_allclose(actions[..., CONSTANT], 0.7, atol=1e-5)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("model", ["openvla_oft", "smolvla"])
+def test_adapters_on_a_base_of_other_robots_are_exported(model: str, data: Path, tmp_path: Path) -> None:
+    base, assets = tmp_path / "base", {"openvla_oft": "openvla_oft_tabletop", "smolvla": "smolvla_tiny_tabletop"}
+    shutil.copytree(ASSETS / assets[model], base)
+    entries = {key: {"action": rows(key, 14), "proprio": rows(key, 14)} for key in ("aloha", "other")}
+    (base / "dataset_statistics.json").write_text(json.dumps(entries))
+    overrides = [f"data.path={data}", "data.gripper=[-1,1]", f"model.path={base}", f"runner.output_dir={tmp_path}"]
+    overrides += [f"model={model}", "model.precision=fp32", "model.num_action_chunks=4", "model.num_images_in_input=1"]
+    run = sft(load_config("sft", [*overrides, "model.is_lora=true", *SHORT])).run
+    export(run, 1, tmp_path / "export")
+    check_statistics(tmp_path / "export", data)
+    check_actions(tmp_path / "export")
 
 
 def check_statistics(folder: Path, data: Path) -> None:
