@@ -98,9 +98,9 @@ def _groups_and_keys(command: str) -> str:
     from embodyrl.cli.output import group_variants
     from embodyrl.config import compose
     from embodyrl.config.settings import format_value
-    from embodyrl.plan.keys import all_keys
+    from embodyrl.plan.schema import choose_classes
 
-    columns, keys = min(100, _columns()), all_keys()
+    columns = min(100, _columns())
     lines = ["groups (group=option; * = default; `embodyrl list envs` describes options):"]
     for group, default in compose.default_options(command).items():
         families = group_variants(group, compose.options(group))
@@ -108,6 +108,11 @@ def _groups_and_keys(command: str) -> str:
         lines.append(_fill(f"  {group:<10}  {', '.join(names)}", columns, 14))
     problems: list[str] = []
     values = {setting.key: setting.value for setting in compose.compose(command, [], [], problems)[2]}
+    keys = choose_classes(command, values, problems)[0].keys
+    if not keys.keys() >= {*_TEXTS["common_keys"]}:  # keys of `embodyrl train` in the help of other commands
+        from embodyrl.plan.keys import all_keys
+
+        keys = all_keys()
     lines += ["", f"common keys (key=value, with the value of plain `embodyrl {command}`):"]
     for name in _TEXTS["common_keys"]:
         value = format_value(values.get(name, keys[name].default))

@@ -46,13 +46,13 @@ class Profiler:
             self.close() if self._sampler else self._start()
 
     def _start(self) -> None:
-        self._sampler = _StackSampler(threading.get_ident())
-        self._sampler.start()
         if "torch" in sys.modules:
             from torch.profiler import profile
 
             self._torch = profile()
             self._torch.start()
+        self._sampler = _StackSampler(threading.get_ident())
+        self._sampler.start()
 
     def close(self) -> None:
         """Stop the profile, if one is running, and write its events to the log folder."""

@@ -53,6 +53,8 @@ def test_wrong_config_prints_one_line_and_exits_2(tmp_path: Path, typed: str, fi
 
 
 HEAVY = ("torch", "gymnasium", "mujoco", "transformers", "rich")
+UNCHOSEN = ("ray", *(f"embodyrl.{name}" for name in ("envs.libero", "envs.gym", "policies.flow", "policies.causal_lm")))
+MAIN = "from embodyrl.cli.main import main; "
 
 
 @pytest.mark.integration
@@ -61,7 +63,9 @@ HEAVY = ("torch", "gymnasium", "mujoco", "transformers", "rich")
     [
         ("import embodyrl.cli.main", ("hydra", "omegaconf", "yaml", "numpy", "pydantic")),
         ("from embodyrl.cli.main import main; main(['train', 'env=libero_11'])", ()),
-        ("from embodyrl.cli.main import main; main(['train', '--help'])", ()),
+        (f"{MAIN}main(['train', '--help'])", UNCHOSEN),
+        (f"{MAIN}main(['train', 'algorithm.group_siz=2'])", UNCHOSEN),
+        (f"{MAIN}main(['show', 'train', 'runner'])", UNCHOSEN),
         ("from embodyrl.cli.main import main; main(['list', 'envs'])", ("numpy", "pydantic", "hydra")),
     ],
 )
