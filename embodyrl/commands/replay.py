@@ -1,15 +1,16 @@
 """Replay of recorded episodes: their actions, executed in the simulator from their initial states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from embodyrl.commands.data_sets import DataSet, convert_source, open_set
 from embodyrl.data.executed_actions import executed_actions
-from embodyrl.data.layout import ACTION, ENVIRONMENT_PATH, OWN, STATE, Source
+from embodyrl.data.layout import ACTION, ENVIRONMENT_PATH, OWN, STATE, STATES_PATH, Source
 from embodyrl.data.rows import find_rows, read_vectors
 from embodyrl.data.settings import Labels
 from embodyrl.envs import ENVS
@@ -18,7 +19,7 @@ from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.environment import env_context
 from embodyrl.plan.saved import read_saved
 from embodyrl.plan.schema import Config
-from embodyrl.types import EpisodeStart, FloatArray
+from embodyrl.types import DoubleArray, EnvSpec, EpisodeStart, FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +56,19 @@ def replay(root: Path, overrides: Sequence[str], count: int | None = None) -> It
     factory, split = ENVS.get(cfg.env.env_type), next(iter(cfg.env.splits.values()))
     if problems := factory.validate(cfg.env):
         raise ConfigError(problems)
+    context, recorded = env_context(cfg), data_set.card.env
+    spec = factory.spec(cfg.env, context)
+    if (recorded.action.dim, recorded.state_dim) != (spec.action.dim, spec.state_dim):
+        raise ConfigError(
+            f"{root} has {recorded.action.dim} numbers per action and {recorded.state_dim} per state, env "
+            f"'{spec.name}' {spec.action.dim} and {spec.state_dim}. Set env= and its keys as in the collection."
+        )
+    sources, initial_states = _find_starts(data_set, rows, spec, can_restore=getattr(factory, "restores_states", False))
     actions, states = _read_vectors(data_set)
-    with closing(factory.make(cfg.env, env_context(cfg))) as env:
-        spec, recorded = env.spec, data_set.card.env
-        if (recorded.action.dim, recorded.state_dim) != (spec.action.dim, spec.state_dim):
-            raise ConfigError(
-                f"{root} has {recorded.action.dim} numbers per action and {recorded.state_dim} per state, env "
-                f"'{spec.name}' {spec.action.dim} and {spec.state_dim}. Set env= and its keys as in the collection."
-            )
-        images = np.zeros((1, len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
-        for row in rows:
-            source = Source(**{field.name: row.get(f"{OWN}{field.name}", -1) for field in fields(Source)})
-            if source.reset_id < 0:
-                raise ConfigError(f"{root}: episode {row['episode_index']} has no recorded initial state.")
-            task = recorded.tasks[source.task_id]
+    images = np.zeros((1, len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
+    with closing(factory.make(cfg.env, replace(context, initial_states=initial_states))) as env:
+        for row, source in zip(rows, sources, strict=True):
             steps = slice(row["dataset_from_index"], row["dataset_to_index"])
-            source = convert_source(source, task, recorded, spec)
             start = EpisodeStart(
                 reset_id=source.reset_id,
                 seed=source.seed,
@@ -83,12 +81,44 @@ def replay(root: Path, overrides: Sequence[str], count: int | None = None) -> It
             result = env.step_chunk([0], actions[None, steps])
             yield ReplayedEpisode(
                 episode=row["episode_index"],
-                task=task,
+                task=recorded.tasks[row[f"{OWN}task_id"]],
                 steps=int(result.valid.sum()),
                 recorded=row.get(f"{OWN}success"),
                 success=bool(result.success.any()),
                 start_difference=float(np.abs(state[0] - states[steps.start]).max(initial=0.0)),
             )
+
+
+def _find_starts(
+    data_set: DataSet, rows: Sequence[Mapping[str, Any]], spec: EnvSpec, *, can_restore: bool
+) -> tuple[list[Source], dict[int, DoubleArray]]:
+    """Return the origin of each episode with numbers of `spec`, and the simulator states of converted data by reset id.
+
+    Raises:
+        ConfigError: the initial state of an episode is not recorded, or the environment cannot restore the state.
+    """
+    recorded, file = data_set.card.env, data_set.root / STATES_PATH
+    converted = {}
+    if can_restore and file.is_file():
+        with np.load(file, allow_pickle=False) as arrays:
+            converted = {int(number): arrays[number] for number in arrays}
+    sources: list[Source] = []
+    states: dict[int, DoubleArray] = {}
+    for row in rows:
+        source = Source(**{field.name: row.get(f"{OWN}{field.name}", -1) for field in fields(Source)})
+        task = recorded.tasks[source.task_id]
+        if source.reset_id >= 0:
+            sources.append(convert_source(source, task, recorded, spec))
+            continue
+        free = [i for i in spec.get_reset_ids(spec.tasks.index(task)) if i not in states] if task in spec.tasks else []
+        if source.trial not in converted or not free:
+            raise ConfigError(
+                f"{data_set.root}: episode {row['episode_index']} ('{task}') has no recorded initial state for env "
+                f"'{spec.name}'. Set the env= of the recording; data of LIBERO (HDF5) must be converted again."
+            )
+        states[free[0]] = converted[source.trial]
+        sources.append(replace(source, reset_id=free[0]))
+    return sources, states
 
 
 def _load_environment(root: Path, overrides: Sequence[str]) -> Config:

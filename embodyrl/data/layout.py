@@ -42,6 +42,8 @@ INFO_PATH, STATS_PATH, TASKS_PATH = "meta/info.json", "meta/stats.json", "meta/t
 CARD_PATH = "meta/embodyrl.json"
 ENVIRONMENT_PATH = "meta/environment.yaml"
 """File with the config of the environment in which the data were recorded."""
+STATES_PATH = "meta/initial_states.npz"
+"""File with the simulator's state before each episode of a converted data set, by number of the episode."""
 STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
 ACTOR = "embodyrl.actor"
 """Column of the data files with the author of each action, a value of `Actor`."""

@@ -10,7 +10,17 @@ from embodyrl import parts
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.registry import Registry, has
-from embodyrl.types import BoolArray, ByteArray, ChunkResult, EnvCosts, EnvSpec, EpisodeStart, FloatArray, IntArray
+from embodyrl.types import (
+    BoolArray,
+    ByteArray,
+    ChunkResult,
+    DoubleArray,
+    EnvCosts,
+    EnvSpec,
+    EpisodeStart,
+    FloatArray,
+    IntArray,
+)
 
 AfterStep = Callable[[int, bool], None]
 """Callback that receives the environment and its success after each executed env step; used to record videos."""
@@ -133,6 +143,8 @@ class EnvContext:
     """Number of actions per chunk of the policy; 0: unknown."""
     suites: tuple[str, ...] = ()
     """Additional suites to evaluate, a subset of the factory's `suites`."""
+    initial_states: Mapping[int, DoubleArray] = field(default_factory=dict)
+    """Simulator states by reset id that replace the environment's own, if the factory sets `restores_states`."""
 
 
 S = TypeVar("S", bound=EnvSettings)
@@ -148,6 +160,8 @@ class EnvFactory(Protocol[S]):
     default."""
     rewards_steps: bool
     """True if the config section `reward` may replace the rewards of the simulator. Optional, False by default."""
+    restores_states: bool
+    """True if episodes can start from `EnvContext.initial_states`. Optional, False by default."""
 
     def validate(self, cfg: S) -> list[str]:
         """Return config errors with fixes, one line each, without importing the simulator."""

@@ -7,13 +7,15 @@ import shutil
 from dataclasses import replace as with_fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from embodyrl.api.environment import make_env
 from embodyrl.cli.main import main
 from embodyrl.commands.data_sets import convert_source, get_episode, open_set
 from embodyrl.commands.replay import replay
 from embodyrl.data.cards import read_card
-from embodyrl.data.layout import ENVIRONMENT_PATH, Card, Source
+from embodyrl.data.layout import ENVIRONMENT_PATH, STATES_PATH, Card, Source
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
@@ -83,7 +85,7 @@ def test_replay_converts_task_and_state_numbers_of_merged_data(demos: Path, tmp_
     ("collected", "changes", "message"),
     [
         ({"labels": "expert"}, {}, "labels of the expert, not the executed actions"),
-        ({}, {"reset_id": -1}, "episode 0 has no recorded initial state"),
+        ({}, {"reset_id": -1}, r"episode 0 \(.*\) has no recorded initial state"),
     ],
 )
 def test_replay_rejects_data_without_actions_or_states(
@@ -92,6 +94,41 @@ def test_replay_rejects_data_without_actions_or_states(
     copy = _copy(demos, tmp_path / "copy", with_fields(read_card(demos), collected=collected), **changes)
     with pytest.raises(ConfigError, match=message):
         list(replay(copy, []))
+
+
+@pytest.mark.sim
+def test_converted_libero_files_are_replayed_from_their_states(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    pytest.importorskip("libero")
+    from embodyrl.envs.libero.install import load_init_states
+
+    words = ["env.render_profile=lean", "env.init_params.camera_heights=64", "env.init_params.camera_widths=64"]
+    env = make_env("libero_object", *words)
+    observation, _ = env.reset(options={"reset_id": 7})
+    (folder := tmp_path / "files").mkdir()
+    with h5py.File(folder / f"{env.layout.tasks[0].replace(' ', '_')}_demo.hdf5", "w") as file:
+        file.create_group("data").attrs["macros_image_convention"] = "opengl"
+        state, stored = np.repeat(observation["state"][None], 2, 0), load_init_states("libero_object", 0)[7]
+        for demo, start in enumerate((stored, stored + 0.01)):
+            arrays = {
+                "actions": np.array([[0.0] * 6 + [-1.0], [0.0] * 6 + [1.0]]),
+                "rewards": np.zeros(2),
+                "states": np.repeat(start[None], 2, 0),
+                "obs/ee_states": state[:, :6],
+                "obs/gripper_states": state[:, 6:],
+                "obs/agentview_rgb": np.zeros((2, 16, 16, 3), np.uint8),
+                "obs/eye_in_hand_rgb": np.zeros((2, 16, 16, 3), np.uint8),
+            }
+            for name, array in arrays.items():
+                file[f"data/demo_{demo}/{name}"] = array
+    out = tmp_path / "set"
+    assert main(["convert", str(folder), str(out)]) == 0
+    same, moved = replay(out, ["env=libero_object", *words])
+    assert (same.start_difference, same.steps, same.success) == (0.0, 2, False)
+    assert moved.start_difference > 1e-3
+    (out / STATES_PATH).unlink()
+    with pytest.raises(ConfigError, match="must be converted again"):
+        list(replay(out, ["env=libero_object", *words]))
 
 
 def test_replay_needs_an_environment_that_fits(demos: Path, tmp_path: Path, capsys) -> None:

@@ -11,6 +11,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from embodyrl.data.conversion.plan import Plan
 from embodyrl.data.conversion.rlds import RldsSource, find_rlds
 from embodyrl.data.conversion.settings import CAMERA, ConversionSettings, Target
 from embodyrl.data.conversion.source import RawEpisode, Source
-from embodyrl.data.layout import CARD_PATH, INFO_PATH, Card, Demonstration, write_file
+from embodyrl.data.layout import CARD_PATH, INFO_PATH, STATES_PATH, Card, Demonstration, write_file
 from embodyrl.data.layout import Source as Origin
 from embodyrl.data.reader import check_gripper
 from embodyrl.data.writer import DatasetWriter
@@ -97,6 +98,9 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         )
     final_card = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
     write_file(partial / CARD_PATH, final_card.to_json().encode())
+    if isinstance(source, Hdf5Source) and (states := source.initial_states()):
+        np.savez(content := BytesIO(), allow_pickle=False, **states)
+        write_file(partial / STATES_PATH, content.getvalue())
     os.replace(partial, out)
     num_converted = len(writer.episodes)
     return ConvertResult(

@@ -30,6 +30,7 @@ from embodyrl.data.conversion.source import (
 )
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, one_line
 from embodyrl.files import natural_sort_key, visible_files
+from embodyrl.types import DoubleArray
 
 SUFFIXES = (".hdf5", ".h5")
 _LIBERO = libero_keys(
@@ -158,6 +159,16 @@ class Hdf5Source:
                         )
                     arrays[column] = demo[column][()]
             yield RawEpisode(number=number, where=where, columns=arrays, instruction=instruction)
+
+    def initial_states(self) -> dict[str, DoubleArray]:
+        """Return the simulator's state before the first action, by number of the episode, if the files contain it."""
+        states: dict[str, DoubleArray] = {}
+        for number, (path, name, _) in enumerate(self._episodes):
+            with _open_file(path, name) as file:
+                demo = _get_group(_get_group(file, "data"), name)
+                if "states" in demo:
+                    states[str(number)] = np.asarray(_get_member(demo, "states")[0], np.float64)
+        return states
 
 
 @contextmanager

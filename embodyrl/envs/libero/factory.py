@@ -194,6 +194,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
     """Factory of the LIBERO suite that `env.task_suite_name` names."""
 
     settings = LiberoSettings
+    restores_states = True
 
     def problems(self, cfg: LiberoSettings) -> Iterator[str]:
         """Yield errors about unknown suites, tasks and cameras."""
@@ -310,6 +311,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             nearest=cfg.expert_grasps is ExpertGrasps.nearest,
             settle_steps=cfg.settle_steps,
             settle_open=cfg.settle_gripper is SettleGripper.open,
+            initial_states=context.initial_states,
         )
         # A fresh installation compiles for many seconds at its first reset: do that at the start of a worker.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)

@@ -2,8 +2,9 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from embodyrl.envs.libero.plus import get_variant
 from embodyrl.envs.libero.simulator import FRONT_CAMERA, SimState, TaskSimulator
 from embodyrl.envs.simulators import SequentialSimulators, SimStep
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+from embodyrl.types import ByteArray, DoubleArray, EnvSpec, FloatArray, ObservationOut
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +125,10 @@ class LiberoSims(SequentialSimulators):
         nearest: bool = False,
         settle_steps: int = 10,
         settle_open: bool = True,
+        initial_states: Mapping[int, DoubleArray] = MappingProxyType({}),
     ) -> None:
         super().__init__(spec)
+        self._initial_states = initial_states
         self._nearest = nearest
         self._options = {
             "lean": lean,
@@ -162,7 +165,8 @@ class LiberoSims(SequentialSimulators):
         if settled := self._settled.get(key):
             simulator.load(settled[0])
         else:
-            solved = self._settle(simulator, task, index, seed)
+            recorded = self._initial_states.get(reset_id)
+            solved = self._settle(simulator, task, index, seed) if recorded is None else simulator.reset(recorded, seed)
             settled = self._settled[key] = simulator.save(), solved
             if len(self._settled) > MAX_SETTLED_STATES:
                 del self._settled[next(iter(self._settled))]
