@@ -382,7 +382,7 @@ class PolicyCosts:
         )
 
     def fragmented(self, samples: float, prompts: float) -> int:
-        """Return the bytes between the tensors of `stored` that malloc does not reuse on CPUs."""
+        """Return the bytes between the tensors of `stored` that malloc cannot reuse (heap fragmentation on CPUs)."""
         tokens = samples * (self.reply_tokens - 1 if self._shares_prompts(samples, prompts) else self.sample_tokens)
         small = sum(fraction for size, fraction in self.tensor_fractions if tokens * size < self.MAPPED_BYTES)
         return int(self.FRAGMENTED_FRACTION * small * self.stored(samples, prompts))

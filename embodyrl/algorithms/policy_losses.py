@@ -32,7 +32,8 @@ SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 def select_scored_columns(values: Any, actions: int, scored: int) -> Any:
     """Select the token values that have a log-probability: [B, K * D] to [B, K * P] (torch or numpy).
 
-    Records of flow and diffusion policies have more tokens than log-probabilities: the first P of each action.
+    Records of flow and diffusion policies have more tokens than log-probabilities: only the first P tokens of each
+    action have one.
 
     Args:
         values: [B, K * D].

@@ -263,7 +263,7 @@ class BufferSettings(AlgorithmSettings):
     learning_starts: Index = 1000
     """Number of chunk samples in the replay buffer before the first update."""
     updates_per_sample: Positive = 1.0
-    """Number of updates per new chunk sample; each update uses actor.global_batch_size samples."""
+    """Number of updates per new chunk in the replay buffer; each update uses actor.global_batch_size samples."""
     demonstrations: list[Path] = []
     """Folders of demonstrations of this environment to mix into training batches. SAC uses the rewards of
     demonstrations."""

@@ -125,7 +125,7 @@ class EnvRequest(Request):
 
     @property
     def label(self) -> str:
-        """Name of the request for log messages and traces: chunk or reset."""
+        """Name of the request in log messages and traces: `chunk` or `reset`."""
         return "chunk" if len(self.env_indices) else "reset"
 
     @property

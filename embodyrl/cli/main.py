@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview, package_commands
-from embodyrl.cli.output import disable_garbage_collection, printable
+from embodyrl.cli.output import disable_garbage_collection, replace_control_characters
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import describe_full_disk, has_room, is_full_disk
 from embodyrl.process_cleanup import exit_with_leftovers
@@ -165,7 +165,7 @@ def _report(lines: list[str], arguments: list[str]) -> None:
 def _print_error(line: str) -> None:
     """Write a line to standard error, if the stream is open."""
     with contextlib.suppress(OSError):
-        print(printable(masked(line)), file=sys.stderr, flush=True)
+        print(replace_control_characters(masked(line)), file=sys.stderr, flush=True)
 
 
 def _open_streams() -> None:

@@ -15,14 +15,14 @@ _FAMILY_SIZE = 10
 """Minimum number of variants that are listed in one line."""
 
 
-def printable(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Replace control characters, which a terminal interprets as commands, with question marks."""
     return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
     """Print `data` as JSON if `--json` is set, otherwise print `lines`."""
-    print(json_text(data) if args.json else printable("\n".join(lines)) + "\n", end="")
+    print(json_text(data) if args.json else replace_control_characters("\n".join(lines)) + "\n", end="")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodyrl.cli.output import printable, show_result
+from embodyrl.cli.output import replace_control_characters, show_result
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EVENTS_FILE
@@ -131,12 +131,12 @@ def _numbers(history: History, evaluation: Evaluation | None) -> RenderableType:
         title = f"{history.name}{': unfinished, episodes so far' * (evaluation is history.unfinished)}"
         table = Table("task", f"{'success' if has_success else 'return'}, 95 % interval", title=title)
         for task in [*dict.fromkeys(row.task for row in evaluation.own), None]:
-            table.add_row(printable(task or "all tasks"), str(evaluation.score(task)))
+            table.add_row(replace_control_characters(task or "all tasks"), str(evaluation.score(task)))
         for suite, score in evaluation.suites.items():
             table.add_row(f"suite {suite}", str(score))
         return table
-    names = {row.task_id: printable(row.task) for row in (evaluation.episodes if evaluation else ())}
+    names = {row.task_id: replace_control_characters(row.task) for row in (evaluation.episodes if evaluation else ())}
     tasks = tuple(names.get(task_id, "") for task_id in range(max(names, default=-1) + 1))
     total = int(history.config["runner"]["max_steps"])
-    events = (printable(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
+    events = (replace_control_characters(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
     return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from embodyrl.cli.output import printable
+from embodyrl.cli.output import replace_control_characters
 from embodyrl.cli.run import compose_with_ckpt, handle_config_flags
 from embodyrl.errors import ConfigError
 from embodyrl.version import __version__
@@ -20,7 +20,7 @@ def serve(args: argparse.Namespace) -> int:
     from embodyrl.serving.serve import serve as start_server
 
     def write_line(line: str) -> None:
-        print(printable(line), file=sys.stderr if args.json else sys.stdout, flush=True)
+        print(replace_control_characters(line), file=sys.stderr if args.json else sys.stdout, flush=True)
 
     write_line(f"embodyrl {__version__} · serve · Ctrl-C ends it")
 

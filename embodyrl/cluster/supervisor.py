@@ -186,7 +186,7 @@ class Supervisor:
 
         Raises:
             Interrupted: the run was signalled to stop.
-            WorkerError: a worker died that is not restarted, or its restarts are used up.
+            WorkerError: a worker died and is not restarted, or its restarts are used up.
         """
         self._check_stop()
         if self._stop.pop_status_request():

@@ -337,7 +337,7 @@ def resolve_initial_weights(cfg: Config, env: EnvSpec) -> Path | None:
     Returns None if `ckpt` is not set, or is the folder from which the policy is built.
 
     Raises:
-        ConfigError: the weights are of another model or for another environment, or would replace an adapter.
+        ConfigError: the weights belong to another model or are for another environment, or would replace an adapter.
         CheckpointError: the path contains no usable weights.
     """
     model = cfg.model

@@ -29,7 +29,7 @@ from embodyrl.data.reader import (
 )
 from embodyrl.data.samples import Samples
 from embodyrl.data.settings import DemonstrationSettings, Objective
-from embodyrl.data.statistics import scaling_stats, scaling_text
+from embodyrl.data.statistics import describe_constant_dimensions, scaling_stats
 from embodyrl.data.tables import read_episodes
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, read_json
@@ -139,7 +139,7 @@ def _demonstrations(cfg: Config, folder: Path) -> SftInputs:
         episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
         actions, states = train.actions[:, train.history - 1], demos.state[steps]
         model = with_statistics(model, folder, env, data_statistics(actions, states, env, episodes))
-        scaling = scaling_text(actions, states)
+        scaling = describe_constant_dimensions(actions, states)
     # An environment of this package may have a gripper that a task does not need.
     is_external = not is_embodyrl_dataset(resolve_asset(str(cfg.demonstrations.path)))
     warnings = (

@@ -20,8 +20,8 @@ from embodyrl.data.layout import (
     SUCCESS,
     UNDESCRIBED,
     Card,
+    dimension_names,
     image_key,
-    number_names,
 )
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_info, read_tasks
@@ -162,7 +162,7 @@ def _build_third_party_card(root: Path, info: dict[str, Any], data: Demonstratio
         raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number. Correct the file.")
     missing = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
     sizes = {STATE: (data.state_key, env.state_dim), ACTION: (data.action_key, env.action.dim)}
-    names_by_column = {name: number_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
+    names_by_column = {name: dimension_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
     names = {name: row for name, row in names_by_column.items() if len(row) == sizes[name][1] > 0}
     return Card(env=env, fps=float(fps), video=kind == "video", without=missing, names=names)
 

@@ -82,7 +82,7 @@ def set_differences(
         return "fps ({:g} and {:g})".format(*rates)
     for key in () if text else (data.action_key, data.state_key):
         features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (first, second)]
-        names = [layout.number_names(feature) for feature in features]
+        names = [layout.dimension_names(feature) for feature in features]
         if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
             return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"
     return text

@@ -153,7 +153,7 @@ def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
     displaced = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
     if len(displaced):
         raise EmbodyError(
-            f"{path} has a variable frame rate: frame {displaced[0]} is displaced by "
+            f"{path} has a variable frame rate: frame {displaced[0]} is off by "
             f"{(times - even)[displaced[0]] / step:+.1f} frames. Encode the video with the frame rate of "
             "meta/info.json."
         )

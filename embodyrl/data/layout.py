@@ -256,7 +256,7 @@ def tasks_table(tasks: list[str]) -> pa.Table:
     return pa.table({"task_index": list(range(len(tasks))), "task": tasks}, schema=schema)
 
 
-def number_names(feature: Mapping[str, Any]) -> list[str]:
+def dimension_names(feature: Mapping[str, Any]) -> list[str]:
     """Return the names of a column's dimensions, stored in the feature as one or several lists; empty without names."""
     names = feature.get("names") or ()
     parts = names.values() if isinstance(names, dict) else [names]

@@ -1,4 +1,4 @@
-"""Samples of SFT: observations with their target actions."""
+"""Samples for SFT: observations with their target actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

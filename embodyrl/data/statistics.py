@@ -54,7 +54,7 @@ def scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, 
     return stats, constant, rare
 
 
-def scaling_text(actions: np.ndarray, states: np.ndarray) -> str:
+def describe_constant_dimensions(actions: np.ndarray, states: np.ndarray) -> str:
     """Name the dimensions that are constant, and those that rarely differ from one value; empty if there are none."""
     dimensions: dict[str, list[str]] = {"constant": [], "rarely different, scaled by min and max": []}
     for part, values in (("action", actions), ("state", states)):

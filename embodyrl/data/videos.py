@@ -53,7 +53,7 @@ class VideoReader:
             self._match_in_order(file, column, parts)
 
     def read(self, column: str, episodes: _Episodes, images: ByteArray) -> None:
-        """Decode the frames of a camera in some episodes into `images` [N, H, W, 3].
+        """Decode a camera's frames of the given episodes into `images` [N, H, W, 3].
 
         If a file has as many frames as its episodes have steps, frames and steps correspond in order. Otherwise, the
         frame of a step is the frame at its time.

@@ -57,7 +57,7 @@ class TrainSplit(EnvSplit):
     """If true, unfinished episodes continue in the next training step (only for algorithms that count env steps, such
     as GAE). Every episode then starts from a separate initial state."""
     use_fixed_reset_state_ids: bool = True
-    """If true, a group, and all episodes of an environment within one rollout epoch, share one reset id."""
+    """If true, all episodes of a group, and of an environment within one rollout epoch, share one reset id."""
     max_steps_per_rollout_epoch: Count | None = None
     """Env steps per environment and rollout epoch for algorithms that count env steps, such as GAE; default:
     max_episode_steps."""

@@ -45,7 +45,7 @@ def select_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list
 
 
 def get_reset_ids(env: EnvSpec, split: EnvSplit, task: int) -> range:
-    """Return the reset ids of a task in the split of training, evaluation or collection.
+    """Return a task's reset ids in the training, evaluation or collection split.
 
     Raises:
         ConfigError: the task has fewer initial states than `state_ids` requires.

@@ -98,14 +98,14 @@ class HumanExpert:
         ranked = sorted(failed, key=lambda e: (-uncertainty(policy, demos, e), e))
         recorded_ids = {row["embodyrl/reset_id"] for row in read_episodes(out)}
         state_ids = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])
-        open_ids = [reset_id for reset_id in state_ids if reset_id not in recorded_ids]
+        remaining_ids = [reset_id for reset_id in state_ids if reset_id not in recorded_ids]
         recording = Recording(out, policy.run_plan, cfg, cfg.env.train.state_ids)
         try:
-            if open_ids:
+            if remaining_ids:
                 self._show_status(
-                    f"{self.handlers.status_text.partition(': ')[2]}; correct {len(open_ids)} failed episodes"
+                    f"{self.handlers.status_text.partition(': ')[2]}; correct {len(remaining_ids)} failed episodes"
                 )
-                self._correct(policy, recording, open_ids)
+                self._correct(policy, recording, remaining_ids)
         finally:
             recording.close()
 

@@ -121,7 +121,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     """Return the differences between the inputs that a policy was trained on and those of an environment.
 
     Args:
-        folder: folder of the weights; without the file there is no check.
+        folder: folder of the weights; nothing is checked if it does not describe its inputs.
         policy: spec of the policy.
         env: spec of the environment.
         renamed: names of the environment's cameras that replace the names in training (`model.cameras`).

@@ -205,7 +205,7 @@ def is_running(run: Path) -> bool:
 
 
 def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[PairedComparison]] | None:
-    """Return a function that compares episodes with the last evaluation of the run `eval.baseline`; None: no such run.
+    """Return a function that compares episodes with the last evaluation of `eval.baseline`; None if the key is not set.
 
     Raises:
         ConfigError: the folder is not a run, has no evaluation, or uses another environment.

@@ -296,7 +296,7 @@ class EventLoop:
 
         Raises:
             Interrupted: the run was signalled to stop.
-            WorkerError: a worker died that is not restarted.
+            WorkerError: a worker died and is not restarted.
         """
         wait_s = self.advance()
         while not condition():

@@ -285,7 +285,7 @@ def find_end_token_problem(template: ChatTemplate, folder: Path, *, parts: bool)
     )
 
 
-def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatTemplate | None) -> list[int]:
+def measure_prompts(prompts: Sequence[str], folder: Path | None, *, template: ChatTemplate | None) -> list[int]:
     """Return the number of tokens of each prompt; without a folder, the number of characters.
 
     Raises:
@@ -355,7 +355,7 @@ def count_turn_tokens(folder: Path | None, *, template: ChatTemplate | None) -> 
         with suppress(RejectedMessages):
             texts = [template.render(turns[:1]), template.render(turns)]
             break
-    lengths = count_tokens(texts, folder, template=template) or [0, 2]
+    lengths = measure_prompts(texts, folder, template=template) or [0, 2]
     return lengths[1] - lengths[0] - 2
 
 

@@ -122,7 +122,7 @@ def complete_messages(messages: Sequence[Message], cfg: RowSettings) -> tuple[Me
     if messages[-1].role == "assistant":
         raise ValueError("the last message is of the assistant, and replies cannot continue it; remove this message")
     if all(m.role == "system" for m in messages):
-        raise ValueError("there is only a system message; add a message of the user")
+        raise ValueError("there is only a system message; add a user message")
     if cfg.prompt_template != "{prompt}" and not users:
         raise ValueError("data.prompt_template needs a message of the user; set data.prompt_template={prompt}")
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
@@ -206,7 +206,9 @@ def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tu
             f"{str(prompt)[:60]!r}. Correct the row, or set data.prompt_key."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{where}, column '{cfg.prompt_key}': {error}. Correct the rows or the key.") from error
+        raise ConfigError(
+            f"{where}, column '{cfg.prompt_key}': {error}. Correct the rows, or set data.prompt_key."
+        ) from error
     key = cfg.answer_key
     try:
         reference, rejected = read_answer(answer, prompt_messages), None

@@ -19,8 +19,8 @@ from embodyrl.text.chat import (
     ChatTemplate,
     RejectedMessages,
     control_tokens,
-    count_tokens,
     count_turn_tokens,
+    measure_prompts,
     remove_controls,
     unknown_warnings,
 )
@@ -137,7 +137,7 @@ def open_rows(
     controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
         prompts = [render_prompt(row, template, controls) for row in all_rows]
-        lengths = count_tokens(prompts, tokenizer, template=template)
+        lengths = measure_prompts(prompts, tokenizer, template=template)
         row_indices = row_indices[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
         turn_tokens = count_turn_tokens(tokenizer, template=template)
@@ -352,7 +352,7 @@ def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> T
         try:
             raw = replace(raw, messages=complete_messages(raw.messages, cfg))
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}. Correct the rows or the key.") from error
+            raise ConfigError(f"{where}: {error}. Correct the rows, or set data.prompt_key.") from error
         return _add_images(raw, read_images(raw.pictures, folder, where, cfg.max_image_edge), where)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: a row must be an object with columns, but is {str(raw)[:60]!r}.")

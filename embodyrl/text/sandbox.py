@@ -132,7 +132,7 @@ def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds
     """Run a program once for each test, all within `seconds`; return the outcome of each test.
 
     A test is Python code that uses names of the program and runs in a separate process, or an `input` with the expected
-    `output` of the program. Trailing blanks of the output are ignored. Each test that fails because it needs an
+    `output` of the program. Trailing whitespace of the output are ignored. Each test that fails because it needs an
     operation that the sandbox refuses gives a `RejectedTest` warning.
     """
     seconds_per_test = max(1.0, seconds / len(tests))

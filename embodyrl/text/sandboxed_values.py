@@ -154,7 +154,7 @@ class Values:
             update(container, items)
 
     def pack(self, value):
-        """Return a value as JSON data: plain data by value, containers and other objects by number."""
+        """Encode a value as JSON: plain data by value, containers and other objects as numeric reference ids."""
         kind = type(value)
         name = kind.__name__
         if value is None or kind in (bool, float, str) or (kind is int and abs(value) < 1 << 64):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embodyrl.commands.sft_setup import data_statistics
-from embodyrl.data.statistics import scaling_text
+from embodyrl.data.statistics import describe_constant_dimensions
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.small.config import read_bounds
 from embodyrl.policies.flow.vla.folder import read_normalizer
@@ -135,10 +135,10 @@ def test_constant_actions_have_no_log_probability(mode: str, folder: Path) -> No
 
 
 def test_banner_names_constant_and_rare_dimensions() -> None:
-    assert scaling_text(data(), data()[:, :2]) == (
+    assert describe_constant_dimensions(data(), data()[:, :2]) == (
         "constant: action[1], action[4], state[1] · rarely different, scaled by min and max: action[2], action[3]"
     )
-    assert scaling_text(data()[:, :1], data()[:, :0]) == ""
+    assert describe_constant_dimensions(data()[:, :1], data()[:, :0]) == ""
 
 
 def test_ordinary_statistics_are_unchanged() -> None:

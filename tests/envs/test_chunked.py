@@ -59,7 +59,7 @@ def test_success_at_the_last_allowed_step_is_terminated_not_truncated():
     assert not result.truncated.any()
 
 
-def test_ignored_terminations_truncate_and_keep_success():
+def test_episode_with_ignored_terminations_ends_at_the_limit_and_keeps_success():
     _, env = make(steps_of([0, 1, 0, 1, 1], success=[1, 3, 4], terminated=[1, 3, 4]))
     env.reset([0], [start(limit=5, ignore=True)])
     result = env.step_chunk([0], chunk(1, 8))

@@ -313,7 +313,7 @@ def test_video_without_images_is_refused():
     assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(renders_images=False)).simulator.renders
 
 
-def test_time_limit_defaults_to_the_run_limit():
+def test_time_limit_defaults_to_max_episode_steps():
     assert (
         ENVS.get("gym").spec(config(COUNTER), EnvContext()).max_episode_steps == config(COUNTER).train.max_episode_steps
     )

@@ -207,7 +207,7 @@ def test_images_of_another_dtype_are_read(kind):
 @pytest.mark.parametrize(
     ("shape", "high", "doubted"), [((3, 3), 2, False), ((6, 7, 2), 1, False), ((64, 64, 3), 1, True)]
 )
-def test_byte_arrays_with_other_bounds_are_read_as_state(shape, high, doubted):
+def test_uint8_arrays_without_image_bounds_are_read_as_state(shape, high, doubted):
     from embodyrl.envs.check.observations import warnings
 
     space = spaces.Box(0, high, shape, np.uint8)

@@ -72,7 +72,7 @@ def test_time_left_includes_validations_and_unlogged_steps(tmp_path: Path):
     ]
 
 
-def test_non_terminal_lines_are_plain_and_unwrapped(tmp_path: Path):
+def test_console_output_without_a_terminal_is_plain_and_unwrapped(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, INFO)

@@ -20,11 +20,11 @@ from embodyrl.text.chat import (
     ChatTemplate,
     RejectedMessages,
     control_tokens,
-    count_tokens,
     count_turn_tokens,
     find_end_token_problem,
     find_roles_problem,
     get_opened_tag,
+    measure_prompts,
     remove_controls,
 )
 from embodyrl.text.dataset import open_rows
@@ -79,7 +79,7 @@ def test_chat_template_matches_transformers(template: str, tmp_path: Path):
         wanted = tokenizer.apply_chat_template(messages(*roles), tokenize=False, add_generation_prompt=True)
         assert read.render(messages(*roles)) == wanted
         ids = tokenizer.apply_chat_template(messages(*roles), add_generation_prompt=True, return_dict=False)
-        assert count_tokens([wanted], place, template=read) == [len(ids)]
+        assert measure_prompts([wanted], place, template=read) == [len(ids)]
 
 
 @pytest.mark.parametrize(

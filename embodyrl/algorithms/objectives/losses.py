@@ -1,4 +1,4 @@
-"""Policy losses in addition to `ppo_clip`; see `algorithms/policy_losses.py` for the notation."""
+"""Policy losses other than `ppo_clip`; see `algorithms/policy_losses.py` for the notation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class FunctionalSims(Simulators):
         self._current: StepResult = self._reset.all(self._ids.copy())
 
     def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start an episode in each of the environments; all other environments keep their state."""
+        """Start an episode in each given environment; the other environments keep their state."""
         self._ids[env_indices], self._step_counts[env_indices] = reset_ids, 0
         self._current = self._reset.masked(self._current, self._get_mask(env_indices), self._ids.copy())
 

@@ -12,7 +12,7 @@ from embodyrl.types import EnvSpec
 
 _BUILD_S = 600.0
 """Time limit for building and testing one environment; simulators that load assets take minutes."""
-_CLOSE_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 """Time limit for threads and child processes to end after `close`."""
 
 
@@ -44,6 +44,6 @@ def _is_loaded(cfg: GymSettings) -> bool:
 def describe_and_check_close(cfg: GymSettings, renders: bool) -> EnvSpec:
     """Return the spec of an environment, with a warning if threads or processes outlive its `close`."""
     spec = describe_in_process(cfg, renders)
-    remaining = wait_for_leftovers(_CLOSE_S)
+    remaining = wait_for_leftovers(_CLOSE_TIMEOUT_S)
     warning = f"{remaining} did not end with the environment's close(); fix: stop threads and processes in close()"
     return replace(spec, warnings=(*spec.warnings, warning)) if remaining else spec

@@ -1,4 +1,4 @@
-"""Installation checks that do not import LIBERO, preparation of the process, and the benchmark's task lists."""
+"""Installation checks without importing LIBERO, set-up of the process before the import, and lists of tasks."""
 
 import contextlib
 import ctypes.util

@@ -45,7 +45,7 @@ class Variant:
 
 
 def remove_plus_axis(suite: str) -> str:
-    """Return the base suite of a LIBERO-Plus suite, or another suite unchanged.
+    """Return the base suite of a LIBERO-Plus suite; return any other suite name unchanged.
 
     >>> remove_plus_axis("libero_goal_camera"), remove_plus_axis("libero_goal_swap")
     ('libero_goal', 'libero_goal_swap')

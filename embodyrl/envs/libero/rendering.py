@@ -1,6 +1,6 @@
 """Rendering of a LIBERO task with lean visuals: less work for a software renderer, and the same pixels.
 
-A software renderer spends most of its time on vertices. Lean models have no shadows and reflections, so the pixels of a
+A software renderer spends most of its time on vertices. Lean models have no shadows or reflections, so the pixels of a
 geom depend only on the geom, the lights and the camera, and three kinds of work can be skipped:
 
 - geoms whose bounding box is outside the view of the camera,

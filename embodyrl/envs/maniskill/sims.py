@@ -215,7 +215,7 @@ class BatchSims(_BaseSims):
         self._observations: list[np.ndarray] = []
 
     def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start the episodes of the reset ids, which are the seeds of all randomness."""
+        """Start an episode for each reset id, which seeds all randomness."""
         reset_id_by_env = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
         self._info = restart_rows(self._cfg, self._env, reset_id_by_env, self.spec.cameras.names)
         for env_index in reset_id_by_env:

@@ -46,7 +46,7 @@ class Phase(IntEnum):
 
 
 class TransferExpert:
-    """Expert of transfer_cube: the right arm lifts the cube, and the left arm grasps it."""
+    """Scripted expert of transfer_cube: the right arm lifts the cube and hands it to the left arm."""
 
     def __init__(self, model: Any, data: Any) -> None:
         """Read the state of the simulation from `data`, a MuJoCo MjData that is never changed."""

@@ -116,7 +116,7 @@ class BlockFrame(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._build_observation(), reward, terminated, truncated, info
 
     def expert_action(self) -> FloatArray:
-        """Return the expert's displacement [2] in the block's frame."""
+        """Return the expert's action, a displacement [2] in the block's frame."""
         agent, rotation_matrix = self._get_agent()
         action = rotation_matrix.T @ (self.env.get_wrapper_attr("expert_action")() - agent)
         return np.clip(action, -_MAX_DISPLACEMENT, _MAX_DISPLACEMENT).astype(np.float32)

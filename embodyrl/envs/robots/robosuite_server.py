@@ -61,7 +61,7 @@ class Task:
         self._observation_dict: dict[str, Any] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Return a dict with the state dimension, the action bounds, and `expert`: True with a scripted expert."""
+        """Return the state dimension, the action bounds, and `expert`: True if the task has a scripted expert."""
         low, high = self._env.action_spec
         self._observation_dict = self._env.reset()
         return {

@@ -215,7 +215,7 @@ class ServedReference(_Server):
             if len(reply_logprobs) < len(reply) or not all(isinstance(value, float | int) for value in reply_logprobs):
                 raise EmbodyError(
                     f"The server at {self.key}={self._url} returns no log-probabilities of prompt tokens "
-                    "(`echo` with `logprobs`), as vLLM does. Use algorithm.reference_path."
+                    "(`echo` with `logprobs`). Use a server such as vLLM, or algorithm.reference_path."
                 )
             logprob_rows[row, : len(reply)] = reply_logprobs
         logprob = torch.from_numpy(logprob_rows)

@@ -157,7 +157,7 @@ def find_layout(keys: Iterable[str], where: Path) -> Layout:
     first = min(names, default="none")
     raise CheckpointError(
         f"{where}: its {len(names)} weights (first name: '{first}') match no known layout. Known layouts: "
-        f"{', '.join(layout.name for layout in LAYOUTS)}. The weights are of another model, or shards are missing; "
+        f"{', '.join(layout.name for layout in LAYOUTS)}. The weights belong to another model, or shards are missing; "
         "use another checkpoint."
     )
 

@@ -155,7 +155,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         return costs if shape is None else steering_costs(costs, shape)
 
     def steering(self, cfg: S, config: C) -> SteeringShape | None:
-        """Return the input and output sizes of the actor on a frozen network; None: the network itself is trained."""
+        """Return the sizes of the actor on top of a frozen network; None if the network itself is trained."""
         if not cfg.is_steered:
             return None
         return steering_shape(cfg, config, self.features(config), self.num_actor_values(cfg, config))

@@ -93,7 +93,7 @@ class HeadedModule(nn.Module):
             self.value_head = nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))
 
     def add_actor(self, shape: SteeringShape) -> None:
-        """Add an actor on the frozen network."""
+        """Add a trainable actor on top of the frozen network."""
         if shape.proposes:
             self.residual_actor = SteeringActor(shape, gain=0.0)
         else:

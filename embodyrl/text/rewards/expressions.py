@@ -21,7 +21,7 @@ _MAX_PARTS = 40
 
 
 def equal_expressions(answer: str, reference: str, prompt: str) -> bool:
-    r"""Return True if an answer has the value of the reference and is not a part of the prompt in another form.
+    r"""Return True if an answer equals the reference and does not merely restate an expression of the prompt.
 
     A reference in `\text{}` or of several letters is compared as words, and a single letter as a choice.
     """

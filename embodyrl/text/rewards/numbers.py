@@ -131,7 +131,7 @@ def first_number(text: str) -> Number | None:
 
 
 def only_number(text: str) -> Number | None:
-    """Return the number of a text that contains only a number and optionally `x =` and a unit; else None."""
+    """Return the number in a text of only a number, with an optional `x =` and unit; otherwise None."""
     if _UNEQUAL.search(text):
         return None
     *earlier, text = _SIDES.split(text)

@@ -16,7 +16,7 @@ _READS_INPUT = re.compile(r"\binput\(|\bstdin\b|open\(0")
 
 
 def find_program(response: str, tests: Sequence[Test]) -> str:
-    """Return the program of a reply: of its Python blocks, the last that defines a name of the tests.
+    """Return the program of a reply: of its Python blocks, the last that defines a name that the tests use.
 
     For tests of output, the last block that reads the input is preferred. Earlier blocks that define names which the
     block uses are included. Blocks without a language count only if no block is marked as Python.

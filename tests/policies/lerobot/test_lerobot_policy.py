@@ -58,7 +58,7 @@ def test_diffusion_chain_log_probs_match_the_samples(sampler, steps, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lerobot_rows_are_batch_independent(kind, tmp_path):
+def test_lerobot_actions_do_not_depend_on_the_batch(kind, tmp_path):
     env = SEEN["images"]
     policy, obs = build(kind, tmp_path, env), observe(env, 4)
     noise = noise_for(policy, 4)

@@ -199,7 +199,7 @@ def test_tiny_preset_action_distribution_starts_near_uniform(make_policy):
     assert not np.array_equal(a, c)
 
 
-def test_tiny_preset_can_learn_images_and_tasks(make_policy):
+def test_tiny_preset_learns_to_use_images_and_instructions(make_policy):
     """Four samples with different targets are fitted in 30 steps, which requires images and instructions."""
     policy = make_policy(TINY, temperature=1.0)
     tasks = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")

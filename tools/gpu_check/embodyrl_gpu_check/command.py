@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.cli.doctor.probes import installed_version
-from embodyrl.cli.output import printable, show_result
+from embodyrl.cli.output import replace_control_characters, show_result
 from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
@@ -65,7 +65,7 @@ def check_gpus(args: argparse.Namespace) -> int:
         report["checks"].append(entry)
         write_atomically(path, json_text(report))
         if not args.json:
-            print(printable(_format_line(entry)), flush=True)
+            print(replace_control_characters(_format_line(entry)), flush=True)
     rates_text = _save_rates(report, path)
     report["rates"] = rates_text
     write_atomically(path, json_text(report))

@@ -13,7 +13,7 @@ from embodyrl.policies.flow.vla.folder import (
     check_prompts,
     find_warnings,
     get_prompt_format,
-    read_folder,
+    read_flow_spec,
     read_normalizer,
 )
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
@@ -55,7 +55,7 @@ class VlaFactory:
             CheckpointError: a file is missing or malformed.
         """
         folder = _folder(cfg)
-        model = read_folder(folder, cfg)
+        model = read_flow_spec(folder, cfg)
         if problems := _mismatches(cfg, model, env):
             raise ConfigError(problems)
         read_normalizer(folder, cfg, env.state_dim, env.action.dim)
@@ -91,13 +91,13 @@ class VlaFactory:
 
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate size and memory from the checkpoint's config.json."""
-        model = read_folder(_folder(cfg), cfg)
+        model = read_flow_spec(_folder(cfg), cfg)
         return add_actor_costs(estimate_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
 
     def describe_checkpoint(self, cfg: VlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
         """Return lines (label, text) about the files (see `PolicyFactory.describe_checkpoint`)."""
         folder = _folder(cfg)
-        model = read_folder(folder, cfg)
+        model = read_flow_spec(folder, cfg)
         size, limit = model.vision.image_size, get_prompt_format(cfg, model, folder).max_tokens
         return [
             ("statistics", f"{cfg.unnorm_key or 'the only data set'}; {cfg.normalization}"),
@@ -115,7 +115,7 @@ class VlaFactory:
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the actor matches the actor in the folder (see `PolicyFactory.compare`)."""
-        model = read_folder(_folder(cfg), cfg)
+        model = read_flow_spec(_folder(cfg), cfg)
         check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
 
     def build(self, cfg: VlaSettings, request: PolicyRequest) -> Policy:
@@ -128,7 +128,7 @@ class VlaFactory:
         from embodyrl.policies.flow.vla.build import build_policy
 
         folder, env = _folder(cfg), request.env
-        model = read_folder(folder, cfg)
+        model = read_flow_spec(folder, cfg)
         return build_policy(
             cfg, folder, model, self.spec(cfg, env, request.value_dim), _shape(cfg, model, env), request
         )
@@ -178,7 +178,7 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
         folder = _folder(cfg)
         if not folder.is_dir():
             raise ConfigError(f"model.path: {folder} is not a folder. Use {PUBLIC_LAYOUT}.")
-        read_folder(folder, cfg)
+        read_flow_spec(folder, cfg)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
     hint = (

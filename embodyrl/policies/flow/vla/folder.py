@@ -87,7 +87,7 @@ def get_model_type(spec: FlowSpec) -> str:
     return "smolvla"
 
 
-def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
+def read_flow_spec(folder: Path, cfg: VlaSettings) -> FlowSpec:
     """Read the sizes of a checkpoint; `horizon` in the settings overrides the checkpoint's horizon.
 
     Raises:

@@ -188,7 +188,7 @@ def pad_centred(frames: ByteArray, side: int) -> Tensor:
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         target[top : top + height, left : left + width] = np.asarray(image)
-    return _to_unit_range(torch.from_numpy(canvas))
+    return _to_signed_unit_range(torch.from_numpy(canvas))
 
 
 def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = None) -> Tensor:
@@ -196,7 +196,7 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
 
     As in LeRobot's SmolVLA: plain bilinear interpolation in float32, without antialiasing.
     """
-    pixels = _to_unit_range(on_device(np.array(frames), device or "cpu"))
+    pixels = _to_signed_unit_range(on_device(np.array(frames), device or "cpu"))
     height, width = fitted_size(frames, side)
     # The same pixels for acting and training: inside autocast, resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):
@@ -204,7 +204,7 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
     return F.pad(pixels, (side - width, 0, side - height, 0), value=BLACK)
 
 
-def _to_unit_range(frames: Tensor) -> Tensor:
+def _to_signed_unit_range(frames: Tensor) -> Tensor:
     """Convert [N, H, W, 3] bytes to [N, 3, H, W] in -1..1."""
     return frames.permute(0, 3, 1, 2).float() / 255.0 * 2.0 - 1.0
 

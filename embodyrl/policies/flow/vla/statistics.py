@@ -88,7 +88,7 @@ class FlowStatistics:
             raise CheckpointError(
                 f"{self.where} has no usable {first} and {second}; found only: "
                 f"{', '.join(sorted(self.numbers)) or 'none'}. "
-                f"Download the file again, or use the normalisation of the checkpoint's training."
+                f"Download the file again, or set model.normalization to the mode of the checkpoint's training."
             )
         return values[0], values[1]
 

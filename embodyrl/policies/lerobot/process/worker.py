@@ -50,7 +50,7 @@ class Server:
         self._executed = getattr(config, "n_action_steps", 1)
 
     def reply(self, steps: list[dict[str, Any]], tasks: list[str], actions: int) -> dict[str, np.ndarray]:
-        """Return actions `chunk` [B, K, A], float32; `steps` are the observed steps, oldest first."""
+        """Return {"chunk": actions [B, K, A]}, float32; `steps` are the observed steps, oldest first."""
         batches = [self._batch(decode_arrays(step), tasks) for step in steps]
         torch = self._torch
         with torch.inference_mode():
