@@ -81,7 +81,7 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
 
 
 def split_clock_metrics(metrics: Mapping[str, float], extra_names: Iterable[str] = ()) -> dict[str, float]:
-    """In deterministic mode, rename metrics that depend on wall-clock time to `time/<name>`.
+    """Rename metrics that depend on wall-clock time (deterministic mode) to `time/<name>`.
 
     `extra_names` are names of further such metrics.
     """

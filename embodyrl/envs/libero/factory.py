@@ -144,7 +144,7 @@ class SettleGripper(StrEnum):
 
 
 class TextureColorspace(StrEnum):
-    """How the colours of texture files are interpreted."""
+    """Interpretation of the colours of texture files."""
 
     linear = "linear"
     auto = "auto"
