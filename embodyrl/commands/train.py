@@ -340,10 +340,11 @@ class StepRollouts:
         """Finish the rollout of a step. Call `progress(finished, total)` after each episode."""
         self._open(step, step + self._max_staleness)
         rollout = self._rollouts.pop(step)
-        total = rollout.plan.expected
+        # Without a reference to the rollout: a cycle would keep the rollouts of many steps in memory.
+        total, result = rollout.plan.expected, rollout.out
 
         def on_episode(_: Episode) -> None:
-            progress(min(len(rollout.out.episodes), total), total)
+            progress(min(len(result.episodes), total), total)
 
         rollout.on_episode = on_episode
         collection = self._scheduler.finish(rollout)

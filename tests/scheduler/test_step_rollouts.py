@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import get_record_indices
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.commands.metrics import rollout_metrics
-from embodyrl.commands.train import StepRollouts
+from embodyrl.commands.train import StepRollouts, train
 from embodyrl.envs.reward import RewardStep
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
@@ -319,3 +320,19 @@ def test_continue_episodes_without_effect_gives_a_warning(caplog):
     cfg = load_config("train", [*words, "env.train.continue_episodes=true"])
     build_run_plan(cfg, training=True)
     assert "continue_episodes has no effect: steps end with their episodes" in caplog.text
+
+
+def test_rollouts_of_earlier_steps_are_freed_without_the_garbage_collector(tmp_path):
+    rollouts = []
+
+    def count(*_: object) -> None:
+        rollouts.append(sum(type(o) is Rollout for o in gc.get_objects()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        train(toy_config(tmp_path, "runner.max_steps=5"), on_step=count)
+    finally:
+        gc.enable()
+    assert len(rollouts) == 5
+    assert max(rollouts) <= 1, "only the rollout of the next step is in memory"
