@@ -34,8 +34,8 @@ PUBLIC_LAYOUT = (
 NO_PATH = (
     f"model.path is not set. Set it to {PUBLIC_LAYOUT}. Suitable checkpoints have discrete action tokens: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
-    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (set its adapter with model.lora.path), or L1 "
-    "regression (moojink/openvla-7b-oft-finetuned-libero-*) with model=openvla_oft_official. "
+    "RLinf/RLinf-OpenVLAOFT-LIBERO-130, or L1 regression (moojink/openvla-7b-oft-finetuned-libero-*) with "
+    "model=openvla_oft_official. "
     f"{TRY_NOW}"
 )
 
