@@ -25,7 +25,7 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.findings import Finding
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
-from embodyrl.plan.config import download_repositories
+from embodyrl.plan.config import download_repositories, require_ckpt
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import find_run_config, read_saved, record_of
@@ -81,8 +81,10 @@ def diagnose(
         finding, unless another check fails.
 
     Raises:
+        CheckpointError: the folder does not exist.
         ConfigError: the files show neither the environment nor the model preset.
     """
+    require_ckpt([format_override("ckpt", folder)])
     folder = str(download_repositories("ckpt", folder))
     arguments = [*overrides, *_find_options(folder, overrides, config_dirs)]
     try:

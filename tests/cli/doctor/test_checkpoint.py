@@ -207,6 +207,8 @@ def test_presets_that_the_files_do_not_distinguish_are_listed(folder: Path, caps
     error = capsys.readouterr().err
     assert "fits model=openvla_oft_official|openvla_oft_tiny. The files do not show" in error
     assert main(["doctor", str(folder), "other"]) == 2
+    assert main(["doctor", "other"]) == 6
+    assert "ckpt=other: no such run, checkpoint or model folder." in capsys.readouterr().err
     (folder / RECORD).unlink()
     (folder / INPUTS_FILE).unlink()
     assert main(["doctor", str(folder)]) == 2
