@@ -392,7 +392,7 @@ def test_leftover_env_threads_are_reported_and_do_not_block_exit(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "thread motor did not end" in done.stdout
-    assert "9 steps/episode (the environment's own limit)" in done.stdout
+    assert "9 steps per episode (the environment's own limit)" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "collect"])

@@ -184,7 +184,5 @@ def test_presets_of_other_groups_are_named_in_the_banner() -> None:
 
     ((label, text),) = preset_banner_lines(load(*PAIR))
     assert label == "presets"
-    assert text.startswith("conf/start/tabletop-flow_small.yaml: ")
-    assert "env.init_params.camera_heights=56" in text
-    assert "model.num_action_chunks=4" in text
+    assert text == "conf/start/tabletop-flow_small.yaml sets 11 keys (--print-config prints the values)"
     assert preset_banner_lines(load(*PAIR, "model.path=assets/flow_small")) == []
