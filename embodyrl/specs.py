@@ -320,6 +320,8 @@ class EnvCosts:
 
     task_bytes: int = 0
     """Bytes of memory per loaded task, if a worker cannot hold all tasks; 0: negligible."""
+    host_bytes: tuple[int, int] = (0, 0)
+    """Memory of an env worker in bytes, in addition to its process: fixed, and per environment."""
     gpu_bytes: tuple[int, int] = (0, 0)
     """GPU memory of an env worker in bytes: fixed, and per environment (with `task_bytes`: per task)."""
     chunk_s: float = 0.0

@@ -176,7 +176,9 @@ class ToyFactory(SimFactory[ToySettings]):
         )
 
     def costs(self, cfg: ToySettings, spec: EnvSpec) -> EnvCosts:
-        return EnvCosts(**{key: cfg.kwargs[key] for key in ("gpu_bytes", "task_bytes") if key in cfg.kwargs})
+        return EnvCosts(
+            **{key: cfg.kwargs[key] for key in ("gpu_bytes", "host_bytes", "task_bytes") if key in cfg.kwargs}
+        )
 
     def simulators(self, cfg: ToySettings, context: EnvContext) -> ToySims:
         return ToySims(self.describe(cfg, context), cfg.kwargs)

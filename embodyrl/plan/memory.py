@@ -144,7 +144,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
 
 
 def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
-    cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
+    cfg, costs = run_plan.cfg, run_plan.policy_costs
     fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
     is_half, adapters, is_separate = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
     trained = total if costs.num_trained is None else costs.num_trained
@@ -201,7 +201,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         else 0,  # it is built like an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
-        env_worker=_ENV_PROCESS + env.task_bytes,
+        env_worker=_env_worker(run_plan),
         env_gpu=rendering_bytes(run_plan),
         arena=run_plan.layout.offsets(run_plan.capacity)[1],
         replay=0 if on_gpu else replay,
@@ -223,7 +223,7 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
         "inference_batch": _inference_batch(run_plan, cfg, replace(costs, num_trained=0)),
         "engine": engine,
         "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
-        "env_worker": _ENV_PROCESS + run_plan.env_costs.task_bytes,
+        "env_worker": _env_worker(run_plan),
         "env_gpu": rendering_bytes(run_plan),
         "arena": run_plan.layout.offsets(run_plan.capacity)[1],
         "on_gpu": on_gpu,
@@ -231,6 +231,12 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
         "gradient_sync": "micro_batch",
     }
     return MemoryPlan(**unused_sizes | used_sizes)
+
+
+def _env_worker(run_plan: RunPlan) -> int:
+    """Return the memory of an env worker."""
+    costs, num_envs = run_plan.env_costs, len(run_plan.env_workers[0].env_indices)
+    return _ENV_PROCESS + costs.task_bytes + costs.host_bytes[0] + costs.host_bytes[1] * num_envs
 
 
 def _prompts(run_plan: RunPlan) -> float:

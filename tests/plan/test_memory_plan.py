@@ -378,6 +378,9 @@ def test_host_memory_includes_arena_rollout_and_task_data(tmp_path, monkeypatch)
         require_memory(run_plan, replace(plan, arena=10_000 * GIB))
     tasks = plan_memory(build_run_plan(toy_config(tmp_path, *words, f"env.kwargs.task_bytes={GIB}"), training=True))
     assert tasks.env_worker == plan.env_worker + GIB
+    words += ("launcher.env_workers=2", f"env.kwargs.host_bytes=[{GIB},{2 * GIB}]")
+    envs = plan_memory(build_run_plan(toy_config(tmp_path, *words), training=True))
+    assert envs.env_worker == plan.env_worker + 5 * GIB, "fixed, and two environments per process"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 40_000))
     on_gpus = build_run_plan(toy_config(tmp_path, *words), training=True)

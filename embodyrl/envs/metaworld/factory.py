@@ -13,11 +13,16 @@ from embodyrl.envs.sim_checks import find_camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
+from embodyrl.specs import EnvCosts
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
 
 SEEDS = 100_000
 """Number of initial states of each task; the number of a state is the seed of its goal and object positions."""
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
+
+_LIBRARY_BYTES, _SIMULATOR_BYTES, _IDLE_BYTES = 64 << 20, {False: 30 << 20, True: 96 << 20}, 2 << 30
+"""Memory of libraries, of a simulator without and with rendering (measured), and of all idle simulators of a process.
+Building a simulator takes as long as about 100 steps."""
 
 
 class MetaWorldFactory(SimFactory[MetaWorldSettings]):
@@ -69,6 +74,12 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             reward=RewardSpec(success="info['success']", dense=True),
         )
 
+    def costs(self, cfg: MetaWorldSettings, spec: EnvSpec) -> EnvCosts:
+        """Estimate the memory of the simulators, including idle simulators of other tasks."""
+        size, num_tasks = _SIMULATOR_BYTES[cfg.pixels], _count_tasks(cfg)
+        idle_bytes = min(num_tasks * size, _IDLE_BYTES) if num_tasks > 1 else 0
+        return EnvCosts(host_bytes=(_LIBRARY_BYTES + idle_bytes, size * min(num_tasks, 2)))
+
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:
         """Build the simulators; a task's simulator is built when an environment first runs the task."""
         # Read when MuJoCo is imported.
@@ -77,8 +88,16 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         from embodyrl.envs.metaworld.sims import MetaWorldSims
 
         return MetaWorldSims(
-            self.describe(cfg, context), cfg, hides_goal=cfg.id in HIDDEN_GOALS, renders=context.renders_images
+            self.describe(cfg, context),
+            cfg,
+            hides_goal=cfg.id in HIDDEN_GOALS,
+            renders=context.renders_images,
+            max_idle=min(context.num_envs + _count_tasks(cfg), _IDLE_BYTES // _SIMULATOR_BYTES[cfg.pixels]),
         )
+
+
+def _count_tasks(cfg: MetaWorldSettings) -> int:
+    return max((len(split.task_ids or cfg.names) for split in cfg.splits.values()), default=len(cfg.names))
 
 
 FACTORY = MetaWorldFactory()

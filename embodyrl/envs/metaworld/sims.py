@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections import defaultdict
 from typing import Any
 
 import metaworld.policies as experts  # pyright: ignore[reportMissingImports]
@@ -32,10 +31,13 @@ class MetaWorldSims(SequentialSimulators):
     those of the package with `seeded_rand_vec`. The package never terminates episodes; here a success does.
     """
 
-    def __init__(self, spec: EnvSpec, cfg: MetaWorldSettings, *, hides_goal: bool, renders: bool) -> None:
+    def __init__(
+        self, spec: EnvSpec, cfg: MetaWorldSettings, *, hides_goal: bool, renders: bool, max_idle: int
+    ) -> None:
         super().__init__(spec)
-        self._cfg, self._hides_goal, self._renders = cfg, hides_goal, renders
-        self._idle_envs: defaultdict[int, list[Any]] = defaultdict(list)
+        self._cfg, self._hides_goal, self._renders, self._max_idle = cfg, hides_goal, renders, max_idle
+        self._idle_envs: list[tuple[int, Any]] = []
+        """Tasks and simulators that no environment uses, oldest first."""
         self._envs: dict[int, tuple[int, Any]] = {}
         self._observations: dict[int, np.ndarray] = {}
 
@@ -43,10 +45,12 @@ class MetaWorldSims(SequentialSimulators):
         """Sample the goal and the objects with the reset id as seed; there is no other randomness."""
         task, state = self.spec.task_of(reset_id)
         if env_index in self._envs and self._envs[env_index][0] != task:
-            previous_task, env = self._envs.pop(env_index)
-            self._idle_envs[previous_task].append(env)
+            self._idle_envs.append(self._envs.pop(env_index))
         if env_index not in self._envs:
-            self._envs[env_index] = task, self._idle_envs[task].pop() if self._idle_envs[task] else self._build(task)
+            index = next((i for i, (idle_task, _) in enumerate(self._idle_envs) if idle_task == task), None)
+            self._envs[env_index] = (task, self._build(task)) if index is None else self._idle_envs.pop(index)
+        while len(self._idle_envs) > self._max_idle:
+            self._idle_envs.pop(0)[1].close()
         env = self._envs[env_index][1]
         env.seed(state)
         self._observations[env_index] = env.reset()[0]
@@ -88,7 +92,7 @@ class MetaWorldSims(SequentialSimulators):
 
     def close(self) -> None:
         """Free simulators and renderers; idempotent."""
-        for env in [env for _, env in self._envs.values()] + [env for envs in self._idle_envs.values() for env in envs]:
+        for _, env in [*self._envs.values(), *self._idle_envs]:
             env.close()
         self._envs.clear()
         self._idle_envs.clear()
