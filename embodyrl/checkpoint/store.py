@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -43,7 +43,7 @@ class FileEntry(BaseModel, frozen=True):
 class Manifest(BaseModel, frozen=True):
     """Manifest of a checkpoint: its step, origin, and files with checksums."""
 
-    format: int = Field(FORMAT, ge=1)
+    format: Annotated[int, Field(ge=1)] = FORMAT
     step: int
     """Training step."""
     version: str
