@@ -101,7 +101,8 @@ def inside(folder: Path, name: str | Path) -> Path:
     """
     path = folder / str(name)
     root = next((parent.parent for parent in folder.parents if parent.name == "snapshots"), folder)
-    if not path.resolve().is_relative_to(root.resolve()):
+    # Unlike `resolve`, `realpath` accepts a loop of links.
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise ValueError(f"{str(name)[:200]!r} is outside the folder {folder}")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -98,10 +99,30 @@ def _run(arguments: list[str]) -> int:
         if is_full_disk(error):
             _report([describe_full_disk(error)], arguments)
             return CheckpointError.exit_code
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
-        _report([f"unexpected {reason}. Report the output with --traceback."], arguments)
+        _report([_describe_unexpected(error)], arguments)
         return 1
     return code
+
+
+_FIXES = {
+    errno.EACCES: "Change the permissions, or choose another folder",
+    errno.EPERM: "Change the permissions, or choose another folder",
+    errno.EROFS: "Choose a folder that is not mounted read-only",
+    errno.EMFILE: "Raise the limit of open files: ulimit -n 65536",
+    errno.ENAMETOOLONG: "Choose a shorter name",
+    errno.ELOOP: "Remove the loop of links",
+}
+
+
+def _describe_unexpected(error: BaseException) -> str:
+    """Return the message of an exception that no command handles: what, where, fix."""
+    if isinstance(error, OSError) and error.strerror:
+        where = error.filename or "a file or socket"
+        return f"{where}: {error.strerror}. {_FIXES.get(error.errno or 0, 'Check the path')}; --traceback shows more."
+    if isinstance(error, MemoryError):
+        return "not enough memory. Use fewer parallel environments or smaller batches; --traceback shows more."
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".: ")
+    return f"unexpected {reason}. Report the output with --traceback."
 
 
 def _dispatch(arguments: list[str]) -> int:

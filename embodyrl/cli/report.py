@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import replace_control_characters, show_result
 from embodyrl.cli.runs import find_run, latest_run
+from embodyrl.config.compose import flatten
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
@@ -137,6 +138,8 @@ def _numbers(history: History, evaluation: Evaluation | None) -> RenderableType:
         return table
     names = {row.task_id: replace_control_characters(row.task) for row in (evaluation.episodes if evaluation else ())}
     tasks = tuple(names.get(task_id, "") for task_id in range(max(names, default=-1) + 1))
-    total = int(history.config["runner"]["max_steps"])
+    total = flatten(history.config).get("runner.max_steps")
+    if not isinstance(total, int):
+        raise ConfigError(f"{history.folder / 'config.yaml'} has no number runner.max_steps. Restore the file.")
     events = (replace_control_characters(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
     return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)

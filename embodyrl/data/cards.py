@@ -150,7 +150,7 @@ def _build_third_party_card(root: Path, info: dict[str, Any], data: Demonstratio
             )
     tasks, action_dim = read_tasks(root), _get_vector_size(root, data.action_key, features[data.action_key])
     env = EnvSpec(
-        name=info.get("robot_type") or root.name,
+        name=str(info.get("robot_type") or root.name),
         action=ActionSpec(dim=action_dim, gripper=_get_gripper(root, data, action_dim)),
         tasks=tuple(tasks.values()),
         states_per_task=(1,) * len(tasks),

@@ -57,7 +57,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
             problems.append(f"{name}: {error}")
         except KeyError as error:
             problems.append(f"{root}: {name} has no column or field {error}.")
-        except (OSError, pa.ArrowException, TypeError, ValueError) as error:
+        except (OSError, pa.ArrowException, TypeError, ValueError, AttributeError) as error:
             problems.append(f"{root}: {name} cannot be read: {format_reason(error)}.")
     return problems
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
@@ -111,7 +112,8 @@ class Card:
             ValueError, TypeError, KeyError: the text has another format.
         """
         raw = json.loads(text)
-        return cls(env=_env_from_json(raw.pop("env")), without=tuple(raw.pop("without", ())), **raw)
+        card = cls(env=_env_from_json(raw.pop("env")), without=tuple(raw.pop("without", ())), **raw)
+        return TypeAdapter(cls).validate_python(asdict(card))
 
 
 ENV_FIELDS = {

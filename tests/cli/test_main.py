@@ -338,6 +338,13 @@ def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.Cap
         ("errors.EmbodyError('first')", 1, "embodyrl: error: first"),
         ("errors.EmbodyError('first\\n  File x')", 1, "embodyrl: error: first\n  File x"),
         ("errors.ConfigError(['a', 'b'])", 2, "embodyrl: error: a\nembodyrl: error: b"),
+        (
+            "PermissionError(13, 'Permission denied', '/a')",
+            1,
+            "embodyrl: error: /a: Permission denied. Change the permissions, or choose another folder; --traceback",
+        ),
+        ("OSError(24, 'Too many open files')", 1, "embodyrl: error: a file or socket: Too many open files. Raise the"),
+        ("MemoryError()", 1, "embodyrl: error: not enough memory. Use fewer parallel environments"),
         ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Report the output with --traceback"),
         ("SystemExit(0)", 1, "embodyrl: error: unexpected SystemExit: 0. Report the output with --traceback"),
         ("SystemExit", 1, "embodyrl: error: unexpected SystemExit. Report the output with --traceback"),

@@ -306,3 +306,39 @@ def test_dataset_cards_of_the_first_release_are_read():
     assert (old.env.action, old.env.cameras, old.env.tasks) == (ENV.action, ENV.cameras, ENV.tasks)
     del raw["env"]["action_space"]
     assert Card.from_json(json.dumps(raw)).env.action.bounds[0] == (-1.0,) * ENV.action.dim
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("env.cameras.1", ["a"]),
+        ("env.cameras.1", None),
+        ("env.state_dim", []),
+        ("env.gripper.open", None),
+        ("env.gripper.index", {}),
+        ("env.image_size.0", 1e308),
+        ("env.action_dim", ["a"]),
+        ("env.action_dim", {}),
+        ("collected", -1),
+        ("fps", "fast"),
+    ],
+)
+def test_value_of_another_type_in_the_card_is_an_error(key: str, value: object, tmp_path: Path) -> None:
+    write(tmp_path, [demonstration(0)])
+    path = tmp_path / "meta/embodyrl.json"
+    raw = json.loads(path.read_text())
+    *parents, last = [int(part) if part.isdecimal() else part for part in key.split(".")]
+    node = raw
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    path.write_text(json.dumps(raw))
+    with pytest.raises(EmbodyError, match=r"embodyrl.json cannot be read .*Download or collect the data set again"):
+        read_card(tmp_path)
+
+
+def test_statistics_of_another_type_are_a_problem(tmp_path: Path) -> None:
+    write(tmp_path, [demonstration(0)])
+    path = tmp_path / "meta/stats.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"action": "x"}))
+    assert "stats cannot be read" in " ".join(check_layout(tmp_path))

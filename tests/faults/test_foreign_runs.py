@@ -324,3 +324,14 @@ def test_folder_without_weights_does_not_query_the_hub(tmp_path):
     for folder in (tmp_path, tmp_path / "gpt2"):
         with pytest.raises(CheckpointError, match="does not contain a full model"):
             loading.load(folder, dtype=None)
+
+
+def test_loops_of_links_and_an_empty_config_are_reported(tmp_path, capsys):
+    run = write_run(tmp_path / "theirs")
+    for name in ("env.txt", "overrides.txt", "logs/events.log"):
+        (run / name).unlink()
+        (run / name).symlink_to(run / name)
+    assert main(["report", str(run)]) == main(["card", str(run)]) == main(["view", str(run)]) == 0
+    (run / "config.yaml").write_text("")
+    assert main(["view", str(run)]) == 2
+    assert "config.yaml has no number runner.max_steps. Restore the file" in capsys.readouterr().err

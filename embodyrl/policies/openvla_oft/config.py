@@ -74,6 +74,9 @@ class Statistics:
             check_keys(entry, f"{where}: {part}", ignored=(*NUMBERS, "count", *(["mask"] if part == "action" else [])))
             low, high = (tuple(map(float, entry[name])) for name in (low_name, high_name))
             mask = tuple(map(bool, entry.get("mask", [True] * len(low)))) if part == "action" else (True,) * len(low)
+            limits = {
+                name: tuple(map(float, entry[name])) for name in ("min", "max") if len(entry.get(name, ())) == len(mask)
+            }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{where} has no usable {part} {low_name}/{high_name} ({format_reason(error)}). Download the file "
@@ -84,7 +87,6 @@ class Statistics:
             raise CheckpointError(
                 f"{where} has {part} {low_name}, {high_name} and mask of different lengths. Download the file again."
             )
-        limits = {name: entry[name] for name in ("min", "max") if len(entry.get(name, ())) == len(mask)}
         used_statistics = {
             name: np.compress(mask, row) for name, row in (limits | {low_name: low, high_name: high}).items()
         }
