@@ -36,7 +36,7 @@ PLANTS = {
     "goes_on_after_the_end": "over",
     "terminates_when_told_not_to": "ignore_terminations",
     "memory_of_older_episodes": "repeatable",
-    "slots_share_a_world": "slots",
+    "slots_share_a_world": "independent_envs",
     "floats_as_pixels": "image_range",
     "channels_first": "render",
     "upside_down": "render",

@@ -41,7 +41,7 @@ def test_render_time_is_excluded_from_simulation_time(tmp_path, monkeypatch: pyt
         arena[Record.action][:] = 0.0
         clock = count()
         monkeypatch.setattr(env_worker, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-        step = {"slots": [0], "sources": np.array([first]), "targets": np.array(targets[:1])}
+        step = {"env_indices": [0], "sources": np.array([first]), "targets": np.array(targets[:1])}
         (report,) = worker.handle(
             EnvRequest(sequence=1, stage=0, **step, resets=(replace(begin[1], target=targets[1]),))
         )

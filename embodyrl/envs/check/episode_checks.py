@@ -347,7 +347,7 @@ def repeatable(harness: Harness) -> None:
 
 
 @check("repeatable")
-def env_indices(harness: Harness) -> None:
+def independent_envs(harness: Harness) -> None:
     """Check that an episode does not depend on its environment or on other environments."""
     # Long enough that the other environment still runs when this episode ends.
     start, other = (
