@@ -65,8 +65,9 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
 
 
 def _save_merged(cfg: Config, run: Path, source: Path, target: Path) -> None:
-    start = find_start_folder(run)
-    model = cfg.model if start is None else cfg.model.model_copy(update={"path": str(start)})
+    model = cfg.model
+    if start := find_start_folder(run):
+        model = model.model_copy(update={"path": str(start)})
     export_policy(model, _training_env_spec(cfg), source, target)
 
 
