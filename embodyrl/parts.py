@@ -123,7 +123,6 @@ COMMANDS = {
     "new": "embodyrl.cli.new:new",
     "play": "embodyrl.cli.play:play",
     "push": "embodyrl.cli.checkpoints:push",
-    "recap": "embodyrl.cli.recap:recap",
     "report": "embodyrl.cli.report:report",
     "serve": "embodyrl.cli.serve:serve",
     "sft": "embodyrl.commands.sft:sft",

@@ -29,7 +29,7 @@ from embodyrl.plan.saved import ENVIRONMENT_FILE, START_FOLDER, read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import BoolArray, IntArray
+from embodyrl.types import IntArray
 
 LOG_EVERY = 10
 """Number of optimizer steps per row of metrics."""
@@ -192,7 +192,7 @@ class _Sft:
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
         seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
-        with actors.write_samples(self.inputs.train, rows, self._no_suffix_mask(step)) as record_refs:
+        with actors.write_samples(self.inputs.train, rows) as record_refs:
             reply = actors.loop.call(ImitateRequest(step=step, record_refs=record_refs, augment=seeds))
         return {f"actor/{name}": value for name, value in reply.metrics.items()}
 
@@ -208,14 +208,6 @@ class _Sft:
             parts.append(part)
             position, missing = position + len(part), missing - len(part)
         return np.concatenate(parts)
-
-    def _no_suffix_mask(self, step: int) -> BoolArray | None:
-        """Return the mask of samples in a step's batch that get no instruction suffix (label dropout)."""
-        if not self.inputs.train.tags:
-            return None
-        # Computed from the step, like the batch: the same samples in a resumed run and for any number of ranks.
-        rng = np.random.default_rng(derive(self.cfg.seed, "label-dropout", step))
-        return rng.random(self.cfg.actor.global_batch_size) < self.cfg.objective.label_dropout
 
     def _order(self, epoch: int) -> IntArray:
         if epoch not in self._epoch_orders:

@@ -24,7 +24,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.start import Progress, RunningWorkers, actor_specs, rendezvous, shared_arena
-from embodyrl.types import BoolArray, IntArray
+from embodyrl.types import IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
 
@@ -39,22 +39,14 @@ class SupervisedActors(RunningWorkers):
         self.loop.call(SaveRequest(folder=str(folder)))
 
     @contextmanager
-    def write_samples(self, samples: Samples, rows: IntArray, no_suffix: BoolArray | None = None) -> Iterator[IntArray]:
-        """Write the samples `rows` to arena records; yield their references, which are freed after the `with` block.
-
-        `no_suffix`: mask of the samples to write without the suffix of the instruction.
-        """
-        no_suffix_rows = (
-            np.zeros(len(rows) * samples.width, np.bool_) if no_suffix is None else np.repeat(no_suffix, samples.width)
-        )
+    def write_samples(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
+        """Write the samples `rows` to arena records; yield their references, which are freed after the `with` block."""
         rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
         record_refs = self.arena.allocate_all(len(rows))
         # Written by the driver, which loads the data set: there is no env worker.
         with self.arena.write_all(record_refs) as records:
-            for record, row, row_no_suffix in zip(
-                records.tolist(), rows.tolist(), no_suffix_rows.tolist(), strict=True
-            ):
-                samples.write(self.arena, record, row, plain=row_no_suffix)
+            for record, row in zip(records.tolist(), rows.tolist(), strict=True):
+                samples.write(self.arena, record, row)
         yield record_refs
         self.arena.free(record_refs)
 

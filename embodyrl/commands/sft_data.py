@@ -1,7 +1,6 @@
-"""Load the samples of SFT from data sets, add pairs or labels, and split them into training and validation."""
+"""Load the samples of SFT from data sets, add pairs, and split them into training and validation."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import numpy as np
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import stored_card
 from embodyrl.data.checks import set_differences
-from embodyrl.data.labels import read_positive
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.data.samples import Samples
@@ -19,9 +17,8 @@ from embodyrl.plan.build import mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE
 from embodyrl.specs import convert_gripper
-from embodyrl.types import BoolArray, EnvSpec, PolicySpec
+from embodyrl.types import EnvSpec, PolicySpec
 
 _SPLIT_SEED = "sft-validation"
 
@@ -47,8 +44,6 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
         num_held_out = max(1, round(data.val_share * len(unique_keys)))
     order = np.random.default_rng(derive(cfg.seed, _SPLIT_SEED)).permutation(len(unique_keys))
     is_held_out = np.isin(split_keys, unique_keys[order[:num_held_out]])
-    if cfg.objective.labels is not None:
-        return _labelled_samples(cfg, demos, is_held_out, env, policy)
     training = _samples(cfg, demos, np.flatnonzero(~is_held_out).tolist(), env, policy)
     if val_path is not None:
         demos = load_demonstrations(val_path, data)
@@ -69,20 +64,6 @@ def _require_samples(cfg: Config, training: Samples) -> Samples:
             "actors. Add actors, or remove data.actors."
         )
     return training
-
-
-def require_instructions(policy: PolicySpec) -> None:
-    """Check that a policy reads instructions, whose suffix is the advantage label.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if not policy.inputs.instructions:
-        raise ConfigError(
-            f"objective.labels: model '{policy.name}' has no instruction input, so the advantage cannot be added as a "
-            "suffix. Use a model with instructions, for example model=flow_small, or use "
-            "`embodyrl train algorithm=filtered_bc`."
-        )
 
 
 def require_match(model: ModelSettings, env: EnvSpec, policy: PolicySpec) -> None:
@@ -123,24 +104,6 @@ def require_history(cfg: Config, root: Path, describe: Callable[[EnvSpec], Polic
         if num_read % num_stored:
             fix = f"The data contain {num_stored} steps per sample. Collect them with env.history=1."
         raise ConfigError(f"data.history={steps}: model '{spec.name}' {input_text}. {fix}")
-
-
-def _labelled_samples(
-    cfg: Config, demos: Demonstrations, is_held_out: BoolArray, env: EnvSpec, policy: PolicySpec
-) -> tuple[Samples, Samples | None]:
-    """Return training and validation samples with the instruction suffixes of `objective.labels`."""
-    require_instructions(policy)
-    if cfg.data.val_path is not None or cfg.demonstrations.history > 1:
-        raise ConfigError(
-            "objective.labels cannot be combined with data.val_path or data.history. Remove objective.labels, or "
-            "remove data.val_path and data.history."
-        )
-    suffixes = np.array([NEGATIVE, POSITIVE], object)[read_positive(Path(str(cfg.objective.labels)), demos)]
-    episodes_by_split = [np.flatnonzero(mask).tolist() for mask in (~is_held_out, is_held_out) if mask.any()]
-    splits = [_samples(cfg, demos, episodes, env, policy) for episodes in episodes_by_split]
-    labelled_splits = [replace(samples, tags=suffixes[samples.steps].tolist()) for samples in splits]
-    validation = labelled_splits[1] if labelled_splits[1:] and len(labelled_splits[1]) else None
-    return _require_samples(cfg, labelled_splits[0]), validation
 
 
 def resolve_extra_folders(cfg: Config) -> tuple[list[Path], Path | None]:

@@ -39,7 +39,6 @@ from embodyrl.plan.text import open_checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import gripper_text, input_problems
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.vla.conditioning import add_suffix
 from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
 from embodyrl.specs import image_names
 from embodyrl.text.conversation import TextRow, join_pair
@@ -82,7 +81,6 @@ class SftInputs:
         """Arena layout for the training and validation samples."""
         parts = [self.train, *([self.validation] if self.validation else [])]
         prompts = {str(text) for part in parts for text in part.demos.instruction}
-        prompts |= {add_suffix(text, tag) for text in prompts for part in parts for tag in {*part.tags}}
         replies = {text for part in parts for text in part.replies}
         env = replace(self.env, text=TextSpec(prompt_bytes=max(len(text.encode()) for text in prompts)))
         policy = replace(

@@ -8,7 +8,6 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply
 from embodyrl.data.reader import Demonstrations
-from embodyrl.policies.vla.conditioning import add_suffix
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 
@@ -27,8 +26,6 @@ class Samples:
     """[M, K] False for padding, which repeats the first or last action of the episode."""
     history: int = 1
     """Number of observation steps per sample."""
-    tags: Sequence[str] = ()
-    """[M] suffixes of the instructions (advantage labels); empty: no suffixes."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
     width: int = 1
@@ -37,13 +34,8 @@ class Samples:
     def __len__(self) -> int:
         return len(self.steps) // self.width
 
-    def instruction(self, row: int, *, plain: bool = False) -> str:
-        """Return the instruction of a sample; `plain` omits the suffix."""
-        text = str(self.demos.instruction[self.steps[row]])
-        return text if plain or not self.tags else add_suffix(text, self.tags[row])
-
-    def write(self, arena: Arena, record: int, row: int, *, plain: bool = False) -> None:
-        """Write entry `row` of `steps` to an arena record; `plain` omits the suffix of the instruction."""
+    def write(self, arena: Arena, record: int, row: int) -> None:
+        """Write entry `row` of `steps` to an arena record."""
         demos, step = self.demos, self.steps[row]
         width = arena[Record.instruction].shape[1]
         if self.history == 1:
@@ -54,7 +46,7 @@ class Samples:
             arena[Record.images][record] = np.concatenate(demos.images[steps])
             state = demos.state[steps].ravel()
         arena[Record.observed_state][record] = state
-        arena[Record.instruction][record] = encode_instruction(self.instruction(row, plain=plain), width)
+        arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
         arena[Record.action][record] = self.actions[row]
         arena[Record.valid][record] = self.valid[row]
         arena[Record.success][record] = self.shown[step]

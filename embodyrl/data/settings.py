@@ -1,6 +1,5 @@
 """Config keys for demonstrations and for SFT objectives."""
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
@@ -59,8 +58,6 @@ class ObjectiveSettings(Settings):
     needs = {
         "name=dpo": "beta reference_path",
         "name=dpo|preference": "label_smoothing",
-        "name=imitation": "labels",
-        "labels": "label_dropout guidance",
     }
 
     name: Objective = Objective.imitation
@@ -73,20 +70,6 @@ class ObjectiveSettings(Settings):
     """dpo, preference: assumed fraction of pairs with a wrong label."""
     reference_path: Path | None = None
     """dpo: weights of the reference; default: the initial weights."""
-    labels: Path | None = None
-    """File with the advantage label of each frame, written by `embodyrl recap`. Instructions get the suffix "Advantage:
-    positive" or "Advantage: negative"; the trained policy acts with the positive suffix."""
-    label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    """Fraction of training samples without the suffix; required for a guidance weight other than 1."""
-    guidance: Annotated[float, Field(ge=0, lt=1000)] = 1.0
-    """Weight w of classifier-free guidance of the trained policy: null + w (positive - null). 1: one pass per
-    inference; 0: the policy without the suffix."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield an error if the guidance weight needs samples without a suffix, but `label_dropout` is 0."""
-        yield from super().problems()
-        if self.labels is not None and self.label_dropout == 0 and self.guidance != 1:
-            yield "objective.label_dropout=0 trains no sample without a suffix. Raise it, or set objective.guidance=1."
 
     @property
     def needs_reference(self) -> bool:

@@ -18,7 +18,6 @@ from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, split_micro_batches
 from embodyrl.policies.protocol import Policy, TextPolicy
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.conditioning import POSITIVE, Conditioned, Conditioning
 from embodyrl.text.messages import Message, join_messages, split_messages
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
 
@@ -52,16 +51,6 @@ class ImitationLearner(Learner):
         self._objective = context.objective
         self._reference = context.reference
         self._history = context.env.history
-        labels = self._objective.labels
-        if isinstance(self._policy, Conditioned):
-            # SFT without suffixes trains the plain prompt, with which the policy then acts.
-            rule = Conditioning(suffix=POSITIVE, guidance=self._objective.guidance)
-            self._policy.conditioning = rule if labels else None
-        elif labels:
-            raise ConfigError(
-                f"objective.labels: model '{self._policy.spec.name}' cannot be conditioned on an instruction suffix. "
-                "Remove objective.labels, or choose another model."
-            )
         if self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
             raise ConfigError(
                 f"objective.name=dpo: model '{self._policy.spec.name}' cannot encode recorded actions as tokens. Use "

@@ -125,6 +125,9 @@ _DELETED = {
     "model.rtc_guidance": 5.0,
     "model.rtc_mask": "exp",
     "model.use_film": False,
+    "objective.guidance": 1.0,
+    "objective.label_dropout": 0.3,
+    "objective.labels": None,
     "rollout.chunk_overlap": None,
 }
 """Deleted keys with their former defaults. Other values in the config of an old run give a warning."""

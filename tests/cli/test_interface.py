@@ -14,7 +14,6 @@ from embodyrl.cli.commands import COMMANDS
 from embodyrl.config import compose
 from embodyrl.config.settings import Key, format_value, get_keys, to_builtin
 from embodyrl.data.conversion.settings import ConvertSettings
-from embodyrl.data.recap.settings import RecapSettings
 from embodyrl.envs import ENVS
 from embodyrl.plan.keys import all_keys
 from embodyrl.policies import POLICIES
@@ -29,7 +28,7 @@ REGISTRIES = {
 }
 """The tables whose parts have keys, each with its registry and the prefix of the keys."""
 
-OF_COMMANDS = {"convert": get_keys(ConvertSettings), "recap": get_keys(RecapSettings, "recap.")}
+OF_COMMANDS = {"convert": get_keys(ConvertSettings)}
 """Keys of commands that read them aside from a config."""
 
 

@@ -70,6 +70,15 @@ def test_a_deleted_key_of_a_stored_run_gives_one_warning(run: str, key: str, val
     assert all(line.endswith("is ignored: the key has been deleted.") for line in cfg.warnings)
 
 
+def test_deleted_recap_keys_of_a_stored_run_warn_unless_they_have_their_defaults(tmp_path: Path) -> None:
+    text = (RUNS[0].parent / "sft_tabletop" / "config.yaml").read_text(encoding="utf-8")
+    for lines, ignored in (("guidance: 1.0\n  labels: null", []), ("guidance: 1.5", ["objective.guidance=1.5"])):
+        stored = text.replace("objective:\n", f"objective:\n  {lines}\n  label_dropout: 0.3\n")
+        (tmp_path / "config.yaml").write_text(stored, encoding="utf-8")
+        cfg = load_saved_config(tmp_path, [], command="sft")
+        assert [line.split()[1] for line in cfg.warnings if "deleted" in line] == ignored
+
+
 def test_unknown_function_of_a_renamed_module_requires_trust(tmp_path: Path) -> None:
     text = (RUNS[0].parent / "train_text" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "config.yaml").write_text(text.replace("datasets.tasks:copy", "datasets.tasks:open"), encoding="utf-8")

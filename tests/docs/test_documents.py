@@ -83,7 +83,6 @@ ELSEWHERE = {
     "embodyrl data": "tests/data",
     "$VIEW": "variables of the page; the next line",
     "$TASK": "the same; tests/learners/iql",
-    "embodyrl recap": "minutes; tests/data/recap/test_rounds runs it",
     "--until-significant": "tests/commands/test_sequential",
     "check-env env=libero_object": "minutes of LIBERO; tests/envs/check runs it on the same suite",
     "check-env env=maniskill": "minutes of ManiSkill; tests/envs/maniskill",

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from processes import run_cli
-from test_killed_commands import dagger_words, prepare, recap_words, results, sweep_words
+from test_killed_commands import dagger_words, prepare, results, sweep_words
 from toy_runs import TOY_COLLECT, TOY_OFT, comparable, rows, toy_words, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
@@ -226,7 +226,6 @@ def kinds(shared: Path, judge_url: str) -> list[Kind]:
             Kind(name, command, _repeated(shared, words, *more), repeats=True, prepare=_small_inputs(shared))
             for name, command, words, more in (
                 ("dagger", "dagger", dagger_words, ()),
-                ("recap", "recap", recap_words, ()),
                 ("sweep", "train", sweep_words, ("runner.on_existing=resume",)),
             )
         ),

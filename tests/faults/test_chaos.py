@@ -23,7 +23,6 @@ KINDS = (
     "eval",
     "iql",
     "dagger",
-    "recap",
     "sweep",
 )
 

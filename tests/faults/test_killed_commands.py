@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import command_environment, run_cli
-from toy_runs import TOY, TOY_COLLECT, toy_words
+from toy_runs import TOY_COLLECT, toy_words
 
 from embodyrl.files import SCRATCH
 
@@ -99,22 +99,13 @@ def dagger_words(shared: Path, out: Path) -> list[str]:
     return [*TOY_COLLECT, *TASKS, *STEP_INDEX, "model=flow_small", *LEARN, *places, *few]
 
 
-def recap_words(shared: Path, out: Path) -> list[str]:
-    policy = f"model.path={shared}/start/checkpoints/step_000002/policy"
-    env = tuple(word for word in TOY if word.startswith("env"))
-    few = ("collect.episodes=4", "runner.max_steps=11", "recap.value_steps=3", "recap.value_batch_size=16")
-    shown = ("eval.episodes=4", "recap.rounds=1", "runner.val_check_interval=-1", "env.eval.max_episode_steps=8")
-    places = (f"data.path={shared}/demos", f"recap.out={out}/recap")
-    return [*env, "model=flow_small", *TASKS, *STEP_INDEX[:2], *LEARN, policy, *places, *few, *shown]
-
-
 RESUME = ("runner.on_existing=resume",)
 CASES = [
     *(Case("train", _train, RESUME), Case("train", sweep_words, RESUME), Case("sft", _sft, RESUME)),
     *(Case("eval", _eval, RESUME), Case("collect", _collect), Case("convert", _convert)),
-    *(Case("dagger", dagger_words), Case("recap", recap_words)),
+    Case("dagger", dagger_words),
 ]
-NAMES = ["train", "sweep", "sft", "eval", "collect", "convert", "dagger", "recap"]
+NAMES = ["train", "sweep", "sft", "eval", "collect", "convert", "dagger"]
 
 
 def prepare(folder: Path) -> None:

@@ -10,16 +10,15 @@ from embodyrl.algorithms.iql.estimator import IqlSettings
 from embodyrl.algorithms.iql.losses import advantage_weights
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.data.recap.value import compute_features, observations
 from embodyrl.data.rl_demonstrations import load_rl_demonstrations
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.learners.iql.features import HasFeatures, compute_features, observations
 from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UNCHANGED, UpdateGenerator, mean_metrics, split_micro_batches
 from embodyrl.policies.protocol import LearnsStatistics, weights_changed
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.conditioning import HasFeatures
 from embodyrl.types import ImitationScores, IntArray
 
 CRITICS = "critics"

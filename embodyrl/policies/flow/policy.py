@@ -21,7 +21,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Velocity
-from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
+from embodyrl.policies.vla.folder import reject_advantage_suffix
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
     START,
@@ -155,7 +155,6 @@ class FlowPolicy:
         request: PolicyRequest,
     ) -> None:
         self.spec = spec
-        self.conditioning: Conditioning | None = None
         self._cfg, self._scale, self._files = cfg, scale, files
         self._shape: ChunkShape = module.network.shape
         self._env, self._temperature = request.env, request.temperature
@@ -201,10 +200,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
-        """Return features [B, F]: the expert's mean hidden state and the velocity, both for zero initial noise.
-
-        The prompt has no instruction suffix.
-        """
+        """Return features [B, F]: the expert's mean hidden state and the velocity, both for zero initial noise."""
         zero_noise = torch.zeros(len(obs), *self._size, device=self._device)
         v, hidden = self._velocity(self._prefix(obs), zero_noise, torch.ones(len(obs), device=self._device))
         return torch.cat([hidden.mean(1), v.flatten(1)], 1)
@@ -249,14 +245,12 @@ class FlowPolicy:
     def save(self, folder: Path) -> None:
         """Write the weights and all files needed to load them."""
         self._files.save(self._module, folder)
-        if self.conditioning is not None:
-            self.conditioning.save(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`); RL heads may be missing or unused."""
+        reject_advantage_suffix(folder)
         self._files.load(self._module, folder)
         self._update_scored_dimensions()
-        self.conditioning = read_conditioning(folder)
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -272,22 +266,9 @@ class FlowPolicy:
         return normals(get_observation_seeds(obs), START, self._size, self._device)
 
     def _encode_for_inference(self, obs: Observation) -> tuple[Any, Velocity]:
-        """Return the prefix and the velocity function for inference; `Conditioning` adds a suffix and guidance."""
-        conditioning = self.conditioning
-        if conditioning is None:
-            prefix = self._prefix(obs)
-            return prefix, partial(self._velocity, prefix)
-        prefix = self._prefix(conditioning.conditioned(obs) if conditioning.guidance else conditioning.null(obs))
-        if conditioning.guidance in (0, 1):
-            return prefix, partial(self._velocity, prefix)
-        null = self._prefix(conditioning.null(obs))
-
-        def guided_velocity(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-            v, hidden = self._velocity(prefix, x, t)
-            null_velocity, _ = self._velocity(null, x, t)
-            return null_velocity + conditioning.guidance * (v - null_velocity), hidden
-
-        return prefix, guided_velocity
+        """Return the prefix and the velocity function for inference."""
+        prefix = self._prefix(obs)
+        return prefix, partial(self._velocity, prefix)
 
     def _prefix(self, obs: Observation) -> Any:
         with self._autocast:

@@ -8,25 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
-from embodyrl.policies.openvla_oft.model import GuidedInputs, ModelInputs, OpenVlaOft, decode_tokens
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
 from embodyrl.policies.vla.sampling import SampledChunks
 from embodyrl.types import FloatArray, ImitationScores, IntArray
-
-
-def apply_guidance(
-    forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: ModelInputs
-) -> tuple[Tensor, Tensor]:
-    """Return logits and values of the forward pass.
-
-    For `GuidedInputs`, the logits are null + w (conditioned - null).
-    """
-    if not isinstance(inputs, GuidedInputs):
-        return forward(inputs)
-    # Copied: the outputs of a CUDA graph are valid until its next call.
-    logits, value = (part.clone() for part in forward(inputs.conditioned))
-    null, _ = forward(inputs.null)
-    return null + inputs.weight * (logits - null), value
 
 
 class DiscreteTokens:
@@ -43,7 +28,8 @@ class DiscreteTokens:
         tokenizer: ActionTokenizer,
     ) -> None:
         """Store the forward pass (may be compiled) and the forward pass without gradients (may be a CUDA graph)."""
-        self._model, self._forward, self._rollout_hosts, self._tokenizer = model, forward, inference_forward, tokenizer
+        self._model, self._forward, self._tokenizer = model, forward, tokenizer
+        self._inference_forward = inference_forward
         self._columns = model.action_columns
         self._chunk = model.options.cfg.num_action_chunks, model.options.cfg.action_dim
 
@@ -64,7 +50,7 @@ class DiscreteTokens:
                 lambda index, logits: choose(logits, None if uniform is None else uniform[:, index : index + 1]),
             )
         else:
-            logits, value = apply_guidance(self._rollout_hosts, inputs)
+            logits, value = self._inference_forward(inputs)
             choice = choose(logits, uniform)
         logprob, _ = self._compute_scores(logits, choice, temperature)
         tokens = (choice + self._columns.start).cpu().numpy()
@@ -73,7 +59,7 @@ class DiscreteTokens:
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens, and values [B, V]."""
         ids = on_device(tokens, inputs.prompt_ids.device)
-        logits, value = apply_guidance(lambda part: self._forward(part, ids), inputs)
+        logits, value = self._forward(inputs, ids)
         return *self._compute_scores(logits, ids - self._columns.start, temperature), value
 
     def values(self, inputs: ModelInputs) -> Tensor:

@@ -5,7 +5,7 @@ Prediction in several passes, token by token (OpenVLA) or by denoising, is at th
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,20 +61,6 @@ class ModelInputs:
     """[B] number of prompt tokens of each row without padding."""
     state: Tensor | None = None
     """[B, S] proprioception, normalised to -1..1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuidedInputs(ModelInputs):
-    """Inputs with and without the instruction suffix, for classifier-free guidance of the logits."""
-
-    null: ModelInputs
-    weight: float
-    """Guidance weight w of null + w (conditioned - null)."""
-
-    @property
-    def conditioned(self) -> ModelInputs:
-        """Return the inputs with the instruction suffix."""
-        return ModelInputs(**{field.name: getattr(self, field.name) for field in fields(ModelInputs)})
 
 
 class OpenVlaOft(nn.Module):

@@ -1,7 +1,6 @@
 """OpenVLA-OFT policy: `act` and `score` share one code path, so that their log-probabilities agree."""
 
 import math
-from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -38,13 +37,12 @@ from embodyrl.policies.openvla_oft.continuous import Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.discrete import DiscreteTokens
 from embodyrl.policies.openvla_oft.graphs import GraphedForward
 from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess, resize
-from embodyrl.policies.openvla_oft.model import GuidedInputs, ModelInputs, OpenVlaOft
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.adapter import find_adapter, get_given_adapter, lora_spec
-from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
-from embodyrl.policies.vla.folder import TOKENIZER_FILE
+from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
 from embodyrl.policies.vla.sampling import pad_per_action
 from embodyrl.types import (
     ByteArray,
@@ -63,7 +61,6 @@ class OpenVlaOftPolicy:
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
-        self._conditioning: Conditioning | None = None
         cfg = options.cfg
         self._adapter = lora_spec(cfg) if cfg.is_lora and request.trainable else None
         self._model = build_module(config, options, request)
@@ -97,7 +94,7 @@ class OpenVlaOftPolicy:
         float32 values; greedy actions have zero tokens and zero log-probabilities.
         """
         with self._autocast:
-            sampled, value = self._head.act(self._rollout_hosts(obs), noise, temperature or self._temperature)
+            sampled, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
         tokens, logprob = sampled.pad_to_spec(self.spec)
         return PolicyOutput(
             actions=unnormalise(sampled.state.double().cpu().numpy(), self._bounds),
@@ -110,7 +107,7 @@ class OpenVlaOftPolicy:
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
         with self._autocast:
-            return self._head.values(self._rollout_hosts(obs)).cpu().numpy()
+            return self._head.values(self._inputs(obs)).cpu().numpy()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
@@ -138,7 +135,7 @@ class OpenVlaOftPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         with self._scoring:
-            logprob, entropy, value = self._head.score(self._rollout_hosts(obs), tokens, self._temperature)
+            logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
         return PolicyScores(
             logprob=pad_per_action(logprob, self.spec), entropy=pad_per_action(entropy, self.spec), value=value
         )
@@ -169,8 +166,6 @@ class OpenVlaOftPolicy:
 
         With adapters, only the adapters (`lora_adapter/`) and the fully trained modules are written.
         """
-        if self.conditioning is not None:
-            self.conditioning.save(folder)
         if self._adapter is None:
             save_model(self._model, folder, self._side_files)
             return
@@ -200,43 +195,13 @@ class OpenVlaOftPolicy:
         self._load_statistics(read_config(folder))
 
     def _load_statistics(self, config: OftConfig) -> None:
-        """Use the statistics and conditioning of a folder; keep its tokenizer and JSON files for `save`."""
-        self.conditioning = read_conditioning(config.folder)
+        """Use the statistics of a folder; keep its tokenizer and JSON files for `save`."""
+        reject_advantage_suffix(config.folder)
         statistics, kind = config.statistics, self._cfg.action_normalization
         data_set = statistics.find(self._cfg.unnorm_key, self._env.benchmark.unnorm_key)
         self._bounds = statistics.bounds(data_set, "action", kind)
         self._state_bounds = statistics.bounds(data_set, "proprio", kind) if self.spec.inputs.state else None
         self._side_files = read_side_files(config.folder)
-
-    @property
-    def conditioning(self) -> Conditioning | None:
-        """Instruction suffix and guidance weight for acting; None: no suffix.
-
-        Raises:
-            ConfigError: the head has no logits of a whole chunk, which guidance combines.
-        """
-        return self._conditioning
-
-    @conditioning.setter
-    def conditioning(self, conditioning: Conditioning | None) -> None:
-        in_parallel = self._cfg.action_head is ActionHead.discrete and not self._model.options.autoregressive
-        if conditioning is not None and conditioning.guidance not in (0, 1) and not in_parallel:
-            raise ConfigError(
-                f"Guidance {conditioning.guidance:g} requires a discrete action head with parallel decoding, but model "
-                f"'{self.spec.name}' does not decode in parallel or has no discrete head. Use guidance 0 or 1."
-            )
-        self._conditioning = conditioning
-
-    def _rollout_hosts(self, obs: Observation) -> ModelInputs:
-        """Return the inputs for acting; with guidance, also the inputs without the suffix."""
-        conditioning = self.conditioning
-        if conditioning is None:
-            return self._inputs(obs)
-        if conditioning.guidance in (0, 1):
-            return self._inputs(conditioning.conditioned(obs) if conditioning.guidance else conditioning.null(obs))
-        conditioned, null = self._inputs(conditioning.conditioned(obs)), self._inputs(conditioning.null(obs))
-        named = {field.name: getattr(conditioned, field.name) for field in fields(conditioned)}
-        return GuidedInputs(**named, null=null, weight=conditioning.guidance)
 
     @property
     def vocabulary(self) -> tuple[int, Bounds]:

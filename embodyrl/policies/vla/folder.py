@@ -34,6 +34,19 @@ def read_side_file(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error}. Download the checkpoint again.") from error
 
 
+def reject_advantage_suffix(folder: Path) -> None:
+    """Check that a policy acts without an advantage suffix (RECAP), which this version does not add.
+
+    Raises:
+        CheckpointError: the policy acts with a suffix.
+    """
+    if (path := folder / "advantage.json").exists():
+        raise CheckpointError(
+            f"{path}: this policy was trained with `embodyrl recap`, which has been removed. Choose another "
+            "checkpoint, or delete the file to act without the advantage suffix and without guidance."
+        )
+
+
 def has_random_init(folder: Path) -> bool:
     """Return True if the folder requests random initial weights instead of containing weights."""
     try:

@@ -67,7 +67,7 @@ class Job:
         """Return the log path (without suffix) and the arguments of each command, first preparation, then training.
 
         The arguments start a run, or resume an interrupted run from its newest checkpoint. `data filter` has no run
-        folder, and `recap` resumes by itself.
+        folder.
         """
         folder_overrides = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
         steps = self.recipe.preparations(self.seed, self.out)

@@ -37,8 +37,7 @@ from embodyrl.policies.flow.vla.statistics import STATISTIC
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, WeightTransform, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_given_adapter, lora_spec
-from embodyrl.policies.vla.conditioning import read_conditioning
-from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init
+from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init, reject_advantage_suffix
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec
@@ -236,10 +235,10 @@ def build_policy(
         # The heads use the global generator, which is restored afterwards.
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, lora_spec(cfg) if adapted else None)
+    reject_advantage_suffix(folder)
     # Before the weights are read: this selects the trained weights, and `_add_adapters` changes the selection.
     policy = policy_class(cfg)(spec, cfg, module, processor, files, request)
     _load_initial_weights(module, files, cfg, folder, request)
-    policy.conditioning = read_conditioning(folder)
     if request.trainable:
         trained = ("expert",) if cfg.train_expert_only else ("expert", *BACKBONE)
         for part in {"expert", *BACKBONE} - set(trained):
