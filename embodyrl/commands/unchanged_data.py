@@ -7,6 +7,7 @@ import yaml
 
 from embodyrl.config.compose import flatten
 from embodyrl.errors import ConfigError
+from embodyrl.plan.keys import DELETED_KEYS
 from embodyrl.plan.saved import dump_config, is_key_or_subkey, read_saved
 from embodyrl.plan.schema import Config
 
@@ -22,7 +23,7 @@ def check_unchanged(
     if not (file := run / "config.yaml").is_file():
         return
     keys, exempt = list(keys), list(exempt)
-    old = {setting.key: setting.value for setting in read_saved(file)}
+    old = {setting.key: setting.value for setting in read_saved(file) if setting.key not in DELETED_KEYS}
     new = flatten(yaml.safe_load(dump_config(cfg)))
     names = [name for name in {**old, **new} if is_key_or_subkey(name, keys) and not is_key_or_subkey(name, exempt)]
     if differences := [f"{name}={old.get(name)}" for name in names if old.get(name) != new.get(name)]:

@@ -54,8 +54,8 @@ def unused_keys(
     unused: dict[str, list[str]] = {}
     command, deleted = schema.command, list[str]()
     for name in names:
-        if name in _DELETED and not last[name].is_set_by_user:
-            if values[name] != _DELETED[name]:
+        if name in DELETED_KEYS and not last[name].is_set_by_user:
+            if values[name] != DELETED_KEYS[name]:
                 deleted.append(
                     f"{last[name].where}{name}={format_value(values[name])} is ignored: the key has been deleted."
                 )
@@ -117,7 +117,7 @@ _KEYS_WITHOUT_EFFECT = frozenset(
     }
 )
 """Keys of earlier versions that had no effect, but occur in config.yaml files of old runs."""
-_DELETED = {
+DELETED_KEYS = {
     "env.control.observe_committed": False,
     "model.fpo_ratio": "mean",
     "model.rtc": "off",
@@ -140,7 +140,7 @@ def is_known(name: str) -> bool:
     has_parent = any(
         parent in _KEYS_WITHOUT_EFFECT or (parent in known and known[parent].is_mapping) for parent in get_parents(name)
     )
-    return name in known or has_subkey or has_parent or name in _KEYS_WITHOUT_EFFECT or name in _DELETED
+    return name in known or has_subkey or has_parent or name in _KEYS_WITHOUT_EFFECT or name in DELETED_KEYS
 
 
 @functools.cache
