@@ -100,9 +100,10 @@ def read_saved(file: Path) -> list[Setting]:
         ConfigError: the file is missing or malformed, or contains YAML tags (which could construct objects).
     """
     saved = flatten(read_plain_yaml(file))
-    if env_type := saved.get("env.env_type"):
-        saved["env.env_type"] = env_type = FORMER_NAMES.get(env_type, env_type)
-        saved = FORMER_SETTINGS.get(env_type, {}) | saved
+    if "env.env_type" in saved:
+        env_type = str(saved["env.env_type"])
+        saved["env.env_type"] = FORMER_NAMES.get(env_type) or env_type
+        saved = FORMER_SETTINGS.get(saved["env.env_type"], {}) | saved
     return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
 
 

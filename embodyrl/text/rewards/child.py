@@ -36,10 +36,10 @@ def main() -> None:
             try:
                 for function in functions:
                     value = function(prompt, response, reference)
-                    parts = [value]
                     if isinstance(value, Mapping):
-                        parts = [value[component] for component in function.components]  # type: ignore[attr-defined]
-                    reply += [float(part) for part in parts]
+                        reply += [float(value[name]) for name in function.components]  # type: ignore[attr-defined]
+                    else:
+                        reply.append(float(value))
                 if not all(map(math.isfinite, reply)):
                     raise ValueError(f"the rewards {reply} must be finite numbers")
             except Exception as error:  # any error of a user's function is a reply too
