@@ -52,7 +52,7 @@ STEP_S, ACT_S = 0.3, 0.6 / 64
 """Seconds of a simulated request to an env worker, and of one observation in an inference."""
 EPISODE = 8
 """Chunks of an episode."""
-HOSTS, SLOTS = (1, 4, 16, 64), (8, 64, 512, 4096, 65536)
+HOSTS, NUM_ENVS = (1, 4, 16, 64), (8, 64, 512, 4096, 65536)
 
 
 class NoEnv:
@@ -245,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--hosts", type=int, nargs="+", default=HOSTS)
-    parser.add_argument("--slots", type=int, nargs="+", default=SLOTS)
+    parser.add_argument("--envs", type=int, nargs="+", default=NUM_ENVS)
     parser.add_argument(
         "--rounds", type=int, default=16, help="chunks of each environment; up to 8 times as many with few environments"
     )
@@ -254,7 +254,7 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[Cost] = []
     profile = cProfile.Profile()
-    for num_envs in args.env_indices:
+    for num_envs in args.envs:
         for hosts in (one for one in args.hosts if one <= num_envs):
             if args.profile:
                 profile.enable()

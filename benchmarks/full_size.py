@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS], default="openvla_oft")
     parser.add_argument("--size", choices=["full", "tiny"], default="full")
     parser.add_argument("--parts", nargs="+", choices=[*RUN], help="parts to run; default: all parts of the model")
-    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--envs", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=2, help="chunks of an episode")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="additional overrides of train and eval"

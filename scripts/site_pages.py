@@ -121,23 +121,23 @@ API = tuple(
             """
             import numpy as np
 
-            from embodyrl.envs.simulators import PerSlot, SimStep
+            from embodyrl.envs.simulators import SequentialSimulators, SimStep
             from embodyrl.specs import ActionSpec, EnvSpec, RewardSpec
 
 
-            class Line(PerSlot):
+            class Line(SequentialSimulators):
                 place: dict[int, float] = {}
 
-                def reset_slot(self, environment, reset_id, seed):
-                    self.place[environment] = reset_id / 10
+                def reset_env(self, env_index, reset_id, seed):
+                    self.place[env_index] = reset_id / 10
 
-                def step_slot(self, environment, action):
-                    self.place[environment] += 0.1 * float(action[0])
-                    success = self.place[environment] >= 1
+                def step_env(self, env_index, action):
+                    self.place[env_index] += 0.1 * float(action[0])
+                    success = self.place[env_index] >= 1
                     return SimStep(reward=float(success), terminated=success, success=success)
 
-                def observe_slot(self, environment, out):
-                    out.state[:] = self.place[environment]
+                def observe_env(self, env_index, out):
+                    out.state[:] = self.place[env_index]
 
 
             spec = EnvSpec(
@@ -154,10 +154,10 @@ API = tuple(
             """
             import torch
 
-            from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
+            from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, LossUnits
 
 
-            def reinforce(units: Units, cfg) -> LossTerms:
+            def reinforce(units: LossUnits, cfg) -> LossTerms:
                 ratio = (units.logprob - units.old_logprob).exp()
                 return LossTerms(
                     loss=-units.advantage * units.logprob, ratio=ratio, clipped=torch.zeros_like(ratio).bool()
@@ -166,7 +166,7 @@ API = tuple(
 
             LOSS = PolicyLoss(compute=reinforce)  # algorithm.loss_type=my_module:LOSS
             logprob, one = torch.zeros(2, 1, 1, requires_grad=True), torch.ones(2, 1, 1)
-            units = Units(logprob=logprob, old_logprob=0 * one, advantage=one, valid=one.bool())
+            units = LossUnits(logprob=logprob, old_logprob=0 * one, advantage=one, valid=one.bool())
             LOSS.compute(units, None).loss.sum().backward()
             """,
         ),

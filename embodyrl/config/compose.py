@@ -172,7 +172,13 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _quoted_example(text: str) -> str:
     """Return the shell argument that sets a key to the text after `=`; for other arguments, an example."""
     name, _, value = text.partition("=")
-    if re.fullmatch(r"[\w.]+", name) and value and len(text) < 200 and not {"'", '"'} & {*value}:
+    if (
+        re.fullmatch(r"[\w.]+", name)
+        and value.isprintable()
+        and value
+        and len(text) < 200
+        and not {"'", '"'} & {*value}
+    ):
         return f"'{name}=\"{value}\"'"
     return "'key=\"a, b\"'"
 

@@ -105,7 +105,7 @@ def _read_stored_episodes(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=natural_sort_key):
         try:
-            rows += pq.read_table(find_file(root, path)).to_pylist()
+            rows += pq.read_table(find_file(root, path.relative_to(root))).to_pylist()
         except (OSError, pa.ArrowException) as error:
             raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
     return sorted(rows, key=lambda row: row["episode_index"])
@@ -168,7 +168,7 @@ def read_tasks(root: Path) -> dict[int, str]:
         return _check_tasks(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH
     try:
-        table = pq.read_table(find_file(root, path))
+        table = pq.read_table(find_file(root, path.relative_to(root)))
     except FileNotFoundError:
         raise EmbodyError(f"{path} is missing. {_FETCH}") from None
     except (OSError, pa.ArrowException) as error:

@@ -38,7 +38,7 @@ _LEARNING_ROWS: tuple[tuple[str, str, str], ...] = (
     ("gradient norm", "actor/grad_norm", "{:.3f}"),
 )
 _PROGRESS_ROWS: tuple[tuple[str, str, str], ...] = (
-    ("environments busy", "rollout/slot_occupancy", "{:.2g}"),
+    ("envs busy", "rollout/slot_occupancy", "{:.2g}"),
     ("staleness", "rollout/staleness_mean", "{:.2g}"),
     ("tokens/s, update", "actor/tokens_per_s", "{:,.0f}"),
     ("memory", "actor/memory_gib", "{:.1f} GiB"),

@@ -63,7 +63,7 @@ def open_checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = Fa
 
     folder = tokenizer_folder(cfg)
     template = None if folder is None else ChatTemplate.of(cfg.model, folder)
-    included = getattr(POLICIES.get(cfg.model.model_type), "start", None)
+    included = getattr(POLICIES.get(cfg.model.model_type), "default_folder", None)
     vocabulary = language_model_folder(included) if folder is None and included is not None else folder
     return open_rows(data, tokenizer=folder, template=template, vocabulary=vocabulary, json_answers=json_answers)
 

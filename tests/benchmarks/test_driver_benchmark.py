@@ -10,7 +10,7 @@ from processes import SOURCE, command_environment
 
 @pytest.mark.integration
 def test_rollout_processes_of_many_hosts_get_equal_shares(tmp_path):
-    words = ["--hosts", "1", "8", "--slots", "256", "--rounds", "1", "--json", "out.json"]
+    words = ["--hosts", "1", "8", "--envs", "256", "--rounds", "1", "--json", "out.json"]
     done = subprocess.run(
         [sys.executable, str(SOURCE / "benchmarks" / "driver.py"), *words],
         cwd=tmp_path,

@@ -40,7 +40,7 @@ def test_saved_weights_are_loaded_instead_of_generated(tmp_path: Path, model: st
 @pytest.mark.timeout(900)
 def test_openvla_oft_trains_resumes_exports_and_evaluates(tmp_path: Path) -> None:
     pytest.importorskip("libero")
-    parts = run(tmp_path, "--slots", "2", "--chunks", "1")
+    parts = run(tmp_path, "--envs", "2", "--chunks", "1")
     assert list(parts) == ["write", "plan", "train", "resume", "export", "eval"]
     for step, part in enumerate(("train", "resume"), start=1):
         assert parts[part]["metrics"]["step"] == step

@@ -164,7 +164,7 @@ def test_new_experiment_can_be_selected_and_listed(tmp_path, monkeypatch, capsys
     assert main(["list", "experiments", "--config-dir", "conf"]) == 0
     assert "kitchen" in capsys.readouterr().out
     assert main(["train", "experiment=kitchen", "--config-dir", "conf", "--dry-run"]) == 0
-    assert "20 training steps" in capsys.readouterr().out
+    assert "20 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -53,9 +53,9 @@ def test_disaggregated_bfloat16_text_matches_one_process(tmp_path, offload):
 def test_only_adapter_weights_are_sent_after_the_first_sync(tmp_path):
     with running_crew(tmp_path, *LORA, *APART, "algorithm=ppo") as stage:
         policy = stage.workers.policy
-        first = [part for bucket in policy._buckets(policy._bucket_arena) for part in bucket]
+        first = [part for bucket in policy._fill_buckets(policy._bucket_arena) for part in bucket]
         stage.workers.scheduler.publish(0)
-        later = [part for bucket in policy._buckets(policy._bucket_arena) for part in bucket]
+        later = [part for bucket in policy._fill_buckets(policy._bucket_arena) for part in bucket]
         heads = ("value_head", "proprio_projector", "action_head")
         assert later
         assert all(".lora_" in part.name or part.name.startswith(heads) for part in later)

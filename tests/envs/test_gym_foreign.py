@@ -160,7 +160,8 @@ def test_constructor_that_renders_gets_a_rendering_backend():
         "from embodyrl.envs import ENVS\n"
         "from embodyrl.envs.protocol import EnvContext\n"
         "from test_gym import config\n"
-        "print(ENVS.get('gym').spec(config('foreign_envs:RendersAtOnce'), EnvContext(pictures=False)).state_dim)\n"
+        "context = EnvContext(renders_images=False)\n"
+        "print(ENVS.get('gym').spec(config('foreign_envs:RendersAtOnce'), context).state_dim)\n"
     )
     paths = os.pathsep.join([str(Path(foreign_envs.__file__).parent), str(Path(__file__).parent), *sys.path])
     done = subprocess.run(

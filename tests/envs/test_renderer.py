@@ -65,7 +65,7 @@ def test_every_gpu_must_be_able_to_render(monkeypatch):
         drawn.append(device)
         return Frame(problem="must be an integer between 0 and 4, got 5") if device == "5" else Frame("NVIDIA H100")
 
-    monkeypatch.setattr(renderer, "draw_frame", draw)
+    monkeypatch.setattr(renderer, "render_test_frame", draw)
     chosen = choose_renderer()
     assert (chosen.backend, sorted(drawn)) == ("osmesa", ["3", "4", "5"])
     assert "(GPU 2)" in chosen.why

@@ -68,8 +68,8 @@ BUGS = {
     "pixels are prepared in the compute precision": Bug(
         "dtype",
         "embodyrl.policies.openvla_oft.inputs",
-        "with torch.no_grad(), torch.autocast(device.type, enabled=False):",
-        "with torch.no_grad():",
+        "with torch.no_grad(), torch.autocast(device.type, enabled=False):\n        if pipeline",
+        "with torch.no_grad():\n        if pipeline",
         check="policy",
     ),
     "the reference stays in float32": Bug(

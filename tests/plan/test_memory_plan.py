@@ -129,10 +129,10 @@ def test_rollout_processes_hold_full_weights(tmp_path):
     run_plan = build_run_plan(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
     plan = plan_memory(run_plan)
     assert plan.gathered == 0
-    assert plan.acting - plan.process == 4 * run_plan.policy_costs.num_parameters, "float32 until it is halved"
+    assert plan.inference - plan.process == 4 * run_plan.policy_costs.num_parameters, "float32 until it is halved"
     assert "for each process that acts" in plan.lines(2, 1)[1][1]
     with pytest.raises(ConfigError, match="of memory"):
-        require_memory(run_plan, replace(plan, acting=10_000 * GIB))
+        require_memory(run_plan, replace(plan, inference=10_000 * GIB))
 
 
 def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
@@ -186,7 +186,7 @@ def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
 
 def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
     """Three float32 copies of the logits of all replies, at most those of a chunk; and the gradients of the matrix."""
-    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
+    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, kv_width=8, tied=True, supports_sharing=True)
     reply, chunk = size.logit_bytes(10)
     assert (reply, chunk) == (120_000, 12 * CHUNK_LOGITS)
     adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=False, adapters=True))
@@ -210,7 +210,7 @@ def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_
 
 
 def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
-    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True, shares=True)
+    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, kv_width=8, tied=True, supports_sharing=True)
     assert size.per_token(half=False, adapters=True) == 512
     assert size.per_token(half=False, adapters=False) == 576, "inputs of trained norms"
     reply, prompt = size.shared_bytes(20, 4, half=False, adapters=True)
@@ -222,7 +222,7 @@ def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
     assert costs.stored(8, 1) == 8 * reply + prompt
     assert costs.stored(8, 8) == 8 * whole, "all prompts are different"
     assert replace(costs, reply_tokens=16).stored(8, 1) == 8 * whole, "most tokens are those of replies"
-    assert replace(size, shares=False).shared_bytes(20, 4, half=False, adapters=True) == (0, 0)
+    assert replace(size, supports_sharing=False).shared_bytes(20, 4, half=False, adapters=True) == (0, 0)
 
 
 def test_only_tensors_below_the_mapped_size_fragment_memory(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_memory_plan_includes_loading_demonstrations(tmp_path):
 
 def test_hanging_nvidia_smi_gives_unknown_gpu_memory(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, H100, more="exec sleep 60")
-    monkeypatch.setattr(devices, "_QUERY_S", 0.1)
+    monkeypatch.setattr(devices, "_QUERY_TIMEOUT_S", 0.1)
     assert devices.Gpus().free == 0
 
 

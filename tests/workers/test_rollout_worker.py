@@ -92,7 +92,7 @@ def test_reply_and_token_count_are_written_to_the_record_of_the_prompt(tmp_path,
         arena, records = stage.workers.arena, np.concatenate([e.records for e in rollout.episodes])
         policy = build_policy(build_policy_init(stage.run_plan, arena, None))
         assert isinstance(policy, CausalLMPolicy)
-        prompts, tokens = policy.read(read_observation(arena, records)), arena[Record.tokens][records]
+        prompts, tokens = policy.reader(read_observation(arena, records)), arena[Record.tokens][records]
         said = (tokens >= 0).sum(1)
         costs = arena[Record.cost][records]
         assert costs.tolist() == [len(prompt) + count for prompt, count in zip(prompts, said.tolist(), strict=True)]

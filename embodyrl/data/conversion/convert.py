@@ -6,6 +6,7 @@ conversion resumes from the temporary folder.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -126,15 +127,16 @@ def _load_partial_card(partial: Path, card: Card) -> Card:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise EmbodyError(f"{path} cannot be read: {error}. Delete {partial} and convert again.") from error
     without_tasks = replace(stored, env=replace(stored.env, tasks=(), states_per_task=()))
-    if without_tasks.to_json() != card.to_json() and not (partial / "meta" / "episodes").exists():
+    is_same = json.loads(without_tasks.to_json()) == json.loads(card.to_json())  # -1 equals -1.0
+    if not is_same and not (partial / "meta" / "episodes").exists():
         shutil.rmtree(partial)  # the earlier conversion failed at its first episode
         return card
-    if without_tasks.to_json() != card.to_json():
+    if not is_same:
         raise ConfigError(
             f"{partial} contains a conversion with different settings or another source. Use the same settings to "
             f"continue it, or delete the folder: rm -r {shlex.quote(str(partial))}."
         )
-    return stored
+    return replace(card, env=replace(card.env, tasks=stored.env.tasks, states_per_task=stored.env.states_per_task))
 
 
 def _build_demonstration(

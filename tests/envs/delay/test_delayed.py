@@ -136,7 +136,7 @@ def test_chunks_too_short_for_the_delay_are_refused():
 
 
 def test_batched_simulators_are_refused_with_a_delay():
-    with pytest.raises(ConfigError, match="can only step all its environments at once"):
+    with pytest.raises(ConfigError, match="steps all parallel environments together"):
         check_delay(ScriptedBatch((steps_of([0.0]),)).spec, 1, 8)
 
 

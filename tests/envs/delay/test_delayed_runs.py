@@ -94,7 +94,7 @@ def test_halving_env_steps_per_chunk_doubles_the_planned_samples(tmp_path: Path)
         (("env.control.latency_steps=3",), "does not fit into chunks of 4 actions"),
         (
             ("env.control.latency_steps=1", "env.kwargs.lockstep=true", "rollout.pipeline_stage_num=1"),
-            "all its environments",
+            "all parallel environments together",
         ),
     ],
 )

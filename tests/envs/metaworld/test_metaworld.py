@@ -200,6 +200,7 @@ def test_full_images_match_and_lean_images_resemble_the_package():
 
 
 def test_idle_simulators_of_other_tasks_are_limited(monkeypatch):
+    pytest.importorskip("metaworld.policies")
     pytest.importorskip("metaworld")
     monkeypatch.setattr(factory, "_IDLE_BYTES", 3 * factory._SIMULATOR_BYTES[False])
     simulators = FACTORY.simulators(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_envs=2))

@@ -50,7 +50,7 @@ def test_options_set_the_horizon_of_the_preset(name: str):
 
 
 def test_banner_shows_action_meaning_rate_and_success_criterion_of_a_preset():
-    lines = FACTORY.facts(load_config("check-env", ["env=pusht"]).env)
+    lines = FACTORY.get_banner_lines(load_config("check-env", ["env=pusht"]).env)
     assert lines == [
         (
             "robot",

@@ -298,7 +298,7 @@ def test_token_budget_counts_prompts_and_replies(tmp_path):
         empty, state = np.zeros((6, 0, 0, 0, 3), np.uint8), np.zeros((6, 0), np.float32)
         obs = Observation(images=empty, state=state, instructions=tuple(prompts))
         actions = np.where(np.arange(32) < replies[:, None], 5.0, -1.0)[:, :, None].astype(np.float32)
-        costs = np.array([len(prompt) for prompt in host.policy.read(obs)]) + replies
+        costs = np.array([len(prompt) for prompt in host.policy.reader(obs)]) + replies
         found = actor._split_micro_batches(obs, actions)
     assert sorted(np.concatenate([rows for rows, _ in found]).tolist()) == list(range(6))
     assert all(len(rows) * costs[rows].max() <= 40 for rows, _ in found)
