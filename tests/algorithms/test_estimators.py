@@ -185,8 +185,8 @@ def test_filtered_bc_weights_all_actions_of_successful_episodes():
     from embodyrl.algorithms.off_policy.filtered_bc import FilteredSettings, compute_filtered_credits
 
     good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
-    told = compute_filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
-    assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]
+    credits = compute_filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
+    assert [credit.advantage.tolist() for credit in credits] == [[[1.0], [1.0]], [[0.0], [0.0]]]
 
 
 def test_opo_baseline_is_weighted_by_executed_actions():

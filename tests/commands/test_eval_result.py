@@ -220,8 +220,8 @@ def test_states_are_numbered_within_each_suite(task, reset_id, suite, state):
 def test_success_rates_are_compared_only_with_success_rates():
     """Fails if the return of one evaluation is subtracted from the success rate of the other."""
     silent = [row(k, 0, k, won=None, earned=-38.0) for k in range(4)]
-    told = [row(0, 0, 0, won=True), *silent[1:]]
-    ((_, first, last),) = compare_results(table(silent, toy_spec()), table(told, toy_spec()))
+    reporting = [row(0, 0, 0, won=True), *silent[1:]]
+    ((_, first, last),) = compare_results(table(silent, toy_spec()), table(reporting, toy_spec()))
     assert (first.change(last), last.change(first)) == ("+25.0", "-25.0")
     ((_, first, last),) = compare_results(table(silent, toy_spec()), table(silent, toy_spec()))
     assert (str(first.value), first.change(last)) == ("-38.0", "+0")
