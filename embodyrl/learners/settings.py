@@ -62,8 +62,8 @@ class OptimSettings(Settings):
     """Learning-rate schedule over runner.max_steps: constant, linear, cosine, or wsd (constant, then linear over
     decay_ratio). SAC applies it to the policy only; critics (value_lr) and temperature (lr) have constant rates."""
     warmup_steps: Index | None = None
-    """Number of optimizer steps of linear warm-up; default: set by the model (10 for flow, diffusion and ACT policies
-    in `embodyrl train`, otherwise 0)."""
+    """Number of optimizer steps of linear warm-up; default: 10 in `embodyrl train` if model.path is set, otherwise
+    0."""
     warmup_ratio: Share = 0.0
     """Warm-up as a fraction of the training steps, instead of warmup_steps."""
     min_lr_ratio: Share = 0.0

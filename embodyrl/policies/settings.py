@@ -28,8 +28,8 @@ class ModelSettings(Settings):
 
     @property
     def warmup_steps(self) -> int:
-        """Default number of warm-up optimizer steps in RL."""
-        return 0
+        """Default number of warm-up optimizer steps in RL: `WARMUP_STEPS` for pretrained weights, otherwise 0."""
+        return 0 if self.weights is None else WARMUP_STEPS
 
     @property
     def half(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from toy_runs import TOY_OFT, rows, train_toy
 
+import embodyrl
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.policy_gradient import split_evenly
 from embodyrl.learners.schedule import Schedule
@@ -114,6 +115,21 @@ def test_learning_rate_warms_up_and_decays(schedule, more, expected):
 @pytest.mark.parametrize(("typed", "first"), [(None, 0.25), (2, 0.5), (0, 1.0)])
 def test_model_sets_the_default_warm_up(typed, first):
     assert Schedule(OptimSettings(warmup_steps=typed), total=9, warmup=4).factor(0) == first
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("model=openvla_oft_tiny", 10),
+        ("model=flow_small", 10),
+        ("model=diffusion", 10),
+        ("env=text/copy model=causal_lm model.path=folder", 10),
+        ("env=text/copy model=causal_lm_tiny", 0),
+        ("env=gym model=mlp", 0),
+    ],
+)
+def test_pretrained_policies_warm_up_by_default(words, steps):
+    assert embodyrl.compose("train", *words.split()).model.warmup_steps == steps
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Constraint, Count, Share, valid_if
-from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, add_steering, steering_costs
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
 from embodyrl.types import EnvSpec, GripperConvention, PolicyCosts, PolicySpec
@@ -83,11 +82,6 @@ class FlowSettings(ResidualSettings):
     pure noise, where only the observation determines the actions."""
     value_from: ValueFrom = ValueFrom.prefix
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
-
-    @property
-    def warmup_steps(self) -> int:
-        """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
-        return WARMUP_STEPS
 
     @property
     def every_step(self) -> bool:

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from embodyrl.config.shared import Precision
 from embodyrl.policies.lerobot.config import LeRobotConfig
-from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
 from embodyrl.policies.vla.records import ChunkShape
 
@@ -25,11 +24,6 @@ class LeRobotSettings(ResidualSettings):
     """Key (robot) of the normalization statistics, if an older checkpoint has statistics of several robots."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
     """dsrl: bound of the noise or latent that the actor chooses, -noise_bound..noise_bound."""
-
-    @property
-    def warmup_steps(self) -> int:
-        """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
-        return WARMUP_STEPS
 
 
 def chunk_shape(config: LeRobotConfig) -> ChunkShape:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Positive, Share
-from embodyrl.policies.settings import WARMUP_STEPS, AdapterSettings
+from embodyrl.policies.settings import AdapterSettings
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic
 
@@ -84,11 +84,6 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     def every_step(self) -> bool:
         """True if all denoising steps are stochastic."""
         return self.stochastic_steps is Stochastic.all
-
-    @property
-    def warmup_steps(self) -> int:
-        """Default number of warm-up optimizer steps in RL (see `ModelSettings.warmup_steps`)."""
-        return WARMUP_STEPS if self.action_head is ActionHead.diffusion or self.is_residual else 0
 
 
 def as_oft(cfg: OpenVlaSettings) -> OftSettings:

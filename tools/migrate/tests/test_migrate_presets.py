@@ -76,7 +76,9 @@ FLOW = {
     **SIMPLEVLA,
     **EXPERIMENT,
     **because("for one GPU", "episodes, prompts, samples, optimizer steps"),
-    **because("the flow policy's own", "horizon, actions per query, temperature, loss temperature, aggregation"),
+    **because(
+        "the flow policy's own", "horizon, actions per query, temperature, loss temperature, aggregation, warmup"
+    ),
 }
 PRESETS: dict[str, tuple[list[str], str, dict[str, str]]] = {
     "algorithm/simplevla": (
