@@ -1,6 +1,6 @@
 """Algorithm entry of soft actor-critic (SAC, RLPD), and its config keys."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -22,7 +22,16 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     """Polyak coefficient of the target critics, per update."""
     critics: Annotated[int, Field(ge=2, le=100)] = 2
     """Number of critics.
-    With more than two (REDQ), the target is the minimum of two random critics, and the policy uses the mean of all."""
+    With more than two (REDQ), the target is the minimum of critics_in_target random critics, and the policy uses the
+    mean of all."""
+    critics_in_target: Annotated[int, Field(ge=1, le=100)] = 2
+    """Number of random critics whose minimum is the bootstrapped value; 1: no minimum, for sparse rewards (RLPD)."""
+    backup_entropy: bool = True
+    """Include the entropy of the next action in the target of the critics; RLPD excludes the entropy if rewards are
+    sparse."""
+    critic_warmup: Index = 0
+    """Number of initial training steps that update only the critics, for a policy that starts from SFT or a base
+    policy. Steps before learning_starts count."""
     policy_interval: Count = 1
     """Number of critic updates per update of the policy and the temperature."""
     critic_layer_norm: bool = False
@@ -36,6 +45,15 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     hindsight_goals: Index = 0
     """Number of relabelled transitions per original transition in goal environments (HER, strategy `future`).
     Goals are states reached later in the same episode. The paper uses 4. 0: no relabelling."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield one error per contradiction between settings."""
+        yield from super().problems()
+        if self.critics_in_target > self.critics:
+            yield (
+                f"algorithm.critics_in_target={self.critics_in_target} exceeds algorithm.critics={self.critics}. "
+                f"Use algorithm.critics_in_target={self.critics} or more critics."
+            )
 
     @property
     def method(self) -> str:

@@ -98,21 +98,23 @@ class SacLearner(Learner):
             batches = [buffer.transitions(rng.choice(indices, size)) for buffer, indices, size in sources if size]
             if self._hindsight is not None:
                 batches = [self._hindsight.relabel(batch, rng) for batch in batches]
-            critic_pair = rng.permutation(self._settings.critics)[:2]
-            # The last update of a step always includes the policy.
+            target_critics = rng.permutation(self._settings.critics)[: self._settings.critics_in_target]
+            # The last update of a step always includes the policy, except during the warm-up of the critics.
             updates_policy = done % self._settings.policy_interval == 0 or done == count
-            if metrics := self._step(batches, critic_pair, request.step, updates_policy=updates_policy):
+            updates_policy &= request.step >= self._settings.critic_warmup
+            if metrics := self._step(batches, target_critics, request.step, updates_policy=updates_policy):
                 steps.append(metrics)
             yield
         result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
     def _step(
-        self, batches: Sequence[Transitions], critic_pair: IntArray, step: int, *, updates_policy: bool = True
+        self, batches: Sequence[Transitions], target_critics: IntArray, step: int, *, updates_policy: bool = True
     ) -> dict[str, float]:
         """Update temperature, critics, actor and target critics, in this order; return metrics (empty: not updated).
 
-        Without `updates_policy`, temperature and actor are not updated.
+        Without `updates_policy`, temperature and actor are not updated. `target_critics`: indices of the critics whose
+        minimum is the bootstrapped value.
         """
         # Both sets of images are shifted before the forward pass: the order of random numbers must not change.
         observations = [self._get_observations(batch, batch.indices) for batch in batches]
@@ -133,9 +135,9 @@ class SacLearner(Learner):
         with torch.no_grad():
             after = torch.cat([self._compute_features(batch) for batch in next_observations])
             next_action, next_logprob = self._policy.draw(after)
-            # The minimum of a pair for any number of critics: the minimum of all critics would be far too low.
-            next_value = self._targets(after, next_action)[critic_pair]
-            target = soft_target(reward, discount, next_value, next_logprob, alpha)
+            # Few critics for any number of critics: the minimum of all critics would be far too low.
+            next_value = self._targets(after, next_action)[target_critics]
+            target = soft_target(reward, discount, next_value, next_logprob, alpha * self._settings.backup_entropy)
         value = self._critics(features, action)
         loss = critic_loss(value, target)
         # Check both losses before the first optimizer step, so that a skipped update changes no weights.

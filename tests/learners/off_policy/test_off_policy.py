@@ -365,9 +365,11 @@ def test_demonstration_may_continue_after_success(make, tmp_path):
     np.testing.assert_allclose(demos["reward"][demos.starts], [3.0, 3.0, 11.0, 3.0, 3.0, 4.5])
 
 
-def test_target_uses_a_random_pair_of_critics(make):
-    """Five critics without weights that return 0, 1000, ..., 4000: the loss reveals the smaller one of the pair."""
-    _, actor = make("algorithm.critics=5", "algorithm.gamma=0.9", "algorithm.tau=1e-9", "algorithm.learning_starts=1")
+@pytest.mark.parametrize(("count", "minima"), [(1, {0, 1, 2, 3, 4}), (2, {0, 1, 2, 3}), (5, {0})])
+def test_target_uses_the_minimum_of_random_critics(make, count, minima):
+    """Five critics without weights that return 0, 1000, ..., 4000: the loss reveals the smallest of the sample."""
+    words = ("algorithm.gamma=0.9", "algorithm.tau=1e-9", "algorithm.learning_starts=1")
+    _, actor = make("algorithm.critics=5", f"algorithm.critics_in_target={count}", *words)
     seen = set()
     for step in range(12):
         with torch.no_grad():
@@ -380,7 +382,44 @@ def test_target_uses_a_random_pair_of_critics(make):
         (*_, result) = drained(actor.update(request))
         seen.add(round((2 * result["value_loss"] / 5) ** 0.5 / 900))
         actor._arena.free([*request.record_refs.tolist(), *(t for _, t in request.finals)])
-    assert len(seen) > 2
+    assert seen <= minima
+    assert len(seen) > len(minima) / 2
+
+
+def test_target_contains_the_entropy_unless_it_is_turned_off(make):
+    """Critics without weights: the target is the reward, plus the entropy of the next action."""
+    losses = []
+    for words in ((), ("algorithm.backup_entropy=false",)):
+        _, actor = make(*words, "algorithm.alpha_init=0.5")
+        actor._replay.add(replace(four_chunks(), terminated=np.zeros(4, np.bool_)))
+        with torch.no_grad():
+            for weight in (*actor._critics.parameters(), *actor._targets.parameters()):
+                weight.zero_()
+        torch.manual_seed(0)
+        batch = actor._replay.transitions(actor._replay.starts)
+        losses.append((actor._step([batch], np.arange(2), 0)["value_loss"], float(np.square(batch.reward).mean())))
+    (with_entropy, _), (without_entropy, squared_reward) = losses
+    assert without_entropy == pytest.approx(squared_reward), "two critics, half the squared error each"
+    assert abs(with_entropy - squared_reward) > 0.01
+
+
+def test_critic_warmup_leaves_policy_and_temperature_unchanged(make):
+    _, actor = make("algorithm.critic_warmup=1", "algorithm.learning_starts=1")
+    changed = []
+    for step in range(2):
+        parts = {
+            "policy": [*actor._policy.module.parameters(), actor._log_alpha],
+            "critics": [*actor._critics.parameters()],
+        }
+        before = {name: [p.detach().clone() for p in weights] for name, weights in parts.items()}
+        drained(actor.update(stored(actor, [(3, "truncated")], step)))
+        changed.append({n: not all(torch.equal(a, b) for a, b in zip(before[n], parts[n], strict=True)) for n in parts})
+    assert changed == [{"policy": False, "critics": True}, {"policy": True, "critics": True}]
+
+
+def test_target_needs_no_more_critics_than_exist(make):
+    with pytest.raises(ConfigError, match=r"critics_in_target=3 exceeds algorithm\.critics=2"):
+        make("algorithm.critics_in_target=3")
 
 
 def drained(parts):
