@@ -1,5 +1,6 @@
-"""Warnings about entropy collapse and reward hacking, from the metrics of the training steps."""
+"""Warnings about falling success, entropy collapse and reward hacking, from the metrics of the training steps."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -10,6 +11,8 @@ WINDOW = 5
 """Number of training steps per window; the means of the first and the last window are compared."""
 _ENTROPY_FRACTION = 0.1
 """Fraction of the initial entropy below which entropy collapse is reported."""
+_SUCCESS_FRACTION = 0.5
+"""Fraction of the initial success rate below which falling success is reported."""
 _SOLVED_RATE = 0.9
 """Success rate above which a low entropy is not reported."""
 _MIN_RETURN_INCREASE = 0.05
@@ -68,8 +71,26 @@ class CollapseCheck:
             means.append(sum(values) / len(values))
         return means[0], means[1]
 
+    def _success_warning(self, success: tuple[float, float]) -> str | None:
+        """Return a warning if success falls by more than three standard errors; name KL and learning rate."""
+        episodes = self._compare_windows("train/episodes")
+        if not episodes or success[1] >= _SUCCESS_FRACTION * success[0]:
+            return None
+        mean, count = sum(success) / 2, WINDOW * min(episodes)
+        if success[0] - success[1] < 3 * math.sqrt(2 * mean * (1 - mean) / count):
+            return None
+        kl, rate = self._compare_windows("actor/kl"), self._compare_windows("actor/lr")
+        kl_text = f" KL per step: {kl[0]:.2g} in the first steps, {kl[1]:.2g} in the last steps." if kl else ""
+        rate_text = f" (last: {rate[1]:.2g})" if rate else ""
+        return (
+            f"success falls: {success[0]:.0%} in the first steps, {success[1]:.0%} in the last steps.{kl_text} Lower "
+            f"actor.optim.lr{rate_text}, increase actor.optim.warmup_steps, or set algorithm.kl_beta."
+        )
+
     def _warnings(self) -> Iterator[str]:
         success = self._compare_windows("train/success_once")
+        if success and (warning := self._success_warning(success)):
+            yield warning
         entropy = self._compare_windows("actor/entropy") if self._text else None
         is_unsolved = success is None or success[1] < _SOLVED_RATE
         if entropy and is_unsolved and entropy[0] > 0 and entropy[1] < _ENTROPY_FRACTION * entropy[0]:

@@ -1,4 +1,4 @@
-"""Warnings about entropy collapse and reward hacking, and the healthy runs that give none."""
+"""Warnings about falling success, entropy collapse and reward hacking, and the healthy runs that give none."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def healthy(share: float) -> dict[str, float]:
     return {
         "train/return": share,
         "train/success_once": share,
+        "train/episodes": 64,
         "train/reward_right": share,
         "train/reward_format": 0.5 + share / 2,
         "train/episode_len": 12 - 4 * share,
@@ -40,6 +41,7 @@ def test_run_that_learns_gives_no_warning():
         (lambda s: {"train/reward_right": 0.8 - 0.8 * s}, "possible reward hacking, right: the return rises"),
         (lambda s: {"train/episode_len": 100 - 95 * s}, "possible reward hacking, length: the return rises"),
         (lambda s: {"train/cut_off": s}, "possible reward hacking, cut off: the return rises"),
+        (lambda s: {"train/success_once": 0.3 - 0.25 * s, "actor/kl": 0.02}, "KL per step: 0.02 in the first steps"),
         (lambda s: {"actor/entropy": 2.0 * 0.001**s, "train/success_once": 0.3}, "entropy collapse: "),
     ],
 )
@@ -51,6 +53,12 @@ def test_collapse_gives_one_warning(changed, said):
 
 def test_low_entropy_of_a_solved_task_gives_no_warning():
     assert warnings(lambda share: healthy(share) | {"actor/entropy": 2.0 * 0.001**share, "train/success_once": 1}) == []
+
+
+@pytest.mark.parametrize("changed", [{"train/episodes": 4}, {"train/success_once": 0.2}])
+def test_success_within_its_noise_gives_no_warning(changed):
+    falling = healthy(0) | {"train/return": 0}
+    assert warnings(lambda share: falling | {"train/success_once": 0.3 - 0.25 * share} | changed) == []
 
 
 def test_falling_reward_gives_no_hacking_warning():
