@@ -49,7 +49,7 @@ class Side:
     def __init__(self, side: str, spec: Pi0Spec, device: str, dtype: torch.dtype) -> None:
         self.spec, self.plain, self.measured = spec, side == "plain", MEASURED[side]
         ours = Pi0(spec)
-        ours.initialise(0)
+        ours.initialize(0)
         self.theirs = _theirs(ours, spec).to(device, dtype) if side == "theirs" else None
         self.ours = ours.to(device, dtype)
         self.module: nn.Module = self.theirs or self.ours

@@ -94,7 +94,7 @@ class CameraSpec:
     size: tuple[int, int] = (0, 0)
     """Height and width, pixels."""
     grey: bool = False
-    """True if the three colour channels are equal."""
+    """True if the three color channels are equal."""
     rotation_deg: int = 0
     """Rotation (0 or 180) that brings a stored frame to the orientation of the benchmark's published datasets."""
     needed: bool = False
@@ -103,7 +103,7 @@ class CameraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalSpec:
-    """State columns of achieved and desired goals, for environments that can compute rewards for relabelled goals."""
+    """State columns of achieved and desired goals, for environments that can compute rewards for relabeled goals."""
 
     achieved: tuple[int, int]
     """State columns of the achieved goal: first column, and one past the last."""

@@ -233,7 +233,7 @@ class PolicyOutput:
     """Policy output for B observations: one chunk each, as numpy arrays; `tokens` [B, L], `value` [B, V]."""
 
     actions: FloatArray
-    """[B, K, A] actions in the units of the training data, not normalised; gripper as in `PolicySpec.gripper`."""
+    """[B, K, A] actions in the units of the training data, not normalized; gripper as in `PolicySpec.gripper`."""
     tokens: IntArray
     logprob: FloatArray
     """[B, L] log-probability of each token under the sampling distribution (temperature included)."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 OUT = Path(__file__).parents[1] / "docs" / "images"
 LINE, FONT = 18, "ui-sans-serif, system-ui, sans-serif"
-COLOURS = {"plain": "#eef2ff", "data": "#ecfdf5", "outer": "#fafafa"}
+COLORS = {"plain": "#eef2ff", "data": "#ecfdf5", "outer": "#fafafa"}
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Box:
     kind: str = "plain"
 
     def svg(self) -> str:
-        """Draw the box with its lines centred."""
+        """Draw the box with its lines centered."""
         top = self.y + self.h / 2 - LINE * (len(self.text) - 1) / 2 + 5
         lines = [
             f'<text x="{self.x + self.w / 2}" y="{top + LINE * i}" text-anchor="middle"'
             f"{' font-weight=' + chr(34) + '600' + chr(34) if i == 0 else ''}>{escape(line)}</text>"
             for i, line in enumerate(self.text)
         ]
-        rect = f'<rect x="{self.x}" y="{self.y}" width="{self.w}" height="{self.h}" rx="8" fill="{COLOURS[self.kind]}" stroke="#4f46e5"/>'
+        rect = f'<rect x="{self.x}" y="{self.y}" width="{self.w}" height="{self.h}" rx="8" fill="{COLORS[self.kind]}" stroke="#4f46e5"/>'
         return rect + "".join(lines)
 
 

@@ -33,7 +33,7 @@ GALLERY = """<style>header, nav, footer, main > * { display: none !important; }
 
 
 def shoot(chromium: str, page: Path, name: str, width: int, height: int) -> None:
-    """Save a screenshot of a page as a small PNG with at most 256 colours."""
+    """Save a screenshot of a page as a small PNG with at most 256 colors."""
     target = page.with_suffix(".png")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
     flags += [f"--screenshot={target}", "--virtual-time-budget=20000", f"--user-data-dir={page.parent / 'profile'}"]

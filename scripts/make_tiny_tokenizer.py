@@ -48,7 +48,7 @@ def learn_pieces(texts: list[str], size: int) -> tuple[list[str], list[tuple[str
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{WORD_START}?[A-Za-z]+|[^A-Za-z]"), "isolated")
     alphabet = [*string.ascii_letters, *string.digits, *".,:;?!'-_()", WORD_START]
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    # The first line gets a word start from the normaliser; "Out:" follows a newline and gets none.
+    # The first line gets a word start from the normalizer; "Out:" follows a newline and gets none.
     lines = [f"{WORD_START}{HEAD.format(instruction=text)}" for text in [*texts, MORE_WORDS]] + [TAIL] * len(texts)
     tokenizer.train_from_iterator(lines, trainer)
     model = json.loads(tokenizer.to_str())["model"]

@@ -157,7 +157,7 @@ class FaultyFactory(ToyFactory):
         if cfg.kwargs["plant"] == "heavy_import_in_validate":
             import gymnasium  # noqa: F401
         if cfg.kwargs["plant"] == "one_text_instead_of_lines":
-            return "colours are missing"  # type: ignore[return-value]
+            return "colors are missing"  # type: ignore[return-value]
         return []
 
     def spec(self, cfg: ToySettings, context: EnvContext) -> EnvSpec:

@@ -87,7 +87,7 @@ class TrueStack(RedPicture):
         return self.frames
 
 
-class ColourStack(TrueStack):
+class ColorStack(TrueStack):
     """Environment with two channels-first RGB frames, newest last."""
 
     shape = (6, 24, 24)

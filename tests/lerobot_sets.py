@@ -28,7 +28,7 @@ _COUNTERS = {
 
 
 def frame(episode: int, step: int, camera: int, size: int = 32) -> np.ndarray:
-    """Return a frame whose colours encode episode, step and camera."""
+    """Return a frame whose colors encode episode, step and camera."""
     pixels = np.zeros((size, size, 3), np.uint8)
     pixels[...] = 40 * episode + 10, 12 * step + 5, 60 * camera + 20
     return pixels

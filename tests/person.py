@@ -18,7 +18,7 @@ from embodyrl.play.scene import Scene
 from embodyrl.types import FloatArray
 
 _NEARER = 0.005
-"""Decrease of the distance that counts as approach, metres."""
+"""Decrease of the distance that counts as approach, meters."""
 _MOST_STEPS = 600
 """Steps after which the person restarts the episode, and drives from the first step on."""
 _START_S = 55.0
@@ -66,7 +66,7 @@ class Arm(Protocol):
         ...
 
     def gap(self, scene: Scene) -> float:
-        """Return the distance from the goal, metres."""
+        """Return the distance from the goal, meters."""
         ...
 
 
@@ -90,7 +90,7 @@ class Gamepad:
         return {"axes": [x, -y, 0, -z], "buttons": buttons}
 
     def gap(self, scene: Scene) -> float:
-        """Return the distance of the gripper from the task's block, metres."""
+        """Return the distance of the gripper from the task's block, meters."""
         world = world_of(scene)
         return world.distance(world.blocks[world.task.block]) + world.z
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.tabletop.factory import TabletopFactory, TabletopSettings
-from embodyrl.envs.tabletop.world import BLOCK_COLOURS
+from embodyrl.envs.tabletop.world import BLOCK_COLORS
 from embodyrl.types import EnvSpec
 
 
@@ -19,8 +19,8 @@ class LiarFactory(TabletopFactory):
 
 
 def _lie(task: str) -> str:
-    index = next(i for i, colour in enumerate(BLOCK_COLOURS) if colour in task)
-    return task.replace(BLOCK_COLOURS[index], BLOCK_COLOURS[(index + 1) % len(BLOCK_COLOURS)])
+    index = next(i for i, color in enumerate(BLOCK_COLORS) if color in task)
+    return task.replace(BLOCK_COLORS[index], BLOCK_COLORS[(index + 1) % len(BLOCK_COLORS)])
 
 
 FACTORY = LiarFactory()

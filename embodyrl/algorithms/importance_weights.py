@@ -2,7 +2,7 @@
 
 Units are tokens, actions or chunks (see `policy_losses.py`). No gradient flows through the results.
 
-log w = log pi_proximal - log pi_behaviour, where pi_proximal is the policy at the start of the update and pi_behaviour
+log w = log pi_proximal - log pi_behavior, where pi_proximal is the policy at the start of the update and pi_behavior
 is the policy that acted. Removed units still count in the denominator of the loss.
 """
 
@@ -65,13 +65,13 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
 def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:
     """Return a mask that excludes off-policy samples with a negative advantage.
 
-    A unit is dropped where A < 0 and the mean of log pi_behaviour - log pi over its sequence exceeds delta.
+    A unit is dropped where A < 0 and the mean of log pi_behavior - log pi over its sequence exceeds delta.
 
     The paper (arXiv 2512.02556, 3.1) uses the probabilities of the sampling engine, so the mismatch between engine and
     trainer counts as off-policy too. Recomputed probabilities would hide that mismatch.
 
     Args:
-        log_ratio_mean: [B, 1, 1] mean of log pi_behaviour - log pi over the sequence.
+        log_ratio_mean: [B, 1, 1] mean of log pi_behavior - log pi over the sequence.
         advantage: [B, K, 1] or [B, 1, 1].
         delta: bound of the mean.
 

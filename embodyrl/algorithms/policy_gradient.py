@@ -218,13 +218,13 @@ class Algorithm:
         return is_constant and bool(batch.valid.all())
 
     def correct(
-        self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
+        self, proximal: torch.Tensor, behavior: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
         """Compute off-policy correction factors for a whole batch from recomputed and rollout log-probabilities.
 
         Args:
             proximal: [B, L] recomputed log-probabilities.
-            behaviour: [B, L] log-probabilities of the behaviour policies.
+            behavior: [B, L] log-probabilities of the behavior policies.
             valid: [B, K] bool.
 
         Returns:
@@ -232,7 +232,7 @@ class Algorithm:
             None; and metrics.
         """
         cfg = self.settings
-        log_weight = self._convert_to_units(proximal - behaviour, valid, cfg.logprob_type)
+        log_weight = self._convert_to_units(proximal - behavior, valid, cfg.logprob_type)
         mask = unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
         gap = log_weight.where(mask, 0.0)
         metrics = {
@@ -325,10 +325,10 @@ class Algorithm:
         factors = inputs.correction
         if self.settings.off_policy_masking_delta is None:
             return factors
-        behaviour = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
-        behaviour = self._convert_to_units(behaviour, inputs.valid, self.settings.logprob_type)
+        behavior = inputs.old_logprob if inputs.behavior_logprob is None else inputs.behavior_logprob
+        behavior = self._convert_to_units(behavior, inputs.valid, self.settings.logprob_type)
         # Detached: the gradient must not flow through the mask.
-        drift = units.mean(behaviour - units.logprob.detach())
+        drift = units.mean(behavior - units.logprob.detach())
         mask = off_policy_mask(drift, units.advantage, delta=self.settings.off_policy_masking_delta)
         return mask if factors is None else factors * mask
 

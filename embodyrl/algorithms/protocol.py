@@ -28,7 +28,7 @@ class Scores:
     """
 
     logprob: tuple[FloatArray, ...] = ()
-    """[T, L] log-probabilities of each episode's tokens under the behaviour policy."""
+    """[T, L] log-probabilities of each episode's tokens under the behavior policy."""
     ref_logprob: tuple[FloatArray, ...] = ()
     """[T, L] log-probabilities of each episode's tokens under the reference policy."""
     states: tuple[IntArray, ...] = ()
@@ -81,8 +81,8 @@ class LossInputs:
     """[B, V] weight of each value target (`LossWeights.value`)."""
     positive_weight: torch.Tensor
     """[B, K] weight of each action with a positive advantage (`LossWeights.positive`)."""
-    behaviour_logprob: torch.Tensor | None = None
-    """[B, L] log-probabilities of the behaviour policy; None: `old_logprob`."""
+    behavior_logprob: torch.Tensor | None = None
+    """[B, L] log-probabilities of the behavior policy; None: `old_logprob`."""
     correction: torch.Tensor | None = None
     """Off-policy correction factors from `Algorithm.correct`; None: no correction."""
 

@@ -150,7 +150,7 @@ class AlgorithmSettings(InferenceAlgorithm):
 
     @property
     def needs_terminal_observations(self) -> bool:
-        """Return True if terminated episodes need a final observation: relabelled goals may undo the termination."""
+        """Return True if terminated episodes need a final observation: relabeled goals may undo the termination."""
         return False
 
     def problems(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Reward shaping before advantage estimation: scale, clip, normalisation, KL to the reference."""
+"""Reward shaping before advantage estimation: scale, clip, normalization, KL to the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
     """Return the episodes with shaped rewards for the estimators.
 
     First, each action's reward is multiplied by reward_scale. Then the reward of the last executed action is changed so
-    that the sum of rewards is the outcome after bias, zero_reward, clip and normalisation over the batch or group.
+    that the sum of rewards is the outcome after bias, zero_reward, clip and normalization over the batch or group.
     """
     is_unchanged = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (
         1,

@@ -81,7 +81,7 @@ class Record:
     images = Column("images", "uint8", "cameras", "height", "width", 3)
     """Camera images of the observation, as raw pixels."""
     observed_state = Column("observed_state", "float32", "state_dim")
-    """Proprioceptive state of the observation, unnormalised."""
+    """Proprioceptive state of the observation, unnormalized."""
     instruction = Column("instruction", "uint8", "instruction_bytes")
     """Instruction as padded UTF-8 (`encode_instruction`)."""
     tokens = Column("tokens", "int64", "L")

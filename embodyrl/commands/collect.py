@@ -93,10 +93,10 @@ def build_collection_plan(cfg: Config) -> RunPlan:
     """
     base = build_run_plan(cfg, training=False)
     tasks = select_tasks(base.env, cfg.env.train)
-    is_labelled = cfg.collect.labels is Labels.expert
+    is_labeled = cfg.collect.labels is Labels.expert
     if cfg.command == "dagger":
-        is_labelled |= find_expert(cfg.dagger.expert).scripted
-    if (base.policy.scripted or is_labelled) and (
+        is_labeled |= find_expert(cfg.dagger.expert).scripted
+    if (base.policy.scripted or is_labeled) and (
         unsolved_tasks := [task for task in tasks if task not in base.env.expert.tasks]
     ):
         solved_tasks = ",".join(map(str, base.env.expert.tasks))
@@ -104,7 +104,7 @@ def build_collection_plan(cfg: Config) -> RunPlan:
             f"env '{base.env.name}' has no scripted expert for tasks {unsolved_tasks}. Set "
             f"env.train.task_ids=[{solved_tasks}]."
         )
-    if is_labelled and not base.policy.scripted and not base.env.expert.reacts:
+    if is_labeled and not base.policy.scripted and not base.env.expert.reacts:
         raise ConfigError(
             f"env '{base.env.name}': the scripted expert follows a plan and cannot label states that another policy "
             f"visits. Collect episodes of the expert instead: embodyrl collect model=scripted (model.expert_noise "
@@ -119,7 +119,7 @@ def build_collection_plan(cfg: Config) -> RunPlan:
         # The running episode of each environment, and its open requests.
         capacity=num_envs * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
-        labelled=is_labelled,
+        labeled=is_labeled,
     )
 
 
@@ -167,7 +167,7 @@ def build_card(run_plan: RunPlan) -> Card:
             "temperature": cfg.algorithm.sampling_params.temperature,
             "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
             "filter": cfg.collect.filter.value,
-            **({"labels": cfg.collect.labels.value} if run_plan.labelled else {}),
+            **({"labels": cfg.collect.labels.value} if run_plan.labeled else {}),
             **get_custom_reward(cfg.reward),
             "seed": cfg.seed,
             "state_ids": cfg.env.train.state_ids,
@@ -287,7 +287,7 @@ class _Collection:
             is_selected = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
             trial = trials[episode.spec.episode_id][1]
             spec = self.run_plan
-            actor = Actor.expert if spec.labelled or spec.policy.scripted else Actor.policy
+            actor = Actor.expert if spec.labeled or spec.policy.scripted else Actor.policy
             source = build_source(episode, trial=trial, version=self.version)
             finished[episode.spec.episode_id] = (
                 copy_episode(workers.arena, episode, source, actor) if is_selected else None

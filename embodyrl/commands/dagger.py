@@ -27,7 +27,7 @@ class DaggerResult:
     run: Path
     """Run folder of the last round's SFT run."""
     data: tuple[Path, ...]
-    """Folder with the labelled episodes of each round."""
+    """Folder with the labeled episodes of each round."""
 
 
 class ScriptedExpert:

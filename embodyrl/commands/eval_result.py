@@ -208,7 +208,7 @@ def _print_table(table: Sequence[Sequence[str]], write_line: Callable[[str], Non
         write_line("  " + "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
-def _summarise_task(
+def _summarize_task(
     task_id: int, task: str, episodes: Sequence[EpisodeRow], *, suite: str = "", number: int = -1
 ) -> TaskResult:
     count, score = len(episodes), compute_score(episodes)
@@ -238,7 +238,7 @@ def _summarise_task(
     )
 
 
-def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
+def summarize(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
     """Build an EvalResult from episodes; `overall` covers only the environment's own suite."""
     ids = sorted({row.task_id for row in rows})
     by_suite = {env.get_suite(task): [row for row in rows if row.suite == env.get_suite(task)] for task in ids}
@@ -247,11 +247,11 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     for task in ids:
         task_rows = [row for row in rows if row.task_id == task]
         position = {"suite": task_rows[0].suite, "number": task % len(own_tasks(env))}
-        tasks.append(_summarise_task(task, env.tasks[task], task_rows, **position))
+        tasks.append(_summarize_task(task, env.tasks[task], task_rows, **position))
     return EvalResult(
-        overall=_summarise_task(-1, "overall", main_rows),
+        overall=_summarize_task(-1, "overall", main_rows),
         tasks=tuple(tasks),
-        suites=tuple(_summarise_task(-1, name, suite_rows) for name, suite_rows in by_suite.items())
+        suites=tuple(_summarize_task(-1, name, suite_rows) for name, suite_rows in by_suite.items())
         if env.benchmark.suites
         else (),
         dropped=collection.dropped,

@@ -21,7 +21,7 @@ from embodyrl.checkpoint.store import read_step
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines
 from embodyrl.commands.episode_storage import open_writer, stores_episodes, with_every_step
-from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
+from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarize
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
@@ -141,7 +141,7 @@ def run_evaluation(
     _report_problems(cfg, collection, monitor.text)
     if not rows:
         raise EmbodyError("No episode of the evaluation finished. See the logs of the env workers for the cause.")
-    result = summarise(rows, collection, run_plan.env, folder)
+    result = summarize(rows, collection, run_plan.env, folder)
     result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_compare_with_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
@@ -225,7 +225,7 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     if not rows or not saved:
         return None
     stats = RolloutStats(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
-    return summarise(rows, RolloutResult(dropped=saved["dropped"], tally=stats), env, folder)
+    return summarize(rows, RolloutResult(dropped=saved["dropped"], tally=stats), env, folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Load the data of SFT (demonstrations or text), and store normalisation statistics in a checkpoint folder."""
+"""Load the data of SFT (demonstrations or text), and store normalization statistics in a checkpoint folder."""
 
 import json
 import math
@@ -188,7 +188,7 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     Args:
         actions: [N, A] in the policy's gripper convention.
         states: [N, S] proprioceptive states.
-        env: spec with the gripper dimension, which is not normalised.
+        env: spec with the gripper dimension, which is not normalized.
         episodes: number of demonstrations.
     """
     mask = np.ones(actions.shape[-1], np.bool_)

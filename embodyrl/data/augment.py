@@ -2,7 +2,7 @@
 
 Brightness +-0.2, contrast and saturation 0.8 to 1.2, hue +-0.05, in this order, and a random crop of 0.9 of the area.
 The crop is implemented as a shift: a frame shifted by up to half the crop margin, and then cropped at its
-centre as in the official evaluation, equals a random crop. If evaluation does not crop, training and evaluation
+center as in the official evaluation, equals a random crop. If evaluation does not crop, training and evaluation
 frames have the same scale.
 """
 
@@ -67,8 +67,8 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
 def _augment_frames(frames: Tensor, draws: Tensor) -> Tensor:
     """Return augmented frames [N, H, W, 3] uint8 for the random numbers `draws` [6, N]."""
     shifted = shift(frames, draws[0], draws[1])
-    coloured = jitter(shifted.permute(0, 3, 1, 2).contiguous().float() / 255.0, draws[2:])
-    return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1)
+    colored = jitter(shifted.permute(0, 3, 1, 2).contiguous().float() / 255.0, draws[2:])
+    return (colored * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None) -> Tensor:

@@ -31,7 +31,7 @@ _CONSTANT = 1e-6
 
 
 def scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, BoolArray]:
-    """Return statistics [D] with which every dimension of [T, D] can be normalised, and two masks [D].
+    """Return statistics [D] with which every dimension of [T, D] can be normalized, and two masks [D].
 
     Dimensions that rarely differ from one value get min and max as q01 and q99, their middle as mean, and half of the
     range as std. The masks are True for constant dimensions and for dimensions that rarely differ.

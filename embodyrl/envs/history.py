@@ -16,7 +16,7 @@ from embodyrl.types import ActionKind, ByteArray, EnvSpec, ExpertSpec, FloatArra
 def with_history(env: EnvSpec, steps: int) -> EnvSpec:
     """Return the spec with states and cameras of several steps, oldest first; `front_1` is `front` one step earlier.
 
-    Goals in a history of several steps cannot be relabelled.
+    Goals in a history of several steps cannot be relabeled.
     """
     if steps == 1:
         return env

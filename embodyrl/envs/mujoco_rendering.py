@@ -29,7 +29,7 @@ with mujoco.Renderer(model, 64, 64) as renderer:
     renderer.update_scene(data)
     frame = renderer.render()
     from OpenGL import GL
-    print("one colour" if len(numpy.unique(frame)) == 1 else "drawn by " + GL.glGetString(GL.GL_RENDERER).decode())
+    print("one color" if len(numpy.unique(frame)) == 1 else "drawn by " + GL.glGetString(GL.GL_RENDERER).decode())
 """
 EGL_TABLE_VARIABLE, _EGL_DEVICE_VARIABLE = "EMBODYRL_EGL_DEVICES", "MUJOCO_EGL_DEVICE_ID"
 """Names of environment variables: the EGL device index of each CUDA device (0:2,1:0), and MuJoCo's EGL device index."""
@@ -174,7 +174,7 @@ def render_test_frame(backend: str, device: str = "") -> Frame:
         problem = signal.Signals(-done.returncode).name if done.returncode < 0 else _find_first_error(done.stderr)
         return Frame(problem=problem)
     driver = done.stdout.strip().rpartition("drawn by ")[2]
-    return Frame(problem="a frame of one colour") if driver == "one colour" else Frame(driver)
+    return Frame(problem="a frame of one color") if driver == "one color" else Frame(driver)
 
 
 def _find_first_error(output: str) -> str:

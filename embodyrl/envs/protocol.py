@@ -185,7 +185,7 @@ class EnvFactory(Protocol[S]):
 
 
 class GoalReward(Protocol):
-    """Interface of reward functions for relabelled goals (hindsight experience replay)."""
+    """Interface of reward functions for relabeled goals (hindsight experience replay)."""
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
         """Return rewards [n] and terminations [n] of env steps with achieved goals [n, G], for desired goals [n, G].
@@ -206,7 +206,7 @@ class GoalFactory(EnvFactory[S], Protocol[S]):
     """Interface of factories of environments whose `EnvSpec` has a `goal`."""
 
     def make_goal_reward(self, cfg: S) -> GoalReward:
-        """Build the reward function for relabelled goals in this process."""
+        """Build the reward function for relabeled goals in this process."""
         ...
 
 

@@ -167,10 +167,10 @@ class PolicyGradientLearner(Learner):
 
     def _compute_proximal(self, batch: PreparedBatch) -> UpdateGenerator[_Proximal]:
         """Return the old log-probabilities: recomputed if the algorithm requires it, otherwise those of the rollout."""
-        behaviour = torch.from_numpy(self._arena[Record.logprob].take(batch.records, 0))
+        behavior = torch.from_numpy(self._arena[Record.logprob].take(batch.records, 0))
         if not self._algorithm.recomputes_logprob:
-            return _Proximal(logprob=behaviour, correction=None, metrics={})
-        logprob = torch.zeros_like(behaviour)
+            return _Proximal(logprob=behavior, correction=None, metrics={})
+        logprob = torch.zeros_like(behavior)
         for rows in self._ranks.rank_info.get_slices(len(batch.records), self._cfg.micro_batch_size):
             records = batch.records[rows]
             with torch.no_grad():
@@ -179,7 +179,7 @@ class PolicyGradientLearner(Learner):
             logprob[rows] = scores.logprob.float().cpu()
             yield
         logprob = self._ranks.sum_over_ranks(logprob)  # only one rank has each sample's value
-        correction, metrics = self._algorithm.correct(logprob, behaviour, torch.from_numpy(batch.valid))
+        correction, metrics = self._algorithm.correct(logprob, behavior, torch.from_numpy(batch.valid))
         return _Proximal(logprob=logprob, correction=correction, metrics=metrics)
 
     def _build_batch(self, records: IntArray, episode: IntArray) -> PreparedBatch:
@@ -273,7 +273,7 @@ class PolicyGradientLearner(Learner):
         self, batch: PreparedBatch, samples: IntArray, weights: list[LossWeights], proximal: _Proximal
     ) -> LossInputs:
         arena, records = self._arena, batch.records.take(samples)
-        needs_behaviour = self._settings.off_policy_masking_delta is not None
+        needs_behavior = self._settings.off_policy_masking_delta is not None
         tensor, rows = torch.from_numpy, torch.from_numpy(samples)
         policy, value, positive = (
             tensor(np.concatenate([getattr(loss_weights, name) for loss_weights in weights]))
@@ -289,7 +289,7 @@ class PolicyGradientLearner(Learner):
             weight=policy,
             value_weight=value,
             positive_weight=positive,
-            behaviour_logprob=tensor(arena[Record.logprob].take(records, 0)) if needs_behaviour else None,
+            behavior_logprob=tensor(arena[Record.logprob].take(records, 0)) if needs_behavior else None,
             correction=None if proximal.correction is None else proximal.correction.index_select(0, rows),
         )
 

@@ -29,7 +29,7 @@ class LearnerContext:
     seed: int
     env: EnvSpec
     goal_env: EnvSettings | None = None
-    """Settings of the environment that computes rewards for relabelled goals; None: the algorithm relabels no goals."""
+    """Settings of the environment that computes rewards for relabeled goals; None: the algorithm relabels no goals."""
     reference: Policy | None = None
     """Frozen reference policy; None: the algorithm does not need a reference."""
 

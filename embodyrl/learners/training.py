@@ -271,7 +271,7 @@ class Trainer:
         return merge_metrics(step_losses) | {"grad_norm": grad_norm}, outputs
 
     def update_statistics(self, arena: Arena, records: IntArray) -> None:
-        """Update the observation statistics of a policy that normalises observations."""
+        """Update the observation statistics of a policy that normalizes observations."""
         if isinstance(self.policy, LearnsStatistics):
             self.policy.update_statistics(read_observation(arena, records))
             weights_changed(self.policy.module)

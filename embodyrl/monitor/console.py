@@ -79,7 +79,7 @@ def _is_redundant(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 class ConsoleMonitor(Monitor):
-    """Logger that prints to a text stream, by default standard output, without colours if NO_COLOR is set."""
+    """Logger that prints to a text stream, by default standard output, without colors if NO_COLOR is set."""
 
     prompt = True
 

@@ -14,7 +14,7 @@ StateOutcomes = Iterable[tuple[Hashable, float]]
 def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     """Return the Wilson score interval of a proportion (Wilson 1927); z = 1.96 gives 95 %.
 
-    Centre (p + z^2 / 2n) / (1 + z^2 / n), half width z / (1 + z^2 / n) sqrt(p (1 - p) / n + z^2 / 4n^2).
+    Center (p + z^2 / 2n) / (1 + z^2 / n), half width z / (1 + z^2 / n) sqrt(p (1 - p) / n + z^2 / 4n^2).
     Without trials: (0, 1).
 
     >>> [round(x, 4) for x in wilson(8, 10)]
@@ -25,9 +25,9 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     if n == 0:
         return 0.0, 1.0
     p, z2 = successes / n, z * z
-    centre = p + z2 / (2 * n)
+    center = p + z2 / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
+    return max(0.0, (center - half) / (1 + z2 / n)), min(1.0, (center + half) / (1 + z2 / n))
 
 
 def student_t(degrees_of_freedom: int) -> float:

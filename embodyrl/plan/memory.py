@@ -289,7 +289,7 @@ def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     For SAC, the buffers contain the observation and action of each record, up to the capacity, and all chunks of the
     demonstrations. Loading temporarily needs all frames of the demonstrations, and a second copy of the chunks.
 
-    For filtered behaviour cloning, the buffer contains at most all records, and the frames of the demonstrations.
+    For filtered behavior cloning, the buffer contains at most all records, and the frames of the demonstrations.
     """
     if not isinstance(cfg.algorithm, BufferSettings):
         return 0, 0

@@ -59,7 +59,7 @@ class RunPlan:
     """Host numbers of the processes of each component; 0 is the driver's host."""
     single_step: bool = False
     """True if each record contains one env step instead of a chunk."""
-    labelled: bool = False
+    labeled: bool = False
     """True if each record contains the expert's action for the same state in addition to the policy's action."""
 
     def config(self, kind: type[C]) -> C:

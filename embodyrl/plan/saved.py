@@ -250,7 +250,7 @@ _TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
 def get_weight_settings(
     command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool
 ) -> tuple[list[Setting], list[str]]:
-    """Return the images' size and colours, chunk length, time limit and tasks of the weights, and a warning.
+    """Return the images' size and colors, chunk length, time limit and tasks of the weights, and a warning.
 
     The warning is about typed values that differ.
 

@@ -63,7 +63,7 @@ class RunnerSettings(Settings):
     validation."""
     val_suites: Annotated[list[str], _DISTINCT, Constraint("a list of different names")] = []
     """Additional suites for evaluations and validations, as a list, or [all]. LIBERO: base, object, swap, lan, task,
-    camera, robot, noise, language. Tabletop: colours, positions, phrasings."""
+    camera, robot, noise, language. Tabletop: colors, positions, phrasings."""
     save_interval: CountOrAll = 50
     """Number of training steps between checkpoints; the last step, and a step after five minutes without a checkpoint,
     are also saved. -1: only the last step."""

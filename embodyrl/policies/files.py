@@ -15,7 +15,7 @@ ADAPTER_FIELDS = (
 )
 """Fields of peft's `adapter_config.json` that are read, or that do not change the meaning of the saved factors."""
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Initialisations of adapters (`init_lora_weights`) that do not change the base weights, as PiSSA and OLoRA do."""
+"""Initializations of adapters (`init_lora_weights`) that do not change the base weights, as PiSSA and OLoRA do."""
 
 
 TRANSFORMERS_FIELDS = (

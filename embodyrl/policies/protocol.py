@@ -46,7 +46,7 @@ class PolicyRequest:
     gradient_checkpointing: bool = False
     """True if the backward pass recomputes activations."""
     fresh_heads: bool = False
-    """True if heads and projectors that the checkpoint lacks are initialised randomly; False: a missing part is an
+    """True if heads and projectors that the checkpoint lacks are initialized randomly; False: a missing part is an
     error."""
     action_log_std: tuple[float, ...] = ()
     """Log standard deviation of each dimension of the demonstrations' actions, relative to half the action range; empty

@@ -87,7 +87,7 @@ class LoraSettings(Settings):
     target_modules: str = "all-linear"
     """Modules with adapters: all-linear, or comma-separated suffixes of module names (q_proj,v_proj)."""
     init_lora_weights: Literal["gaussian", "kaiming"] = "gaussian"
-    """Initialisation of the A matrix: gaussian or kaiming; the B matrix starts at 0."""
+    """Initialization of the A matrix: gaussian or kaiming; the B matrix starts at 0."""
     path: Path | None = None
     """Folder of an initial adapter. Without is_lora, the adapter is merged into the weights."""
 

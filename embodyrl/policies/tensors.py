@@ -87,7 +87,7 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
     Returns:
         [...] int64. The sum is in float64: float32 would lose rare categories.
     """
-    cdf = cumulative(_normalise_categories(torch.softmax, scaled.double())).contiguous()
+    cdf = cumulative(_normalize_categories(torch.softmax, scaled.double())).contiguous()
     category = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
     return category.clamp_(max=scaled.shape[-1] - 1)
 
@@ -99,19 +99,19 @@ def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
         scaled: [..., n] logits divided by the temperature.
         choice: [...] int64.
     """
-    log_probs = _normalise_categories(torch.log_softmax, scaled)
+    log_probs = _normalize_categories(torch.log_softmax, scaled)
     return log_probs.gather(-1, choice[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-def _normalise_categories(normalise: Callable[[Tensor, int], Tensor], scaled: Tensor) -> Tensor:
-    """Return `normalise(scaled, -1)` for logits [..., n]; few categories of many entries are several times as fast.
+def _normalize_categories(normalize: Callable[[Tensor, int], Tensor], scaled: Tensor) -> Tensor:
+    """Return `normalize(scaled, -1)` for logits [..., n]; few categories of many entries are several times as fast.
 
-    torch normalises the last dimension entry by entry on a CPU, other dimensions with vector instructions.
+    torch normalizes the last dimension entry by entry on a CPU, other dimensions with vector instructions.
     """
     count = scaled.shape[-1]
     is_small = count <= 8 and scaled.numel() >= 1024 * count and scaled.device.type == "cpu"
     # The gradient of `unbind` is contiguous, so that the layers before have the same rounding.
-    return normalise(torch.stack(scaled.unbind(-1)), 0).movedim(0, -1) if is_small else normalise(scaled, -1)
+    return normalize(torch.stack(scaled.unbind(-1)), 0).movedim(0, -1) if is_small else normalize(scaled, -1)
 
 
 def standard_normal(noise: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as inline SVG; colours are CSS classes c0, c1, ... of the page.
+"""Line charts and stacked bars as inline SVG; colors are CSS classes c0, c1, ... of the page.
 
 The module also computes the curves of metrics, and the table of settings that differ between runs.
 """

@@ -218,12 +218,12 @@ def _plot_timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 
 def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
-    """Return title, legend (colour index and text) and plot of each non-empty chart."""
+    """Return title, legend (color index and text) and plot of each non-empty chart."""
     is_comparison, charts, groups = len(histories) > 1, [], group_by_seed(histories)
     for title, names in (*_CHARTS, *_list_suite_charts(histories)):
         available = [name for name in names if any(history.has(name) for history in histories)]
         if is_comparison:
-            available = available[:1]  # one metric per chart: there the colours identify the runs
+            available = available[:1]  # one metric per chart: there the colors identify the runs
         if not available:
             continue
         limits = (0.0, 1.0) if available[0].endswith("/success_once") else None

@@ -19,7 +19,7 @@ def mcnemar(differences: Sequence[int]) -> float:
 
     `differences` contains one number per initial state: the pairs in which only the second policy succeeded, minus the
     pairs in which only the first policy succeeded. Under the null hypothesis both signs are equally probable, so the
-    test randomises the sign of each state. With one pair per state, this is the binomial test with probability 1/2.
+    test randomizes the sign of each state. With one pair per state, this is the binomial test with probability 1/2.
 
     >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
     (0.021484375, 0.5)

@@ -15,7 +15,7 @@ _imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
 
 _BAND = 34
 _GAP = 8
-_GIF_FPS, _GIF_WIDTH, _GIF_COLOURS = 8, 640, 128
+_GIF_FPS, _GIF_WIDTH, _GIF_COLORS = 8, 640, 128
 _TEXT_COLOR, _BACKGROUND = (235, 235, 235), (24, 24, 28)
 
 
@@ -54,7 +54,7 @@ def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str,
                     frames.append(image.resize(size, Image.Resampling.LANCZOS))
     # One palette for all frames, so that a frame contains only the changed pixels.
     samples = np.concatenate([np.asarray(frame) for frame in frames[:: max(1, len(frames) // 12)]])
-    palette = Image.fromarray(samples).quantize(_GIF_COLOURS, method=Image.Quantize.MAXCOVERAGE)
+    palette = Image.fromarray(samples).quantize(_GIF_COLORS, method=Image.Quantize.MAXCOVERAGE)
     quantized = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     out.parent.mkdir(parents=True, exist_ok=True)
     with replace_atomically(out) as scratch:

@@ -124,7 +124,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
         threads=threads,
         update_threads=max(threads, _count_update_threads(run_plan) if learner else 1),
         # If the expert labels each step (DAgger), the policy acts at each step, too.
-        single_step=run_plan.single_step and not run_plan.labelled,
+        single_step=run_plan.single_step and not run_plan.labeled,
         trains=learner is not None,
         start_from=str(start_from) if start_from else None,
         shared_arena=shared_arena(cfg, arena),
@@ -303,7 +303,7 @@ def build_env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
         expert_noise=getattr(cfg.model, "expert_noise", 0.0),
         arena=arena.handle,
         scripted=run_plan.policy.scripted,
-        labelled=run_plan.labelled,
+        labeled=run_plan.labeled,
         single_step=run_plan.single_step,
         shared_arena=shared_arena(cfg, arena),
     )

@@ -14,7 +14,7 @@ _SPARE = 1000
 
 Draw = Callable[[random.Random], tuple[str, str]]
 """Function that samples a (prompt, answer) pair."""
-COLOURS = {
+COLORS = {
     "black": (0, 0, 0),
     "red": (255, 0, 0),
     "green": (0, 255, 0),
@@ -89,17 +89,17 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
 def colour(
     *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
 ) -> list[TextRow]:
-    """Return rows with an image of a coloured square; the answer is the colour.
+    """Return rows with an image of a colored square; the answer is the color.
 
-    `shuffled`: random colours that do not match the answer, as a control.
+    `shuffled`: random colors that do not match the answer, as a control.
     """
 
     def draw(rng: random.Random) -> TextRow:
         generator, side = np.random.default_rng(rng.getrandbits(32)), size // 2
-        answer, x, y = rng.choice(list(COLOURS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
-        shown_color = rng.choice(list(COLOURS)) if shuffled else answer
+        answer, x, y = rng.choice(list(COLORS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
+        shown_color = rng.choice(list(COLORS)) if shuffled else answer
         image = np.full((size, size, 3), 128)
-        image[y : y + side, x : x + side] = COLOURS[shown_color]
+        image[y : y + side, x : x + side] = COLORS[shown_color]
         image = (image + generator.integers(-noise, noise + 1, image.shape)).clip(0, 255).astype(np.uint8)
         return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(image,))
 

@@ -30,7 +30,7 @@ class EnvWorkerInit(WorkerInit):
     """Standard deviation of the noise on the scripted expert's actions."""
     scripted: bool = False
     """True if the scripted expert acts instead of the policy; its actions are written into the record as the chunk."""
-    labelled: bool = False
+    labeled: bool = False
     """True if the policy's chunk is executed, and the scripted expert's actions for the same states are recorded."""
     single_step: bool = False
     """True: execute only the first action of each chunk, so that every env step has its own record."""
@@ -82,7 +82,7 @@ class EnvWorker:
         records = arena.read(request.sources)
         record_frame = self._record_frame if self._recorded else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
-        if self._init.scripted or self._init.labelled:
+        if self._init.scripted or self._init.labeled:
             policy_actions = None if self._init.scripted else arena[Record.action][records, :length]
             actions, result = self._env.expert_chunk(
                 env_indices, length, noise=self._init.expert_noise, instead=policy_actions, after_step=record_frame

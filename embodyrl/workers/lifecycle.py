@@ -76,7 +76,7 @@ class PolicyHostInit(WorkerInit):
     longest_episode: int = 1
     """Number of chunks of an episode that reaches the time limit."""
     env: EnvSettings | None = None
-    """Settings of the environment that computes rewards of relabelled goals; None: not needed."""
+    """Settings of the environment that computes rewards of relabeled goals; None: not needed."""
     objective: Any = None
     """Settings of the SFT objective, with `learner`, `needs_reference` and `reference_path`; None: RL."""
     actor: ActorSettings = field(default_factory=ActorSettings)

@@ -78,7 +78,7 @@ def test_off_policy_mask_uses_rollout_log_probabilities():
     """The engine gave the fifth sequence the ratio of the test above; recomputed log-probs hide the mismatch."""
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     same = {"old_logprob": torch.from_numpy(LOGPROB)}
-    recomputed = replace(inputs(algorithm), **same, behaviour_logprob=torch.from_numpy(OLD_LOGPROB))
+    recomputed = replace(inputs(algorithm), **same, behavior_logprob=torch.from_numpy(OLD_LOGPROB))
     leaf = torch.from_numpy(LOGPROB).requires_grad_()
     algorithm.loss(scores(leaf), recomputed)[0].backward()
     assert leaf.grad.abs().sum(dim=1).tolist()[4] == 0
@@ -112,13 +112,13 @@ def test_unbiased_kl_matches_reference():
 def test_correction_multiplies_weights_and_mask():
     recompute = {"old_logprob": OldLogprob.recompute, "group_size": 3}
     cfg = config(0.1, 0.1, behave_weight_threshold=1.1, m2_threshold=0.012, **recompute)
-    proximal, behaviour = torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB)
-    factors, metrics = Algorithm(cfg).correct(proximal, behaviour, MASK)
+    proximal, behavior = torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB)
+    factors, metrics = Algorithm(cfg).correct(proximal, behavior, MASK)
     weight = importance_weights(LOG_WEIGHT, MASK, cap=1.1, mode=WeightMode.mask, level=WeightLevel.token)
     expected = weight * second_moment_mask(LOG_WEIGHT, MASK, threshold=0.012)
     torch.testing.assert_close(factors[:, :, 0], expected)
     assert metrics["behaviour_removed"] == pytest.approx((expected[MASK] == 0).double().mean().item())
-    nothing, metrics = Algorithm(config(0.1, 0.1, **recompute)).correct(proximal, behaviour, MASK)
+    nothing, metrics = Algorithm(config(0.1, 0.1, **recompute)).correct(proximal, behavior, MASK)
     assert nothing is None
     assert metrics["behaviour_gap"] == pytest.approx(LOG_WEIGHT[MASK].abs().mean().item())
 

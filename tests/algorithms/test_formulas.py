@@ -28,11 +28,11 @@ def test_pass_at_k_credits_the_best_episode_only():
     np.testing.assert_array_equal(pass_at_k([2.0, -1.0, 2.0], [0, 0, 0], normalize=False), 0.0)  # no lead
 
 
-def test_gdpo_sums_normalised_components_and_whitens_the_batch():
+def test_gdpo_sums_normalized_components_and_whitens_the_batch():
     other, weight = np.array([0.0, 1.0, 0.0, 1.0, 1.0, 0.0]), (1.0, 0.5)
     third = np.sqrt(1 / 3)
-    normalised = np.array([-third, 2 * third, -third, third, third, -2 * third])  # (x - 1/3) / sqrt(1/3) and mirrored
-    total = np.array(GRPO_REFERENCE) + 0.5 * normalised
+    normalized = np.array([-third, 2 * third, -third, third, third, -2 * third])  # (x - 1/3) / sqrt(1/3) and mirrored
+    total = np.array(GRPO_REFERENCE) + 0.5 * normalized
     expected = (total - total.mean()) / total.std(ddof=1)
     np.testing.assert_allclose(gdpo(np.stack([REWARDS, other], 1), GROUPS, weight), expected, atol=1e-5)
     louder = gdpo(np.stack([REWARDS, 100 * other], 1), GROUPS, weight)

@@ -32,16 +32,16 @@ def outcome(algorithm: Algorithm, *, pad: bool) -> tuple[Any, ...]:
     batch = algorithm.prepare(ragged_episodes(1))
     leaf, scores = compute_scores(batch, 1)
     inputs = inputs_of(algorithm, batch, 1)
-    behaviour = inputs.old_logprob + 0.3 * torch.randn(
+    behavior = inputs.old_logprob + 0.3 * torch.randn(
         inputs.old_logprob.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
     )
-    factors, metrics = algorithm.correct(widen(inputs.old_logprob), widen(behaviour), inputs.valid)
+    factors, metrics = algorithm.correct(widen(inputs.old_logprob), widen(behavior), inputs.valid)
     assert inputs.ref_logprob is not None
     inputs = replace(
         inputs,
         old_logprob=widen(inputs.old_logprob),
         ref_logprob=widen(inputs.ref_logprob),
-        behaviour_logprob=widen(behaviour),
+        behavior_logprob=widen(behavior),
         correction=factors,
     )
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_env import toy_spec
 
-from embodyrl.commands.eval_result import EvalResult, compare_results, episode_row, summarise
+from embodyrl.commands.eval_result import EvalResult, compare_results, episode_row, summarize
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.scheduler.rollout import RolloutResult, RolloutStats
 from embodyrl.types import BenchmarkSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
@@ -38,7 +38,7 @@ def row(
 
 def table(rows: list[EpisodeRow], env: EnvSpec, **kept: object) -> EvalResult:
     collection = RolloutResult(tally=RolloutStats(env_steps=99, wall_s=3.0), **kept)  # type: ignore[arg-type]
-    return summarise(rows, collection, env, Path("nowhere"))
+    return summarize(rows, collection, env, Path("nowhere"))
 
 
 ROWS = [

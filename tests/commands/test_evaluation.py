@@ -16,7 +16,7 @@ from text_runs import text_config
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.cli.dry_run import describe
-from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
+from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarize
 from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
@@ -265,7 +265,7 @@ def test_success_at_end_is_the_success_of_the_last_step() -> None:
     lost, kept = (episode_row(played(*steps), GO) for steps in ((False, True, False), (False, True, True)))
     assert (lost.success_once, lost.success_at_end) == (True, False)
     assert (kept.success_once, kept.success_at_end) == (True, True)
-    overall = summarise([lost, kept], RolloutResult(), GO, Path()).overall
+    overall = summarize([lost, kept], RolloutResult(), GO, Path()).overall
     assert (overall.success_once, overall.success_at_end) == (1.0, 0.5)
 
 
@@ -274,7 +274,7 @@ def rows_of(*known: bool) -> list[EpisodeRow]:
 
 
 def test_evaluation_without_success_signal_reports_no_success() -> None:
-    result = summarise(rows_of(False, False), RolloutResult(), GO, Path())
+    result = summarize(rows_of(False, False), RolloutResult(), GO, Path())
     assert {name for name in result.metrics() if "success" in name} == set()
     assert result.metrics()["eval/return"] == result.overall.score.value == 5.0
     assert result.overall.success_once is result.overall.low is result.overall.return_low is None
@@ -283,7 +283,7 @@ def test_evaluation_without_success_signal_reports_no_success() -> None:
     assert said[0].split() == ["task", "return,", "95", "%", "interval", "steps"]
     assert said[1].split()[:2] == ["go", "5"]
     late = [*rows_of(False), episode_row(played(False, True), replace(GO, reward=RewardSpec(reports_success=False)))]
-    assert summarise(late, RolloutResult(), GO, Path()).overall.success_once == 0.5, "some only speak at the end"
+    assert summarize(late, RolloutResult(), GO, Path()).overall.success_once == 0.5, "some only speak at the end"
 
 
 def table_of(result: EvalResult) -> list[str]:
@@ -293,7 +293,7 @@ def table_of(result: EvalResult) -> list[str]:
 
 
 def test_lost_episodes_are_counted_and_reported() -> None:
-    result = summarise(rows_of(True, True), RolloutResult(dropped=3), GO, Path())
+    result = summarize(rows_of(True, True), RolloutResult(dropped=3), GO, Path())
     assert (result.dropped, result.overall.episodes) == (3, 2)
     assert result.metrics()["eval/dropped_episodes"] == 3.0
     assert "INCOMPLETE: 3 of 5 episodes" in table_of(result)[0]

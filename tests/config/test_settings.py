@@ -29,7 +29,7 @@ from embodyrl.config.settings import (
 from embodyrl.errors import ConfigError
 from embodyrl.plan.keys import all_keys
 
-Colour = StrEnum("Colour", ["red", "blue"])
+Color = StrEnum("Color", ["red", "blue"])
 
 
 class Inner(Settings):
@@ -45,8 +45,8 @@ class Inner(Settings):
 class Paint(Settings):
     """First part."""
 
-    colour: Colour = Colour.red
-    """Name of the colour."""
+    color: Color = Color.red
+    """Name of the color."""
     inner: Inner = Inner()
 
 
@@ -61,7 +61,7 @@ class Brush(Settings):
     """Thickness of each."""
 
 
-@pytest.mark.parametrize("name", ["hue", "inner.hue", "colour.x", "inner.depth.x"])
+@pytest.mark.parametrize("name", ["hue", "inner.hue", "color.x", "inner.depth.x"])
 def test_updated_rejects_names_that_are_not_keys(name: str) -> None:
     with pytest.raises(ConfigError, match=r"has no key '[\w.]+'"):
         Paint().updated({name: 5})
@@ -76,7 +76,7 @@ def test_values_are_validated_strictly() -> None:
 def test_key_has_description_type_and_expected_value() -> None:
     keys = get_keys(Paint) | get_keys(Brush)
     assert keys["inner.depth"].doc == "Depth, in layers."
-    assert keys["colour"].expectation == "one of red, blue"
+    assert keys["color"].expectation == "one of red, blue"
     assert keys["width"].expectation == "a number greater than 0 and at most 1000000000 or null"
     assert keys["width"].type_text == "float | null"
     assert keys["layers"].type_text == "list[float]"
@@ -87,9 +87,9 @@ def test_key_has_description_type_and_expected_value() -> None:
 
 
 def test_updated_changes_one_value_only() -> None:
-    assert Paint().updated({"inner.depth": 7, "colour": Colour.blue}) == Paint(colour=Colour.blue, inner=Inner(depth=7))
+    assert Paint().updated({"inner.depth": 7, "color": Color.blue}) == Paint(color=Color.blue, inner=Inner(depth=7))
     assert Paint().updated({"inner.depth": 7, "inner.width": 8}) == Paint(inner=Inner(depth=7, width=8))
-    assert to_builtin(Paint()) == {"colour": "red", "inner": {"depth": 2, "width": 3}}
+    assert to_builtin(Paint()) == {"color": "red", "inner": {"depth": 2, "width": 3}}
     assert nested(flatten(to_builtin(Paint()))) == to_builtin(Paint())
     assert format_value({"a": [True, None]}) == "{a:[true,null]}"
 

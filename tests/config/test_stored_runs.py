@@ -44,7 +44,7 @@ def test_stored_config_accepts_the_former_text_task_modules(task: str, module: s
     assert load(path, "data.path", wants="a function", fits=callable).__module__ == "embodyrl.text.tasks"
 
 
-def test_stored_libero_run_keeps_the_colours_of_its_images() -> None:
+def test_stored_libero_run_keeps_the_colors_of_its_images() -> None:
     """Version 0.1 rendered textures as MuJoCo 3.3.7 decodes them."""
     assert load_saved_config(RUNS[0].parent / "train_libero", []).get("env.texture_colorspace") == "auto"
 

@@ -12,15 +12,15 @@ from embodyrl.data.augment import adjust_hue_and_saturation, augment, draw, jitt
 CPU = torch.device("cpu")
 
 
-def test_hue_and_saturation_match_the_colour_model() -> None:
+def test_hue_and_saturation_match_the_color_model() -> None:
     rng = np.random.default_rng(0)
-    colours = np.vstack([rng.random((200, 3)), np.eye(3), 1 - np.eye(3), [[0.5, 0.5, 0.5], [0, 0, 0], [1, 1, 1]]])
+    colors = np.vstack([rng.random((200, 3)), np.eye(3), 1 - np.eye(3), [[0.5, 0.5, 0.5], [0, 0, 0], [1, 1, 1]]])
     for factor, turn in ((1.0, 0.0), (0.8, 0.05), (1.2, -0.05), (1.2, 0.3)):
         expected = []
-        for colour in colours:
-            h, s, v = colorsys.rgb_to_hsv(*colour)
+        for color in colors:
+            h, s, v = colorsys.rgb_to_hsv(*color)
             expected.append(colorsys.hsv_to_rgb((h + turn) % 1.0, min(1.0, s * factor), v))
-        pixels = torch.tensor(colours.T[None, :, None, :])
+        pixels = torch.tensor(colors.T[None, :, None, :])
         found = adjust_hue_and_saturation(pixels, torch.tensor(factor), torch.tensor(turn))[0, :, 0].T
         np.testing.assert_allclose(found.numpy(), np.array(expected), atol=1e-6)
 
@@ -62,13 +62,13 @@ def test_augmentation_differs_by_frame_and_is_deterministic() -> None:
 
 def test_hue_rotation_by_120_degrees_matches_colorsys() -> None:
     rng = np.random.default_rng(1)
-    colours = rng.random((300, 3))
+    colors = rng.random((300, 3))
     for turn in (-1 / 3, 1 / 3):
         expected = [
-            colorsys.hsv_to_rgb((h + turn) % 1.0, s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colours)
+            colorsys.hsv_to_rgb((h + turn) % 1.0, s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colors)
         ]
         found = adjust_hue_and_saturation(
-            torch.tensor(colours.T[None, :, None, :]), torch.tensor(1.0), torch.tensor(turn)
+            torch.tensor(colors.T[None, :, None, :]), torch.tensor(1.0), torch.tensor(turn)
         )[0, :, 0].T
         np.testing.assert_allclose(found.numpy(), np.array(expected), atol=1e-6)
 

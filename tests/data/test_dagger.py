@@ -29,7 +29,7 @@ def configure(command: str, folder: Path, *words: str):
 
 
 def test_dagger_executes_policy_actions_and_records_expert_labels(tmp_path: Path) -> None:
-    out = tmp_path / "labelled"
+    out = tmp_path / "labeled"
     words = ("model=random", "collect.labels=expert", "collect.filter=all", "eval.sampling_params.do_sample=true")
     collect(configure("collect", tmp_path, *words, f"collect.out={out}", "collect.episodes=4"))
     demos = load_demonstrations(out)

@@ -264,7 +264,7 @@ def test_episodes_of_different_environments_are_not_paired(demos: Path, tmp_path
         load_samples(cfg, toy_spec(2), TOY_POLICY)
 
 
-def test_normalisation_statistics_match_their_definition() -> None:
+def test_normalization_statistics_match_their_definition() -> None:
     rng = np.random.default_rng(0)
     actions, states = rng.normal(size=(1000, 7)).astype(np.float32), rng.normal(size=(1000, 3)).astype(np.float32)
     entry = data_statistics(actions, states, toy_spec(), 5)

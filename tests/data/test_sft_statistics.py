@@ -15,7 +15,7 @@ from embodyrl.policies.flow.vla.folder import read_normalizer
 from embodyrl.policies.lerobot.config import Feature
 from embodyrl.policies.lerobot.files import _read_sft_statistics
 from embodyrl.policies.lerobot.units import Normalizer
-from embodyrl.policies.openvla_oft.config import Statistics, normalise, unnormalise
+from embodyrl.policies.openvla_oft.config import Statistics, normalize, unnormalize
 from embodyrl.types import ActionSpec, EnvSpec
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -43,16 +43,16 @@ def flow(mode: str, folder: Path):
     (folder / "config.json").write_text("{}")
     cfg = POLICIES.get(kind).settings.model_validate({"model_type": kind, "path": str(folder)})
     units = read_normalizer(folder, cfg, 5, 5)
-    return units.actions.normalise, units.actions.unnormalise, units.state.normalise
+    return units.actions.normalize, units.actions.unnormalize, units.state.normalize
 
 
 def oft(mode: str, folder: Path):
     found = Statistics(json.loads((folder / "dataset_statistics.json").read_text()), folder)
     action, state = found.bounds("arm", "action", mode), found.bounds("arm", "proprio", mode)
     return (
-        lambda x: normalise(x, action),
-        lambda x: unnormalise(x, action),
-        lambda x: normalise(x, state, flat_to_zero=False),
+        lambda x: normalize(x, action),
+        lambda x: unnormalize(x, action),
+        lambda x: normalize(x, state, flat_to_zero=False),
     )
 
 
@@ -66,7 +66,7 @@ def small(mode: str, folder: Path):
     return (
         lambda x: network.from_actions(x, None),
         lambda x: network.to_actions(x, None),
-        lambda x: network._normalise_state(torch.as_tensor(x)).numpy(),
+        lambda x: network._normalize_state(torch.as_tensor(x)).numpy(),
     )
 
 

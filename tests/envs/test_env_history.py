@@ -140,7 +140,7 @@ def test_former_names_of_environments_with_history_load(tmp_path):
         ENVS.get("text_history")
 
 
-def test_goals_in_a_history_are_not_relabelled():
+def test_goals_in_a_history_are_not_relabeled():
     spec = replace(plain().spec, state_dim=6, goal=GoalSpec(achieved=(0, 2), desired=(3, 5)))
     assert with_history(spec, 3).goal is None
 

@@ -235,7 +235,7 @@ def test_wrappers_are_applied_in_order():
 
 
 @pytest.mark.parametrize(
-    ("shape", "frames", "colours"),
+    ("shape", "frames", "colors"),
     [
         ((4, 6, 3), 1, 3),
         ((4, 6, 1), 1, 1),
@@ -246,15 +246,15 @@ def test_wrappers_are_applied_in_order():
     ],
     ids=str,
 )
-def test_images_and_image_stacks_become_cameras(shape, frames, colours):
+def test_images_and_image_stacks_become_cameras(shape, frames, colors):
     writer = ObservationWriter("eyes", spaces.Box(0, 255, shape, np.uint8))
     assert writer.image_size == (4, 6)
-    assert writer.grey == (colours == 1)
+    assert writer.grey == (colors == 1)
     assert writer.cameras == (("observation",) if frames == 1 else ("observation.0", "observation.1"))
     picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     out = ObservationOut(images=np.zeros((frames, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
     writer.write(picture, out)
-    expected = np.broadcast_to(picture.reshape(frames, 4, 6, colours), (frames, 4, 6, 3))
+    expected = np.broadcast_to(picture.reshape(frames, 4, 6, colors), (frames, 4, 6, 3))
     np.testing.assert_array_equal(out.images, expected)
     np.testing.assert_array_equal(writer.image(picture), expected[-1])
 

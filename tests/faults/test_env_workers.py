@@ -138,7 +138,7 @@ def test_run_that_exhausts_worker_restarts_keeps_the_last_checkpoint(tmp_path, c
 
 @pytest.mark.integration
 def test_env_workers_do_not_import_torch(tmp_path):
-    """Without torch, workers cannot initialise CUDA and use less memory."""
+    """Without torch, workers cannot initialize CUDA and use less memory."""
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, "launcher.env_workers=1")):
         pid = workers_of(os.getpid())["env_0"]
         maps = Path(f"/proc/{pid}/maps").read_text()

@@ -114,7 +114,7 @@ def test_off_policy_mask_uses_rollout_probabilities(make: Make):
 
 
 def test_importance_weights_are_per_sample(make: Make):
-    """Decoupled PPO in two optimizer steps: -A w of each sample, w = pi_proximal / pi_behaviour of a token."""
+    """Decoupled PPO in two optimizer steps: -A w of each sample, w = pi_proximal / pi_behavior of a token."""
     words = ("algorithm.old_logprob=recompute", "algorithm.behave_weight_threshold=100", "actor.optim.lr=0")
     actor = make(*words, "algorithm.behave_weight_level=geometric", *HALVES)
     drift, advantage = np.array([0.0, 0.3, -0.4, 1.0, -0.8, 0.5]), np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])

@@ -1,4 +1,4 @@
-"""Filtered behaviour cloning in complete training runs."""
+"""Filtered behavior cloning in complete training runs."""
 
 from __future__ import annotations
 

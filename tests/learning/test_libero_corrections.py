@@ -65,7 +65,7 @@ class Buttons:
         return amounts_of(scene, self._expert.act(sim_of(scene)))
 
     def gap(self, scene: Scene) -> float:
-        """Return the distance of the hand from the object, plus that of the object from its target, metres."""
+        """Return the distance of the hand from the object, plus that of the object from its target, meters."""
         sim = sim_of(scene)
         sim.refresh()
         goal = sim.goals[0]

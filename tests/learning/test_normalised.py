@@ -1,4 +1,4 @@
-"""Policies with observation normalisation act identically in validation, in `eval`, after resume and after export."""
+"""Policies with observation normalization act identically in validation, in `eval`, after resume and after export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def returns(folder: Path) -> list[float]:
 
 
 @pytest.mark.integration
-def test_normalised_policy_acts_identically_after_resume_and_export(tmp_path):
+def test_normalized_policy_acts_identically_after_resume_and_export(tmp_path):
     from embodyrl.commands.export import export
 
     where = f"runner.output_dir={tmp_path}"

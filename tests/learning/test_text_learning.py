@@ -44,7 +44,7 @@ def test_negated_reward_does_not_improve_the_policy(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_vision_model_learns_colours_from_scratch(tmp_path: Path, seed: int):
+def test_vision_model_learns_colors_from_scratch(tmp_path: Path, seed: int):
     before, after = gain(learn(tmp_path, "colour", "model=vision_lm_tiny", f"seed={seed}"))
     assert before < 0.1
     assert after >= 0.9

@@ -162,7 +162,7 @@ def test_evaluation_on_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyP
     assert "Time per phase" not in text
 
 
-def test_no_color_disables_colours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_no_color_disables_colors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, NO_COLOR="1")
     assert "Time per phase" in text
     assert "\x1b[3" not in text

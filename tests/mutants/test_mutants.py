@@ -49,7 +49,7 @@ def test_every_folder_has_mutants():
 def test_runner_imports_the_package_with_the_mutant(tmp_path):
     """Not the package that the runner itself has imported."""
     out = tmp_path / "verdicts.jsonl"
-    words = ["--only", "GRPO forgets to centre", "--out", str(out)]
+    words = ["--only", "GRPO forgets to center", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/mutants/run.py"), *words], check=False, timeout=300, capture_output=True
     )

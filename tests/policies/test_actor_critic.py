@@ -121,16 +121,16 @@ def test_policy_uses_its_own_number_of_cameras():
 
 
 def test_grey_images_use_one_channel(tmp_path):
-    coloured = env_spec("discrete", cameras=2, state_dim=0)
-    grey = replace(coloured, cameras=replace(coloured.cameras, grey=True))
+    colored = env_spec("discrete", cameras=2, state_dim=0)
+    grey = replace(colored, cameras=replace(colored.cameras, grey=True))
     policy = shake(build("cnn", env=grey), 0.05)
-    obs = observe(coloured, 3)
+    obs = observe(colored, 3)
     same = replace(obs, images=np.repeat(obs.images[..., :1], 3, -1))
     np.testing.assert_array_equal(policy.values(obs), policy.values(same))
     weights = policy.module.state_dict()
     assert weights["encoder.0.weight"].shape[1] == 2
     assert policy.costs.num_parameters == sum(weight.numel() for weight in weights.values())
-    old = build("cnn", env=coloured)
+    old = build("cnn", env=colored)
     old.save(tmp_path)
     shape = json.loads((tmp_path / "config.json").read_text())
     del shape["grey"]
@@ -248,7 +248,7 @@ def test_initial_weights_depend_on_the_seed():
 
 
 @pytest.mark.parametrize("cameras", [0, 1])
-def test_ortho_init_selects_the_initialisation(cameras):
+def test_ortho_init_selects_the_initialization(cameras):
     kind, env = ("cnn" if cameras else "mlp"), env_spec("box", cameras=cameras)
     orthogonal, plain = (build(kind, env=env, ortho_init=ortho).module for ortho in (True, False))
     seen = torch.randn(200, plain.shape.features, generator=torch.Generator().manual_seed(0))

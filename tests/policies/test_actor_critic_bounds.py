@@ -15,7 +15,7 @@ from embodyrl.types import ActionSpec, EnvSpec, Observation
 ENV = EnvSpec(name="e", action=ActionSpec(dim=2), tasks=("t",), states_per_task=(1,), state_dim=3)
 
 
-def test_normalised_states_are_clipped() -> None:
+def test_normalized_states_are_clipped() -> None:
     """Mean 1 and deviation 2: clipped at ten deviations."""
     moments = RunningMoments(1)
     moments.update(torch.tensor([[-1.0], [3.0]]))

@@ -8,7 +8,7 @@ import torch
 from embodyrl.policies.tensors import categorical_scores, sample_inverse_cdf
 
 SMALL, LARGE = 500, 2000
-"""Batch sizes below and above the size from which few categories are normalised together."""
+"""Batch sizes below and above the size from which few categories are normalized together."""
 
 
 def logits(count: int) -> torch.Tensor:

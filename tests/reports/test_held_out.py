@@ -165,9 +165,9 @@ def test_images_that_differ_from_training_images_give_a_warning() -> None:
     assert f"; env.render_profile=lean {sizes} renders" in (told("env=libero_object", *typed) or "")
     laptop = "experiment=libero_object_laptop"
     assert told(laptop) is None
-    colours = "env.texture_colorspace"
-    assert f"; {colours}=auto renders" in (told(laptop, f"{colours}=linear") or "")
-    assert f"; env.render_profile=lean {colours}=auto renders" in (told(laptop, "eval=libero_pro") or "")
+    colors = "env.texture_colorspace"
+    assert f"; {colors}=auto renders" in (told(laptop, f"{colors}=linear") or "")
+    assert f"; env.render_profile=lean {colors}=auto renders" in (told(laptop, "eval=libero_pro") or "")
     assert told("env=tabletop", "model=openvla_oft_tiny") is None
 
 

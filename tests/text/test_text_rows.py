@@ -100,8 +100,8 @@ def test_held_out_rows_repeated_in_training_are_counted(tmp_path: Path):
     assert open_rows(RowSettings(path=path, val_share=0.5), tokenizer=None).repeated == 3
     assert open_rows(RowSettings(path=path, val_path=path), tokenizer=None).repeated == 8
     assert open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None).repeated == 0
-    colours = RowSettings(path="embodyrl.text.tasks:colour", kwargs={"rows": 40}, val_share=0.5)
-    assert open_rows(colours, tokenizer=None).repeated == 0, "one question, but other images"
+    colors = RowSettings(path="embodyrl.text.tasks:colour", kwargs={"rows": 40}, val_share=0.5)
+    assert open_rows(colors, tokenizer=None).repeated == 0, "one question, but other images"
     words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
     cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
     told = dict(common_banner_lines(build_run_plan(cfg, training=True)))
@@ -272,11 +272,11 @@ def test_invalid_image_error_names_the_row(tmp_path: Path, prompt: str, shown: o
         open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
 
 
-def test_most_shuffled_colour_labels_do_not_match_their_image():
+def test_most_shuffled_color_labels_do_not_match_their_image():
     def named(row: TextRow) -> bool:
-        return bool((np.abs(row.pictures[0].astype(int) - tasks.COLOURS[row.reference]).max(-1) <= 40).sum() >= 30)
+        return bool((np.abs(row.pictures[0].astype(int) - tasks.COLORS[row.reference]).max(-1) <= 40).sum() >= 30)
 
-    plain, shuffled = tasks.colour(rows=40), tasks.colour(rows=80, shuffled=True)
+    plain, shuffled = tasks.color(rows=40), tasks.color(rows=80, shuffled=True)
     assert all(named(plain[i]) for i in range(40))
     assert sum(named(shuffled[i]) for i in range(80)) < 30
 

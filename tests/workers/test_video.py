@@ -45,7 +45,7 @@ def test_video_text_is_outside_the_image(tmp_path):
 
 
 @pytest.mark.parametrize(("judged", "success_from", "color"), [(True, 2, 1), (True, None, 0), (False, None, None)])
-def test_video_ends_with_a_coloured_outcome_frame(tmp_path, judged, success_from, color):
+def test_video_ends_with_a_colored_outcome_frame(tmp_path, judged, success_from, color):
     video = VideoRecorder(tmp_path / "end", 20, "do it", True, reports_success=judged)
     for step in (1, 2):
         video.add(gray(90), success_from == step)

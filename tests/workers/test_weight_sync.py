@@ -65,13 +65,13 @@ def test_weight_transfer_updates_the_version():
 def test_running_statistics_are_transferred():
     """Statistics have no gradient but change with each update; buffers that are not saved are constants."""
 
-    def normalised(mean: float) -> torch.nn.Module:
+    def normalized(mean: float) -> torch.nn.Module:
         net = torch.nn.Linear(2, 2)
         net.register_buffer("mean", torch.full((3,), mean))
         net.register_buffer("table", torch.full((3,), mean), persistent=False)
         return net.requires_grad_(False)
 
-    trained, acting, bucket_arena = normalised(1.0), normalised(2.0), Arena.create(bucket_layout(4096), 1)
+    trained, acting, bucket_arena = normalized(1.0), normalized(2.0), Arena.create(bucket_layout(4096), 1)
     weights = describe_weights(trained)
     assert {weight.name: weight.trained for weight in weights} == {"weight": False, "bias": False, "mean": True}
     (parts,) = fill_buckets(weights, 4096)

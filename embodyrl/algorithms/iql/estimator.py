@@ -26,7 +26,7 @@ class IqlSettings(BufferSettings, DiscountSettings):
     """Expectile of the Q values that the value network predicts; 0.5 is the mean, values near 1 approach the maximum
     within the data."""
     temperature: Weight = 3.0
-    """Inverse temperature of the advantage weights exp(temperature * advantage); 0: behaviour cloning."""
+    """Inverse temperature of the advantage weights exp(temperature * advantage); 0: behavior cloning."""
     weight_clip: Annotated[float, Field(ge=1, le=10**6)] = 100.0
     """Maximum advantage weight of a sample; larger weights are clipped."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005

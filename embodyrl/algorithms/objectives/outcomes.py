@@ -60,7 +60,7 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
 def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
     """Return the GDPO advantages sum_k w_k grpo(R_k), whitened over the batch (arXiv 2601.05242).
 
-    Each reward component R_k is normalised separately, so that no component dominates.
+    Each reward component R_k is normalized separately, so that no component dominates.
 
     Args:
         parts: [E, C] return of each episode in each reward component.
@@ -76,7 +76,7 @@ class PassAtKSettings(GroupSettings, NormalizeSettings):
 
 
 class GdpoSettings(GroupSettings):
-    """Settings of GDPO, which normalises each reward component separately."""
+    """Settings of GDPO, which normalizes each reward component separately."""
 
     needs = {
         "never: gdpo credits each part of the reward separately": "reward_scale reward_bias reward_clip reward_norm "

@@ -1,1 +1,1 @@
-"""Off-policy learning: SAC, replay buffers, hindsight goals and filtered behaviour cloning."""
+"""Off-policy learning: SAC, replay buffers, hindsight goals and filtered behavior cloning."""

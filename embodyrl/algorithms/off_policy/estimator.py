@@ -35,7 +35,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     policy_interval: Count = 1
     """Number of critic updates per update of the policy and the temperature."""
     critic_layer_norm: bool = False
-    """Layer normalisation in the critics, which limits overestimation for unseen actions (RLPD)."""
+    """Layer normalization in the critics, which limits overestimation for unseen actions (RLPD)."""
     alpha_init: Positive = 1.0
     """Initial temperature (entropy coefficient); training adapts the temperature."""
     target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
@@ -43,7 +43,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     image_shift: Annotated[int, Field(ge=0, le=64)] = 4
     """Maximum shift of camera images in pixels, for random-shift augmentation of each update; 0: no augmentation."""
     hindsight_goals: Index = 0
-    """Number of relabelled transitions per original transition in goal environments (HER, strategy `future`).
+    """Number of relabeled transitions per original transition in goal environments (HER, strategy `future`).
     Goals are states reached later in the same episode. The paper uses 4. 0: no relabelling."""
 
     def problems(self) -> Iterator[str]:

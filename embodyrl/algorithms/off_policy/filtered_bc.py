@@ -1,4 +1,4 @@
-"""Filtered behaviour cloning: train on the actions of episodes with a high return.
+"""Filtered behavior cloning: train on the actions of episodes with a high return.
 
 Also known as rejection-sampling fine-tuning or self-imitation. For rewards of 0 and 1 and without the buffer, the
 expected update is that of REINFORCE without a baseline. No likelihood is needed, so any policy with an SFT loss can be
@@ -17,7 +17,7 @@ from embodyrl.types import Episode
 
 
 class FilteredSettings(BufferSettings):
-    """Settings of filtered behaviour cloning."""
+    """Settings of filtered behavior cloning."""
 
     imitates = True
     imitate_above: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0

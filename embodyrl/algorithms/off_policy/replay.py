@@ -46,10 +46,10 @@ class Transitions:
     reward: FloatArray
     discount: FloatArray
     """[B] discount of the next value: gamma^n, or 0 after termination. `reward` has the same shape."""
-    relabelled: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[R] batch indices of the transitions with a relabelled goal."""
+    relabeled: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[R] batch indices of the transitions with a relabeled goal."""
     goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """[R, G] goals of the relabelled transitions."""
+    """[R, G] goals of the relabeled transitions."""
 
 
 class ReplayBuffer:

@@ -62,7 +62,7 @@ MISTAKES = (
     Mistake("channel order", (), ()),
     Mistake("adapter", ("model.lora.path",), ("adapter", "lora")),
     Mistake("chunk length", ("model.num_action_chunks",), ("num_action_chunks",)),
-    Mistake("texture colours", ("env.texture_colorspace",), ("texture_colorspace",)),
+    Mistake("texture colors", ("env.texture_colorspace",), ("texture_colorspace",)),
 )
 
 

@@ -71,7 +71,7 @@ def spec(harness: Harness) -> None:
     _tasks(harness, spec)
     _numbers(harness, spec)
     for warning in spec.warnings:
-        harness.warn_unless(False, "spec", "a declaration that matches the behaviour", warning)
+        harness.warn_unless(False, "spec", "a declaration that matches the behavior", warning)
     if (gripper := spec.action.gripper) is not None:
         is_valid = -spec.action.dim <= gripper.index < spec.action.dim
         harness.expect(is_valid, "spec.action.gripper.index", f"below {spec.action.dim}", gripper.index)

@@ -26,7 +26,7 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Violation of the interface contract: expected and actual behaviour."""
+    """Violation of the interface contract: expected and actual behavior."""
 
     field: str
     expected: str

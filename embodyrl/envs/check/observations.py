@@ -146,7 +146,7 @@ def _image_warnings(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], s
 
 
 def _channel_warnings(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Warn about colour channels that would be read as stacked frames.
+    """Warn about color channels that would be read as stacked frames.
 
     Real stacked frames shift by one position in each step.
     """

@@ -69,7 +69,7 @@ class GymFactory(SimFactory[GymSettings]):
         return GymSims(cfg, spec, probed, build)
 
     def make_goal_reward(self, cfg: GymSettings) -> GoalReward:
-        """Build a function that computes the rewards of relabelled goals with a single environment."""
+        """Build a function that computes the rewards of relabeled goals with a single environment."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.goals import GymGoals
 

@@ -1,4 +1,4 @@
-"""Rewards for relabelled goals in goal environments (GoalEnv of Gymnasium-Robotics)."""
+"""Rewards for relabeled goals in goal environments (GoalEnv of Gymnasium-Robotics)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
 class GymGoals:
-    """Computes rewards and terminations for relabelled goals with the methods of a GoalEnv.
+    """Computes rewards and terminations for relabeled goals with the methods of a GoalEnv.
 
     The methods receive goals in the shape and dtype of the goal space.
     """
@@ -64,7 +64,7 @@ class GymGoals:
             terminated = None if self._terminated is None else self._terminated(*goals).astype(np.bool_)
         except Exception as error:
             raise EnvError(
-                f"env '{self._env_id}': {_REWARD} or {_TERMINATED} for a relabelled goal raised {format_error(error)}. "
+                f"env '{self._env_id}': {_REWARD} or {_TERMINATED} for a relabeled goal raised {format_error(error)}. "
                 "Both methods receive an empty info. Fix: compute the reward without info, or set "
                 "algorithm.hindsight_goals=0."
             ) from error

@@ -45,7 +45,7 @@ class Probe:
     instruction: str | None = None
     """Instruction of the first episode; None: no instruction."""
     has_goals: bool = False
-    """True if the environment can compute rewards for relabelled goals."""
+    """True if the environment can compute rewards for relabeled goals."""
 
 
 def get_max_probe_steps(cfg: GymSettings) -> int:

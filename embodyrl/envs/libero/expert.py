@@ -14,31 +14,31 @@ from embodyrl.envs.libero.scene import Box, Goal, Scene
 from embodyrl.types import DoubleArray, FloatArray
 
 OPENING = 0.078
-"""Maximum width of a graspable object, in metres."""
+"""Maximum width of a graspable object, in meters."""
 
 _SQUARE = 0.075
-"""Maximum width in metres of an object that may be grasped in either horizontal direction."""
+"""Maximum width in meters of an object that may be grasped in either horizontal direction."""
 
 _RIM_INSET = 0.006
-"""Distance in metres from a bowl's rim inwards to the grasp point: half the thickness of the wall.
+"""Distance in meters from a bowl's rim inwards to the grasp point: half the thickness of the wall.
 
 One finger is then inside the bowl."""
 
 _RIM_DEPTH = 0.025
 _BODY_DEPTH = 0.035
-"""Distance in metres of the grasp point below the object's top."""
+"""Distance in meters of the grasp point below the object's top."""
 
 _FINGER_REACH = (0.045, 0.06)
-"""Distances from the grasp point to the middle and the outer side of an open finger, in metres."""
+"""Distances from the grasp point to the middle and the outer side of an open finger, in meters."""
 
 _FINGER_RADIUS = 0.008
 _PALM_REACH = (0.07, 0.1)
 _PALM_RADIUS = 0.02
 PALM_HEIGHT = 0.055
-"""Height in metres of the palm's underside above the fingertips."""
+"""Height in meters of the palm's underside above the fingertips."""
 
 _MAX_REACH = 0.78
-"""Maximum distance in metres from the robot's base at which the hand can stay vertical."""
+"""Maximum distance in meters from the robot's base at which the hand can stay vertical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Grasp:
     """Grasp candidate for a vertical hand."""
 
     point: DoubleArray
-    """Position [3] of the closed fingertips in the world frame, metres."""
+    """Position [3] of the closed fingertips in the world frame, meters."""
     axis: DoubleArray
     """Horizontal unit vector [2] from one finger to the other."""
     clearance: float
-    """Margin of the grasp in metres: minimum, over pick and place, of the hand's height above obstacles and of its
+    """Margin of the grasp in meters: minimum, over pick and place, of the hand's height above obstacles and of its
     remaining reach. If the margin is negative, the hand collides or cannot reach the position."""
 
 
@@ -124,24 +124,24 @@ def _compute_clearance(scene: Scene, point: DoubleArray, axis: DoubleArray, excl
 OPEN, CLOSED = -1.0, 1.0
 
 _METRES_PER_COMMAND = 0.05
-"""Motion in metres for a position command of 1 (a rotation command of 1 is 0.5 rad)."""
+"""Motion in meters for a position command of 1 (a rotation command of 1 is 0.5 rad)."""
 _RADIANS_PER_COMMAND = 0.5
 
 _HOVER_HEIGHT = 0.10
-"""Height in metres above an object at which the hand starts to descend."""
+"""Height in meters above an object at which the hand starts to descend."""
 _MIN_CLEARANCE = 0.06
-"""Minimum height in metres of a carried object, or of the open hand, above obstacles."""
+"""Minimum height in meters of a carried object, or of the open hand, above obstacles."""
 _FINGERS_HALF_WIDTH = 0.05
-"""Half the width of the open fingers, in metres."""
+"""Half the width of the open fingers, in meters."""
 _PALM_HALF_WIDTH = 0.1
-"""Half the width of the palm, in metres."""
+"""Half the width of the palm, in meters."""
 _RELEASE_HEIGHTS = {"on": 0.012, "in": 0.03}
-"""Height in metres above the target's top at which an object is released."""
+"""Height in meters above the target's top at which an object is released."""
 _CLOSE_STEPS, _OPEN_STEPS = 12, 15
 _REST_STEPS, _REST_DISTANCE = 5, 0.001
-"""An object counts as set down if it sinks less than `_REST_DISTANCE` metres in `_REST_STEPS` steps."""
+"""An object counts as set down if it sinks less than `_REST_DISTANCE` meters in `_REST_STEPS` steps."""
 _MAX_SLIP = 0.04
-"""Distance in metres that a carried object may move in the hand before the object counts as lost."""
+"""Distance in meters that a carried object may move in the hand before the object counts as lost."""
 
 ActionIterator = Iterator[FloatArray]
 
@@ -204,7 +204,7 @@ class Expert:
         if self._current_scene.get_box(goal.subject).bottom < start.bottom + 0.03:
             return
 
-        # Use the actual position in the hand: an object is rarely held at its centre.
+        # Use the actual position in the hand: an object is rarely held at its center.
         grasp_offset = self._get_offset(goal.subject)
         yield from self._carry(goal, grasp_offset, lambda: carry_height, tolerance=0.012, limit=90)
         yield from self._carry(

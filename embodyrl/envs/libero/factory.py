@@ -144,7 +144,7 @@ class SettleGripper(StrEnum):
 
 
 class TextureColorspace(StrEnum):
-    """Interpretation of the colours of texture files."""
+    """Interpretation of the colors of texture files."""
 
     linear = "linear"
     auto = "auto"
@@ -160,7 +160,7 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """full: pixel-identical to the benchmark; lean: simplified meshes and textures for software rendering, same
     physics."""
     texture_colorspace: TextureColorspace = TextureColorspace.linear
-    """Interpretation of texture colours. linear: as in MuJoCo up to 3.3.2, with which published data and checkpoints
+    """Interpretation of texture colors. linear: as in MuJoCo up to 3.3.2, with which published data and checkpoints
     were made; auto: as in MuJoCo from 3.3.3, which renders PNG files with an sRGB chunk darker (two floors and the
     salad dressing)."""
     fast_physics: bool | None = None

@@ -47,9 +47,9 @@ class _Arm(NamedTuple):
     bias: DoubleArray
     """Gravity and Coriolis torques [7], N m."""
     axes: DoubleArray
-    """Rotation and translation axes [7, 6] of the joints, about the centre of mass of the robot."""
+    """Rotation and translation axes [7, 6] of the joints, about the center of mass of the robot."""
     center: DoubleArray
-    """Centre of mass [3] of the robot, m."""
+    """Center of mass [3] of the robot, m."""
     inertia: DoubleArray
     """Mass matrix of the model in MuJoCo's sparse form."""
     entries: IntArray

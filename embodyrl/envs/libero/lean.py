@@ -104,7 +104,7 @@ def _shrink_texture(path: Path) -> bytes:
 
     metadata = PngImagePlugin.PngInfo()
     with Image.open(path) as image:
-        if "srgb" in image.info:  # MuJoCo decodes the colours depending on this chunk
+        if "srgb" in image.info:  # MuJoCo decodes the colors depending on this chunk
             metadata.add(b"sRGB", bytes([image.info["srgb"]]))
         factor = min(1.0, MAX_TEXTURE / max(image.size))
         size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))

@@ -100,11 +100,11 @@ def _generate_plasma(decay: float, rng: np.random.RandomState) -> DoubleArray:
         total = corners + np.roll(corners, -1, axis=0)
         total += np.roll(total, -1, axis=1)
         heights[half::step, half::step] = add_noise(total)
-        centres = heights[half::step, half::step]
+        centers = heights[half::step, half::step]
         horizontal = corners + np.roll(corners, -1, axis=1)
-        heights[::step, half::step] = add_noise((centres + np.roll(centres, 1, axis=0)) + horizontal)
+        heights[::step, half::step] = add_noise((centers + np.roll(centers, 1, axis=0)) + horizontal)
         vertical = corners + np.roll(corners, -1, axis=0)
-        heights[half::step, ::step] = add_noise((centres + np.roll(centres, 1, axis=1)) + vertical)
+        heights[half::step, ::step] = add_noise((centers + np.roll(centers, 1, axis=1)) + vertical)
         step, roughness = half, roughness / decay
     heights -= heights.min()
     return heights / heights.max()

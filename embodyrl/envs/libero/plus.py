@@ -23,7 +23,7 @@ ASSET_AXES = {"light": "lights", "background": "textures of walls and tables", "
 
 _DEFAULT_VIEW = (0, 0, 100, 0, 0)
 _PIVOT = np.array([0.0, 0.0, 0.8])
-"""Fixed point, in metres, around which the camera rotates and changes its distance."""
+"""Fixed point, in meters, around which the camera rotates and changes its distance."""
 _JOINTS = np.array([0.0, -0.161037389, 0.0, -2.44459747, 0.0, 2.2267522, np.pi / 4])
 """Initial joint positions of LIBERO's arm, rad."""
 

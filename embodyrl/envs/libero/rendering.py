@@ -66,7 +66,7 @@ class _Image(NamedTuple):
 
 
 def set_linear_colorspace(context: Any) -> None:
-    """Render the textures of robosuite's render context with the colour values of their files.
+    """Render the textures of robosuite's render context with the color values of their files.
 
     From version 3.3.3 on, MuJoCo decodes PNG files with an sRGB chunk, which makes them darker. LIBERO's data were
     rendered with earlier versions.

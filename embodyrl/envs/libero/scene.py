@@ -26,10 +26,10 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Bounding box of a body's collision geometry, in metres in the world frame."""
+    """Bounding box of a body's collision geometry, in meters in the world frame."""
 
     center: DoubleArray
-    """Centre [3] of the box."""
+    """Center [3] of the box."""
     axes: DoubleArray
     """Unit vectors [3, 3] of the box in columns; for an upright body, two are horizontal and one is vertical."""
     half: DoubleArray
@@ -42,17 +42,17 @@ class Box:
 
     @property
     def top(self) -> float:
-        """Height of the highest corner, metres."""
+        """Height of the highest corner, meters."""
         return float(self.center[2] + np.abs(self.axes[2]) @ self.half)
 
     @property
     def bottom(self) -> float:
-        """Height of the lowest corner, metres."""
+        """Height of the lowest corner, meters."""
         return float(self.center[2] - np.abs(self.axes[2]) @ self.half)
 
 
 class Scene:
-    """Read-only view of one task model; all lengths are in metres, in the world frame."""
+    """Read-only view of one task model; all lengths are in meters, in the world frame."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -112,7 +112,7 @@ class Scene:
         return name if name in self._env.obj_body_id else self._env.object_sites_dict[name].parent_name
 
     def get_position(self, name: str) -> DoubleArray:
-        """Return the horizontal position [2] of an object's centre, or of a region."""
+        """Return the horizontal position [2] of an object's center, or of a region."""
         if name in self._env.obj_body_id:
             return self.get_box(name).center[:2]
         return self._data.site_xpos[self._model.site(name).id][:2].copy()
@@ -140,7 +140,7 @@ class Scene:
         return float(np.linalg.norm(point[:2] - self._data.xpos[self._base][:2]))
 
     def _compute_extents(self, geoms: npt.NDArray[np.int64], frame: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
-        """Return centres [G, 3] of the geoms' bounding boxes, and half extents [G, 3] along the columns of `frame`."""
+        """Return centers [G, 3] of the geoms' bounding boxes, and half extents [G, 3] along the columns of `frame`."""
         rotation = self._data.geom_xmat[geoms].reshape(-1, 3, 3)
         local, half = self._model.geom_aabb[geoms, :3], self._model.geom_aabb[geoms, 3:]
         centers = self._data.geom_xpos[geoms] + np.einsum("gij,gj->gi", rotation, local)

@@ -303,7 +303,7 @@ class TaskSimulator:
         self._data.qpos[:] = self._observed_qpos
         self._model.site_rgba[:] = self._observed_sites
         try:
-            # Poses of bodies, centres, cameras and lights: inputs of rendering, without dynamics.
+            # Poses of bodies, centers, cameras and lights: inputs of rendering, without dynamics.
             mujoco.mj_kinematics(self._model, self._data)
             mujoco.mj_comPos(self._model, self._data)
             mujoco.mj_camlight(self._model, self._data)
@@ -354,7 +354,7 @@ def _copy_numeric_attributes(owner: object) -> dict[str, Any]:
 def _to_axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:
     """Convert a unit quaternion to a rotation vector [3] (rad).
 
-    Equal to robosuite's `quat2axisangle`, which does not normalise the sign.
+    Equal to robosuite's `quat2axisangle`, which does not normalize the sign.
     """
     w, xyz = float(np.clip(quat_wxyz[0], -1.0, 1.0)), quat_wxyz[1:]
     sine = np.sqrt(1.0 - w * w)

@@ -12,10 +12,10 @@ from embodyrl.envs.simulators import SequentialSimulators, SimStep, SimSteps, Si
 from embodyrl.types import ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 _ACTION_UNIT = 0.1
-"""Metres and radians per unit of an action."""
+"""Meters and radians per unit of an action."""
 
 _ABOVE = 0.06
-"""Travel height of the hand above a cube, metres."""
+"""Travel height of the hand above a cube, meters."""
 
 _OPEN, _CLOSED = 1.0, -1.0
 

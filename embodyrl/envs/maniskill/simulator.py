@@ -195,7 +195,7 @@ def describe(cfg: ManiSkillSettings) -> Description:
 
 
 def samples_scene(env: Any) -> bool:
-    """Return True if building the scene samples objects, sizes or colours."""
+    """Return True if building the scene samples objects, sizes or colors."""
     reconfigure, has_sampled = env._reconfigure, []
 
     def reconfigure_and_compare(options: dict[str, Any]) -> None:

@@ -13,21 +13,21 @@ mujoco: Any = _mujoco
 
 JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
 FINGERTIP = 0.137
-"""Distance in metres from the last link to the middle of the fingertips."""
+"""Distance in meters from the last link to the middle of the fingertips."""
 _STEP, _TURN = 0.006, 0.06
-"""Maximum distance in metres and angle in rad by which the target of a gripper moves in a step."""
+"""Maximum distance in meters and angle in rad by which the target of a gripper moves in a step."""
 _MEETING_POINT = np.array([0.0, 0.5, 0.25])
-"""Position in metres to which the right arm carries the cube."""
+"""Position in meters to which the right arm carries the cube."""
 _APPROACH_OFFSET = np.array([0.0, 0.0, 0.08])
 _GRASP_OFFSET_RIGHT = np.array([0.0, 0.0, 0.003])
 _WAIT_OFFSET = np.array([-0.12, 0.0, 0.0])
 _GRASP_OFFSET_LEFT = np.array([-0.012, 0.0, 0.0])
-"""Offsets in metres of the left gripper from the cube: its fingers overlap the cube's left part."""
+"""Offsets in meters of the left gripper from the cube: its fingers overlap the cube's left part."""
 _CLOSING_STEPS = 20
 _CLOSING_SPEED = 0.04
 """Decrease of the left gripper's target per step; demonstrations end at the first touch, so it closes slowly."""
 _DROP_DISTANCE = 0.05
-"""Distance in metres between right gripper and cube from which the cube counts as dropped."""
+"""Distance in meters between right gripper and cube from which the cube counts as dropped."""
 _RIGHT_ORIENTATION = rotation_matrix((0, 0, 1), np.pi) @ rotation_matrix((0, 1, 0), np.pi / 3)
 """Orientation of the right gripper: it points to the left arm, 60 degrees down, and closes horizontally."""
 _LEFT_ORIENTATION = rotation_matrix((1, 0, 0), np.pi / 2)

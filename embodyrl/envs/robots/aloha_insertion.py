@@ -13,23 +13,23 @@ from embodyrl.types import DoubleArray
 mujoco: Any = _mujoco
 
 _STEP, _CAREFUL_STEP, _TURN = 0.006, 0.004, 0.06
-"""Maximum distances in metres before and after the grasp, and maximum angle in rad, by which the target of a gripper
+"""Maximum distances in meters before and after the grasp, and maximum angle in rad, by which the target of a gripper
 moves in a step."""
 _APPROACH_OFFSET, _LIFT_OFFSET = np.array([0.0, 0.0, 0.08]), np.array([0.0, 0.0, 0.2])
 _GRASP_OFFSETS = np.array([[-0.015, 0.0, 0.003], [0.015, 0.0, 0.011]])
-"""Positions in metres of the left and right gripper relative to the centres of socket and peg. Fingers that touch the
+"""Positions in meters of the left and right gripper relative to the centers of socket and peg. Fingers that touch the
 table do not close."""
 _CLOSING_STEPS = 8
 _MEETING_POINT = np.array([-0.06, 0.5, 0.25])
-"""Position in metres to which the left arm carries the socket."""
+"""Position in meters to which the left arm carries the socket."""
 _INITIAL_DISTANCE, _FINAL_DISTANCE = 0.18, 0.085
-"""Distances in metres between the centres of socket and peg before and after insertion; the pin is touched at 0.1."""
+"""Distances in meters between the centers of socket and peg before and after insertion; the pin is touched at 0.1."""
 _INSERTION_STEP = 0.002
 """Decrease of that distance per step."""
 _GAIN = 0.1
 """Fraction of the error of an object's pose by which a gripper's target moves in a step; objects swing above 0.15."""
 _MAX_DISTANCE_ERROR, _MAX_ANGLE_ERROR = 0.004, 0.06
-"""Insertion starts below these errors of the peg relative to the socket: distance in metres, angle in rad."""
+"""Insertion starts below these errors of the peg relative to the socket: distance in meters, angle in rad."""
 _RIGHT_ORIENTATION = rotation_matrix((0, 0, 1), np.pi) @ rotation_matrix((0, 1, 0), np.pi / 3)
 _LEFT_ORIENTATION = rotation_matrix((0, 1, 0), np.pi / 3)
 """Orientations of the grippers: they point inwards, 60 degrees down, and close horizontally."""

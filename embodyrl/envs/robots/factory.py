@@ -53,7 +53,7 @@ class RobotFactory(SimFactory[RobotSettings]):
         return sims
 
     def make_goal_reward(self, cfg: RobotSettings) -> GoalReward:
-        """Build a function that computes the rewards of relabelled goals with a single environment."""
+        """Build a function that computes the rewards of relabeled goals with a single environment."""
         return GYM.make_goal_reward(cfg.gym)
 
 

@@ -10,17 +10,17 @@ import numpy as np
 from embodyrl.types import DoubleArray, FloatArray
 
 _GAIN = 26.0
-"""Action per metre of distance; an action of 1 moves the target of the gripper by 5 cm."""
+"""Action per meter of distance; an action of 1 moves the target of the gripper by 5 cm."""
 _HEIGHT, _CLEARANCE = 0.42, 0.09
-"""Height of the gripper while it pushes, and height above it while it moves around the block, metres."""
+"""Height of the gripper while it pushes, and height above it while it moves around the block, meters."""
 _PUSH_OFFSET, _START_RADIUS = 0.08, 0.025
-"""Distance in metres between the block and the start of a push; a start below 2.5 cm away counts as reached."""
+"""Distance in meters between the block and the start of a push; a start below 2.5 cm away counts as reached."""
 _GOAL_RADIUS = 0.01
 """A push ends at 1 cm from the goal."""
 _MAX_HORIZONTAL_ERROR, _MAX_VERTICAL_ERROR = 0.02, 0.015
 """A grasp begins below 2 cm of horizontal and 1.5 cm of vertical distance."""
 _GRASP_WIDTH = 0.056
-"""Sum of the finger positions in metres below which the fingers hold the block."""
+"""Sum of the finger positions in meters below which the fingers hold the block."""
 
 
 class _FetchExpert(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -19,19 +19,19 @@ class Pose:
     """Position and orientation of a gripper in world coordinates."""
 
     position: DoubleArray
-    """[3] position in metres."""
+    """[3] position in meters."""
     rotation: DoubleArray
     """[3, 3] rotation matrix; its columns are the axes of the gripper."""
 
     def move_towards(self, goal: "Pose", distance: float, angle: float) -> "Pose":
-        """Move towards `goal` by at most `distance` metres and `angle` rad, and return the pose."""
+        """Move towards `goal` by at most `distance` meters and `angle` rad, and return the pose."""
         shift, rotation = goal.position - self.position, rotation_between(self.rotation, goal.rotation)
         distance_left, total_angle = np.linalg.norm(shift), float(np.linalg.norm(rotation))
         position = self.position + shift * min(1.0, distance / max(distance_left, 1e-9))
         return Pose(position, rotation_matrix(rotation, min(total_angle, angle)) @ self.rotation)
 
     def is_near(self, goal: "Pose", distance: float, angle: float) -> bool:
-        """Return True if `goal` is at most `distance` metres and `angle` rad away."""
+        """Return True if `goal` is at most `distance` meters and `angle` rad away."""
         rotation = rotation_between(self.rotation, goal.rotation)
         return bool(np.linalg.norm(goal.position - self.position) <= distance and np.linalg.norm(rotation) <= angle)
 
@@ -40,7 +40,7 @@ class Arm:
     """Arm with hinge joints whose gripper is a point at a fixed distance along the x axis of the last link."""
 
     def __init__(self, model: Any, link: str, joints: Sequence[str], offset: float) -> None:
-        """Find link and joints by name in a MuJoCo model. The point is `offset` metres from the link."""
+        """Find link and joints by name in a MuJoCo model. The point is `offset` meters from the link."""
         self._model, self._link, self._offset = model, model.body(link).id, np.array([offset, 0.0, 0.0])
         joint_handles = [model.joint(name) for name in joints]
         self._columns = np.array([joint.qposadr[0] for joint in joint_handles])

@@ -10,11 +10,11 @@ import numpy as np
 from embodyrl.types import FloatArray
 
 _STEP = 0.025
-"""Change of the target position at an action of 1, metres, as in gym-hil's own environments for teleoperation."""
+"""Change of the target position at an action of 1, meters, as in gym-hil's own environments for teleoperation."""
 _GAIN = 0.5
-"""Change of the target position per metre of distance."""
+"""Change of the target position per meter of distance."""
 _APPROACH_HEIGHT, _MAX_HORIZONTAL_ERROR, _MAX_VERTICAL_ERROR = 0.06, 0.015, 0.012
-"""Height above the cube while approaching; horizontal and vertical distances in metres at which a grasp begins."""
+"""Height above the cube while approaching; horizontal and vertical distances in meters at which a grasp begins."""
 _CLOSED_COMMAND, _CLOSING_STEP = 250.0, 0.2
 """Command of the closed gripper (255 is the maximum), and change of the command per step as a fraction of it."""
 

@@ -12,18 +12,18 @@ import numpy as np
 STATE_KEYS = ("robot0_joint_pos", "robot0_joint_vel", "robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
 CLOSED, OPEN = 1.0, -1.0
 _REACH = 0.05
-"""Displacement of the gripper in metres for an action of 1."""
+"""Displacement of the gripper in meters for an action of 1."""
 _GRASP_WIDTH = 0.065
-"""Closed fingers count as holding a cube if the sum of their positions is below this value, in metres."""
+"""Closed fingers count as holding a cube if the sum of their positions is below this value, in meters."""
 _ABOVE = 0.08
-"""Height in metres above an object at which the gripper moves horizontally."""
+"""Height in meters above an object at which the gripper moves horizontally."""
 _GAIN = 2.0
 _TURN = 0.5
 """Rotation of the gripper in rad for an action of 1."""
 _TILT = 1.2
 """Tilt of the gripper towards the door in rad; the hand is too wide to grasp the handle from above."""
 _HANDLE_WIDTH, _HANDLE_NEAR = 0.072, 0.04
-"""Width of the closed fingers and distance from the handle, in metres, at which the gripper holds the handle."""
+"""Width of the closed fingers and distance from the handle, in meters, at which the gripper holds the handle."""
 _UNLOCKED = 1.0
 """Angle of the handle in rad at which the door opens."""
 
@@ -177,7 +177,7 @@ def approach_and_grasp(observation: Any, cube: Any) -> Any:
 
 
 def build_action(offset: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
-    """Return the action that moves the gripper by `offset` [3] in metres, and rotates it by the vector `turn` [3]."""
+    """Return the action that moves the gripper by `offset` [3] in meters, and rotates it by the vector `turn` [3]."""
     # The controller lags behind, so that small actions do not move the arm.
     moves = np.clip(_GAIN * np.array(offset) / _REACH, -1.0, 1.0), np.clip(np.array(turn) / _TURN, -1.0, 1.0)
     return np.array([*np.concatenate(moves), gripper], np.float32)

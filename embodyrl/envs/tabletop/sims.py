@@ -25,14 +25,14 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 OPEN, CLOSED = -1.0, 1.0
 
 _DESCENT_RADIUS = 0.02
-"""Maximum horizontal distance in metres from the target at which the closed, empty gripper descends."""
+"""Maximum horizontal distance in meters from the target at which the closed, empty gripper descends."""
 _OPEN_DESCENT_RADIUS = 0.05
-"""Maximum horizontal distance in metres from the target at which an open or block-holding gripper descends."""
+"""Maximum horizontal distance in meters from the target at which an open or block-holding gripper descends."""
 _HALF_STEP = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 
 Command = tuple[float, float, float, float]
-"""(dx, dy, dz, gripper): displacement to the next waypoint in metres, and the gripper command."""
+"""(dx, dy, dz, gripper): displacement to the next waypoint in meters, and the gripper command."""
 
 
 def expert_action(world: World) -> FloatArray:

@@ -1,4 +1,4 @@
-"""State, dynamics and success of one table; lengths are in metres.
+"""State, dynamics and success of one table; lengths are in meters.
 
 x points right, y away from the front camera, z up from the table top.
 """
@@ -9,28 +9,28 @@ from enum import StrEnum
 
 import numpy as np
 
-BLOCK_COLOURS = ("red", "green", "blue")
-PLATE_COLOURS = ("yellow", "purple", "white")
+BLOCK_COLORS = ("red", "green", "blue")
+PLATE_COLORS = ("yellow", "purple", "white")
 
 STEP = 0.04
-"""Displacement of the gripper in metres for an action of 1."""
+"""Displacement of the gripper in meters for an action of 1."""
 REACH = 0.32
-"""Maximum absolute x and y of the gripper, in metres."""
+"""Maximum absolute x and y of the gripper, in meters."""
 TOP = 0.12
-"""Maximum height of the gripper above the table, in metres."""
+"""Maximum height of the gripper above the table, in meters."""
 TRAVEL_HEIGHT = 0.10
 BLOCK_SIDE = 0.06
 BLOCK_HEIGHT = 0.05
 PLATE_RADIUS = 0.065
 GRASP_RADIUS = 0.04
-"""Maximum horizontal distance in metres of a block's centre from the gripper for a grasp."""
+"""Maximum horizontal distance in meters of a block's center from the gripper for a grasp."""
 GRASP_HEIGHT = 0.035
-"""Maximum height in metres of the gripper for a grasp."""
+"""Maximum height in meters of the gripper for a grasp."""
 PUSH_RADIUS = 0.042
-"""Distance in metres from a block's centre within which a low, closed gripper pushes the block."""
+"""Distance in meters from a block's center within which a low, closed gripper pushes the block."""
 PUSH_HEIGHT = 0.04
 ON_PLATE = 0.05
-"""A block is on a plate if the distance between their centres is below this value, in metres."""
+"""A block is on a plate if the distance between their centers is below this value, in meters."""
 
 _LAYOUT_SEED = 20261
 _PLATE_COLUMNS = (-0.2, 0.0, 0.2)
@@ -45,7 +45,7 @@ class Axis(StrEnum):
     base = "base"
     """Task without variation."""
     colours = "colours"
-    """Other shades of the same colours."""
+    """Other shades of the same colors."""
     positions = "positions"
     """Plates in front and blocks at the back, the reverse of training."""
     phrasings = "phrasings"
@@ -71,7 +71,7 @@ class Task:
     @property
     def instruction(self) -> str:
         """Language instruction of the task."""
-        block, plate = BLOCK_COLOURS[self.block], PLATE_COLOURS[self.plate]
+        block, plate = BLOCK_COLORS[self.block], PLATE_COLORS[self.plate]
         if self.skill is Skill.touch:
             return f"touch the {block} block"
         return f"{self.skill} the {block} block {'to' if self.skill is Skill.push else 'on'} the {plate} plate"
@@ -79,7 +79,7 @@ class Task:
     @property
     def rephrased_instruction(self) -> str:
         """Rephrased instruction of the task."""
-        block, plate = f"the {BLOCK_COLOURS[self.block]} cube", f"the {PLATE_COLOURS[self.plate]} dish"
+        block, plate = f"the {BLOCK_COLORS[self.block]} cube", f"the {PLATE_COLORS[self.plate]} dish"
         return {
             Skill.touch: f"make contact with {block}",
             Skill.push: f"slide {block} over to {plate}",
@@ -111,7 +111,7 @@ class World:
     was_lifted: bool = False
     """True if the task's block was grasped in this episode, not only pushed."""
     palette: int = 0
-    """Index of the colour palette; 1: the shades of `Axis.colours`."""
+    """Index of the color palette; 1: the shades of `Axis.colours`."""
 
     def step(self, dx: float, dy: float, dz: float, close: bool) -> None:
         """Move the gripper by (dx, dy, dz) in -1..1, then open or close the fingers.
@@ -191,7 +191,7 @@ def create_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
     plates = tuple((_PLATE_COLUMNS[c] + float(sx), float(sy)) for c, (sx, sy) in zip(columns, shift, strict=True))
     blocks: list[Point] = []
     # Rejection sampling. The order of samples is part of a table: changing it would change all tables.
-    while len(blocks) < len(BLOCK_COLOURS):
+    while len(blocks) < len(BLOCK_COLORS):
         x, y = rng.uniform((-0.25, -0.25), (0.25, 0.03)).tolist()
         if all(math.dist((x, y), other) > _BLOCK_SPACING for other in blocks):
             blocks.append((x, y))

@@ -120,7 +120,7 @@ SEEDS = 100_000
 """Number of reset ids; each reset id is the seed of an episode."""
 OBSERVATION_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
 """Maximum number of bytes of an observation, and of a reply, in the conversation."""
-_COLOUR_PATTERN = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
+_COLOR_PATTERN = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
 
 class GameSettings(EnvSettings):
@@ -217,7 +217,7 @@ class GameEnv(DialogueEnv[_Game]):
         text = (
             self._text_function(observation, info)
             if self._text_function
-            else _COLOUR_PATTERN.sub(r"[\2]", str(game.env.render())).strip()
+            else _COLOR_PATTERN.sub(r"[\2]", str(game.env.render())).strip()
         )
         return truncate_text(text, OBSERVATION_BYTES)
 

@@ -14,7 +14,7 @@ from embodyrl.learners.training import load_optimizer
 from embodyrl.policies.soft_actor.critics import Critics
 
 MINIMUM_SCALE = 1e-3
-"""Lower bound of the standard deviations that normalise features and actions."""
+"""Lower bound of the standard deviations that normalize features and actions."""
 
 
 class IqlValues:
@@ -94,7 +94,7 @@ class IqlValues:
         return finite
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, with the normalised features."""
+        """Return the state for a checkpoint, with the normalized features."""
         return {name: part.state_dict() for name, part in self._parts().items()} | {"features": self._features}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -119,6 +119,6 @@ class IqlValues:
 
 
 def _standardize(values: Tensor) -> Tensor:
-    """Return values [N, X], each column normalised to mean 0 and standard deviation 1."""
+    """Return values [N, X], each column normalized to mean 0 and standard deviation 1."""
     values = values.float()
     return (values - values.mean(0)) / values.std(0, correction=0).clamp(min=MINIMUM_SCALE)

@@ -1,4 +1,4 @@
-"""Learner of filtered behaviour cloning: SFT on a buffer with the chunks of episodes that have a high return."""
+"""Learner of filtered behavior cloning: SFT on a buffer with the chunks of episodes that have a high return."""
 
 from pathlib import Path
 from typing import Any

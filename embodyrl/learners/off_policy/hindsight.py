@@ -1,4 +1,4 @@
-"""Hindsight experience replay (HER, arXiv 1707.01495): transitions are relabelled with goals achieved later."""
+"""Hindsight experience replay (HER, arXiv 1707.01495): transitions are relabeled with goals achieved later."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Hindsight:
     def relabel(self, transitions: Transitions, rng: np.random.Generator) -> Transitions:
         """Relabel random transitions with goals that are achieved later in the same episode.
 
-        A fraction `hindsight_goals` / (`hindsight_goals` + 1) of the transitions is relabelled. The new reward is the
+        A fraction `hindsight_goals` / (`hindsight_goals` + 1) of the transitions is relabeled. The new reward is the
         sum of gamma^j R(achieved after chunk j, goal), over n chunks or until the new goal terminates the episode.
         Transitions without a later observation keep their goal.
         """
         buffer = transitions.buffer
-        relabelled = np.flatnonzero(
+        relabeled = np.flatnonzero(
             (rng.random(len(transitions.indices)) < self._relabel_fraction) & (buffer["left"][transitions.indices] > 0)
         )
-        if not len(relabelled):
+        if not len(relabeled):
             return transitions
-        starts = transitions.indices[relabelled, None]
+        starts = transitions.indices[relabeled, None]
         num_later = buffer["left"][starts]
         goal = self._get_achieved_goals(buffer, buffer.get_later_indices(starts, rng.integers(1, num_later + 1)))[:, 0]
         steps = np.arange(1, self._n_step + 1)
@@ -58,10 +58,10 @@ class Hindsight:
         reward, discount = transitions.reward.copy(), transitions.discount.copy()
         after = transitions.after.copy()
         credit = np.where(counts, self._gamma ** (steps - 1.0), 0.0) * rewards.reshape(ends.shape)
-        reward[relabelled] = self._factor * credit.sum(axis=1)
-        discount[relabelled] = np.where((terminated & counts).any(axis=1), 0.0, self._gamma**length)
-        after[relabelled] = buffer.get_later_indices(transitions.indices[relabelled], length)
-        return replace(transitions, reward=reward, discount=discount, after=after, relabelled=relabelled, goal=goal)
+        reward[relabeled] = self._factor * credit.sum(axis=1)
+        discount[relabeled] = np.where((terminated & counts).any(axis=1), 0.0, self._gamma**length)
+        after[relabeled] = buffer.get_later_indices(transitions.indices[relabeled], length)
+        return replace(transitions, reward=reward, discount=discount, after=after, relabeled=relabeled, goal=goal)
 
     def _get_achieved_goals(self, buffer: ReplayBuffer, indices: IntArray) -> FloatArray:
         return buffer[Record.observed_state][indices][..., self._achieved]

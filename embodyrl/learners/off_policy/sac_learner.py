@@ -183,7 +183,7 @@ class SacLearner(Learner):
         return on_device(observations, next(self._critics.parameters()).device)
 
     def _get_observations(self, transitions: Transitions, indices: IntArray) -> Observation | FloatArray:
-        """Return the observations at the buffer indices `indices`, with relabelled goals and random image shifts.
+        """Return the observations at the buffer indices `indices`, with relabeled goals and random image shifts.
 
         All images of an observation have the same shift (DrQ, arXiv 2004.13649). For a frozen policy, the stored
         features are returned instead.
@@ -191,8 +191,8 @@ class SacLearner(Learner):
         if self._policy.frozen:
             return transitions.buffer[FEATURES][indices]
         observations = read_observation(transitions.buffer, indices)
-        if self._hindsight is not None and len(transitions.relabelled):
-            observations.state[transitions.relabelled, self._hindsight.desired] = transitions.goal
+        if self._hindsight is not None and len(transitions.relabeled):
+            observations.state[transitions.relabeled, self._hindsight.desired] = transitions.goal
         pixels, (count, cameras) = self._settings.image_shift, observations.images.shape[:2]
         if not (pixels and observations.images.size and self._policy.spec.inputs.num_images):
             return observations
@@ -277,14 +277,14 @@ class SacLearner(Learner):
             demos.chunks(steps, length),
             np.arange(len(steps)),
         )
-        normalised = [
-            self._policy.normalise(actions[p], read_observation(observations, p)).cpu()
+        normalized = [
+            self._policy.normalize(actions[p], read_observation(observations, p)).cpu()
             for p in self._split_records(indices)
         ]
         buffer.add(
             Frames(
                 seen=self._compute_stored_features(observations, indices) if self._policy.frozen else observations,
-                action=torch.cat(normalised).numpy(),
+                action=torch.cat(normalized).numpy(),
                 reward=(self._settings.reward_scale * (cumulative_reward[stop] - cumulative_reward[steps])).astype(
                     np.float32
                 ),
@@ -324,7 +324,7 @@ class SacLearner(Learner):
         if (folder / f"{REPLAY}.json").is_file():
             replay = load_state(folder, REPLAY)
             if "action" in replay and replay["action"].ndim == 3:  # older checkpoints: in the environment's units
-                replay["action"] = self._policy.normalise(replay["action"], None).cpu().numpy()
+                replay["action"] = self._policy.normalize(replay["action"], None).cpu().numpy()
             unfinished = replay.pop(OPEN, None)
             self._replay.load_state(replay)
             if unfinished:

@@ -57,7 +57,7 @@ class ActorCriticFactory:
         self._build_shape(cfg, env, 0).check(folder)
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with weights from `cfg.path`, or initialised from the seed.
+        """Build the policy with weights from `cfg.path`, or initialized from the seed.
 
         Raises:
             CheckpointError: the folder has no weights of this shape.

@@ -103,7 +103,7 @@ class GaussianHead(nn.Module):
         super().__init__()
         self._correlation, self._innovation_scale = correlation, math.sqrt(1.0 - correlation**2)
         self.log_std = nn.Parameter(torch.zeros(len(low)) + torch.as_tensor(log_std))
-        self._centre, self._half_range = np.asarray([*map(_get_centre_and_half_range, low, high)], np.float32).T
+        self._center, self._half_range = np.asarray([*map(_get_center_and_half_range, low, high)], np.float32).T
 
     def get_mean_and_log_std(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean [B, K, A], which is `outputs`, and the log standard deviation [A]."""
@@ -148,18 +148,18 @@ class GaussianHead(nn.Module):
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
         """Scale raw samples to actions, both [B, K, A]; -1 and 1 map to the action bounds."""
-        return self._centre + self._half_range * choice
+        return self._center + self._half_range * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
         """Convert actions to raw samples, both [B, K, A]; the inverse of `to_actions`."""
-        return ((actions - self._centre) / self._half_range).astype(np.float32)
+        return ((actions - self._center) / self._half_range).astype(np.float32)
 
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
-def _get_centre_and_half_range(low: float | None, high: float | None) -> tuple[float, float]:
-    """Return the centre and half-width of the action range; the width is 2 if one bound is missing."""
+def _get_center_and_half_range(low: float | None, high: float | None) -> tuple[float, float]:
+    """Return the center and half-width of the action range; the width is 2 if one bound is missing."""
     if low is None and high is None:
         return 0.0, 1.0
     if low is None or high is None:  # around 0, all samples could be outside
@@ -170,8 +170,8 @@ def _get_centre_and_half_range(low: float | None, high: float | None) -> tuple[f
 
 VALUE_HEAD = "value_head"
 
-_Initialise = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
-"""Function that initialises the weights of a layer with a given gain."""
+_Initialize = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
+"""Function that initializes the weights of a layer with a given gain."""
 
 
 class ActorCritic(nn.Module):
@@ -183,7 +183,7 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        init = partial(_initialise_layer, generator=generator, orthogonal=orthogonal)
+        init = partial(_initialize_layer, generator=generator, orthogonal=orthogonal)
         self.encoder = _build_convolutions(shape, init) if shape.num_images else None
         # Nearly uniform probabilities at first; orthogonal weights as in arXiv 2005.12729.
         widths = (shape.features, *shape.hidden)
@@ -350,7 +350,7 @@ class ActorCriticPolicy:
         return self._net.features(on_device(images, self._device), state)
 
 
-def _build_mlp(widths: tuple[int, ...], activation: str, init: _Initialise, *, gain: float) -> nn.Sequential:
+def _build_mlp(widths: tuple[int, ...], activation: str, init: _Initialize, *, gain: float) -> nn.Sequential:
     pairs = list(pairwise(widths))
     gains = [2.0**0.5] * (len(pairs) - 1) + [gain]
     layers: list[nn.Module] = []
@@ -359,7 +359,7 @@ def _build_mlp(widths: tuple[int, ...], activation: str, init: _Initialise, *, g
     return nn.Sequential(*layers[:-1])
 
 
-def _build_convolutions(shape: NetShape, init: _Initialise) -> nn.Sequential:
+def _build_convolutions(shape: NetShape, init: _Initialize) -> nn.Sequential:
     """Build the convolutional layers that map images [B, P, H, W] to features [B, IMAGE_FEATURES]."""
     channels = (shape.input_channels, *CHANNELS)
     layers: list[nn.Module] = []
@@ -380,7 +380,7 @@ class _Flatten(nn.Flatten):
         return input.flatten(1)
 
 
-def _initialise_layer(
+def _initialize_layer(
     layer: nn.Linear | nn.Conv2d, gain: float, *, generator: torch.Generator, orthogonal: bool
 ) -> nn.Module:
     assert layer.bias is not None
@@ -388,7 +388,7 @@ def _initialise_layer(
         nn.init.orthogonal_(layer.weight, gain, generator=generator)
         nn.init.zeros_(layer.bias)
         return layer
-    # torch's default initialisation, but from the policy's seed.
+    # torch's default initialization, but from the policy's seed.
     bound = layer.weight[0].numel() ** -0.5
     for tensor in (layer.weight, layer.bias):
         nn.init.uniform_(tensor, -bound, bound, generator=generator)

@@ -22,11 +22,11 @@ class ActorCriticSettings(WeightSettings):
     """Continuous actions: initial log standard deviation, relative to half the action range; default: that of each
     dimension of the demonstrations in SFT, otherwise 0."""
     ortho_init: bool = True
-    """Orthogonal initialisation, with a small gain in the policy's last layer; false: PyTorch's default."""
+    """Orthogonal initialization, with a small gain in the policy's last layer; false: PyTorch's default."""
     noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Continuous actions: correlation of the exploration noise of consecutive actions in a chunk."""
     normalize_state: bool | None = None
-    """Normalise states with running statistics, which are saved with the weights; default: true for continuous actions.
+    """Normalize states with running statistics, which are saved with the weights; default: true for continuous actions.
     """
     squashed: bool = False
     """Continuous actions: tanh of a Gaussian whose standard deviation depends on the observation, as in SAC."""

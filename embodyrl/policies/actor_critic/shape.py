@@ -43,7 +43,7 @@ class NetShape:
     activation: str = "tanh"
     """Activation of the hidden layers: tanh or relu."""
     normalized: bool = False
-    """True if states are normalised with running statistics."""
+    """True if states are normalized with running statistics."""
     squashed: bool = False
     """True if actions are tanh of Gaussians whose standard deviation depends on the observation."""
     cameras: tuple[str, ...] = ()

@@ -44,10 +44,10 @@ class SquashedPolicy(ActorCriticPolicy):
         """Return chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
         return on_device(self._net.head.to_choice(tokens), self._device).tanh()
 
-    def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
+    def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:
+        """Return chunks [B, L] within -1..1 (see `SoftActor.normalize`)."""
         assert isinstance(self._net.head, SquashedHead)
-        return on_device(self._net.head.normalise(actions), self._device).flatten(1)
+        return on_device(self._net.head.normalize(actions), self._device).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Build critics with the sizes of the policy's network (see `SoftActor.build_critics`)."""

@@ -39,7 +39,7 @@ class CausalLMFactory:
     default_folder: str | None = None
     """Folder in this package with config and character tokenizer of a small Llama, used if `model.path` is not set.
 
-    The weights are initialised from the seed."""
+    The weights are initialized from the seed."""
     default_num_parameters: int = 0
     reads_images: bool = False
     """True for a vision-language model (`AutoModelForImageTextToText`), which accepts images in prompts."""

@@ -61,7 +61,7 @@ def _suppress_warnings() -> Iterator[None]:
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_images: bool = False) -> tuple[Any, Any]:
     """Return (model, tokenizer), or (model, processor) for a vision-language model, without executing remote code.
 
-    With a `seed`, weights are initialised randomly: the folder contains none.
+    With a `seed`, weights are initialized randomly: the folder contains none.
 
     Raises:
         CheckpointError: the folder has no such model, or a file is damaged.

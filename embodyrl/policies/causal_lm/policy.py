@@ -62,7 +62,7 @@ class CausalLMPolicy:
     def __init__(
         self, spec: PolicySpec, cfg: CausalLMSettings, folder: Path, request: PolicyRequest, *, reads_images: bool
     ) -> None:
-        """Load the model from a folder. Without `cfg.path`, initialise its weights from the seed.
+        """Load the model from a folder. Without `cfg.path`, initialize its weights from the seed.
 
         `reads_images`: True for a vision-language model, which processes the images of an observation.
         """

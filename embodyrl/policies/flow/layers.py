@@ -75,7 +75,7 @@ class RmsNorm(nn.Module):
             self.weight = nn.Parameter(torch.empty(spec.width))
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Normalise x [B, T, width]; also return the gate, or None without a condition [B, D] or [B, T, D]."""
+        """Normalize x [B, T, width]; also return the gate, or None without a condition [B, D] or [B, T, D]."""
         x_float32 = x.float()
         x_float32 = x_float32 * torch.rsqrt(x_float32.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:

@@ -93,8 +93,8 @@ class SiglipTower(nn.Module):
         self.post_layernorm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Initialise the weights for training from scratch.
+    def initialize(self, generator: torch.Generator) -> None:
+        """Initialize the weights for training from scratch.
 
         Position embeddings: sine and cosine of column and row, from a quarter period across the image to the highest
         frequency of the grid, with larger amplitudes at low frequencies. Patch filters: random mixtures of
@@ -148,7 +148,7 @@ class FlowInputs:
     token_mask: Tensor
     """[B, T] bool; False for padding."""
     state: Tensor
-    """[B, S] normalised state, padded with zeros."""
+    """[B, S] normalized state, padded with zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class Memory:
     contexts: tuple[AttentionContext, ...]
     """Attention inputs of each expert layer, with keys and values of the prefix as memory."""
     state: Tensor
-    """[B, S] normalised state."""
+    """[B, S] normalized state."""
 
 
 class DenoisingOutput(NamedTuple):
@@ -278,11 +278,11 @@ class FlowModel(nn.Module, ABC):
         for stack in (self.vision, self.language, self.expert):
             stack.gradient_checkpointing = True
 
-    def initialise(self, seed: int) -> None:
-        """Initialise all weights: normal with variance 1 / fan_in.
+    def initialize(self, seed: int) -> None:
+        """Initialize all weights: normal with variance 1 / fan_in.
 
         Biases and adaptive norms start at 0, plain norms at the identity. A small model learns faster if attention is
-        useful at the start: towers as in `SiglipTower.initialise`, open gates after the expert's adaptive norms, and
+        useful at the start: towers as in `SiglipTower.initialize`, open gates after the expert's adaptive norms, and
         queries of the expert that depend on the token and not only on the noise.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -302,7 +302,7 @@ class FlowModel(nn.Module, ABC):
                 elif name.startswith("expert") and "q_proj" in name:
                     parameter.mul_(QUERY_SCALE)
             self.action_in_proj.bias.copy_(torch.randn(self.action_in_proj.bias.shape, generator=generator))
-            self.vision.initialise(generator)
+            self.vision.initialize(generator)
 
     def time_mlp(self, x: Tensor) -> Tensor:
         """Apply two layers with SiLU between them: [..., inputs] to [..., D]."""

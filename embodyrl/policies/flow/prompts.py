@@ -47,7 +47,7 @@ SMOLVLA_PROMPT = PromptFormat(template="{task}\n", max_tokens=48, normalizes_tex
 
 
 def format_state(state: npt.ArrayLike) -> str:
-    """Format a normalised state [S] in -1..1 as indices 0..255 of equal bins; -1 below the range."""
+    """Format a normalized state [S] in -1..1 as indices 0..255 of equal bins; -1 below the range."""
     edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
     return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
 
@@ -81,7 +81,7 @@ class FlowPrompts:
         self.width = 0 if prompt_format.reads_state else max((len(self.encode(task)) for task in tasks), default=0)
 
     def encode(self, task: str, state: npt.ArrayLike | None = None) -> tuple[int, ...]:
-        """Return the token ids of an instruction and, in formats with state, of the normalised state [S].
+        """Return the token ids of an instruction and, in formats with state, of the normalized state [S].
 
         Raises:
             ConfigError: the prompt exceeds the model's maximum length.

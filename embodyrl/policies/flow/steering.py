@@ -32,7 +32,7 @@ class SteeredFlowPolicy(SteeredPolicy, FlowPolicy):
             features = self._features(obs, velocity)
         return FrozenOutputs(features, self._value(prefix, len(obs)), velocity)
 
-    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
+    def _normalize_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         rows = self._scale.from_actions(actions, obs)[:, :, : self._shape.action_dim]
         return on_device(rows, self._device)
 

@@ -234,7 +234,7 @@ def build_policy(
 class SteeredLeRobotPolicy(SteeredPolicy, LeRobotPolicy):
     """Base class of policies with a frozen network and an actor; implements `SoftActor`."""
 
-    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
+    def _normalize_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         return self._from_actions(actions)
 
 

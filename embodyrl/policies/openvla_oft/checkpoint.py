@@ -22,7 +22,7 @@ RESIDUAL_ACTOR = "residual_actor"
 RL_COMPONENTS = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
 """Components added by RL, optional in both the model and the checkpoint."""
 SFT_COMPONENTS = ("proprio_projector", "action_head", "noisy_action_projector")
-"""Components that SFT may initialise randomly."""
+"""Components that SFT may initialize randomly."""
 COMPONENTS = (*RL_COMPONENTS, *SFT_COMPONENTS)
 """Components that may have separate files. Each name is a model attribute, a key prefix and a file stem."""
 

@@ -24,13 +24,13 @@ from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 
 NUMBERS = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
-NORMALISATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
+NORMALIZATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 """Statistics that map to -1..1, for each `model.action_normalization`. LIBERO and Bridge use q99, ALOHA min/max."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Values that map to -1 and 1, by dimension. Dimensions with a False `mask` are not normalised."""
+    """Values that map to -1 and 1, by dimension. Dimensions with a False `mask` are not normalized."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -61,13 +61,13 @@ class Statistics:
             f"checkpoint's training data set."
         )
 
-    def bounds(self, data_set: str, part: str, normalisation: str) -> Bounds:
-        """Return the bounds of `action` or `proprio`; without a mask every dimension is normalised.
+    def bounds(self, data_set: str, part: str, normalization: str) -> Bounds:
+        """Return the bounds of `action` or `proprio`; without a mask every dimension is normalized.
 
         Raises:
             CheckpointError: the data set lacks the part or its fields, or the fields are malformed.
         """
-        low_name, high_name = NORMALISATIONS[normalisation]
+        low_name, high_name = NORMALIZATIONS[normalization]
         where = f"{self.folder / STATISTICS_FILE}: data set '{data_set}'"
         try:
             entry = self.sets[data_set][part]
@@ -94,16 +94,16 @@ class Statistics:
         return Bounds(low=low, high=high, mask=mask)
 
 
-def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
+def unnormalize(normalized: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
     """Map values [..., D] from -1..1 to the units of the training data; masked dimensions are unchanged."""
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
     # 1e-8 as in the published code, for identical bits, although there is no division here.
-    scaled = 0.5 * (normalised + 1.0) * (high - low + 1e-8) + low
-    return np.where(bounds.mask, scaled, normalised).astype(np.float32)
+    scaled = 0.5 * (normalized + 1.0) * (high - low + 1e-8) + low
+    return np.where(bounds.mask, scaled, normalized).astype(np.float32)
 
 
-def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
-    """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalise`.
+def normalize(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
+    """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalize`.
 
     `flat_to_zero`: map dimensions with equal bounds to 0, as in training targets; the public inference code does not do
     this for proprioception.
@@ -119,24 +119,24 @@ def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = Tru
 class ActionTokenizer:
     """Tokenizer of actions with uniform bins over -1..1; the highest value has the lowest id.
 
-    `encode`: id = Vd - digitize(clip(a, -1, 1), edges) with `n_bins` edges; `decode` returns the centre of the bin. The
-    two lowest ids share one centre, because n_bins edges enclose n_bins - 1 bins.
+    `encode`: id = Vd - digitize(clip(a, -1, 1), edges) with `n_bins` edges; `decode` returns the center of the bin. The
+    two lowest ids share one center, because n_bins edges enclose n_bins - 1 bins.
     """
 
     def __init__(self, *, vocab_end: int, n_bins: int) -> None:
         self.vocab_end = vocab_end
         self.n_bins = n_bins
         self._edges = np.linspace(-1.0, 1.0, n_bins)
-        self._centres = (self._edges[:-1] + self._edges[1:]) / 2.0
+        self._centers = (self._edges[:-1] + self._edges[1:]) / 2.0
 
-    def encode(self, normalised: npt.ArrayLike) -> IntArray:
-        """Return token ids of normalised actions; values outside -1..1 are clipped."""
-        clipped = np.clip(np.asarray(normalised, dtype=np.float64), -1.0, 1.0)
+    def encode(self, normalized: npt.ArrayLike) -> IntArray:
+        """Return token ids of normalized actions; values outside -1..1 are clipped."""
+        clipped = np.clip(np.asarray(normalized, dtype=np.float64), -1.0, 1.0)
         return (self.vocab_end - np.digitize(clipped, self._edges)).astype(np.int64)
 
     def decode(self, ids: IntArray) -> npt.NDArray[np.float64]:
-        """Return bin centres in -1..1 of token ids; ids outside the range are clipped."""
-        return self._centres[np.clip(self.vocab_end - ids - 1, 0, len(self._centres) - 1)]
+        """Return bin centers in -1..1 of token ids; ids outside the range are clipped."""
+        return self._centers[np.clip(self.vocab_end - ids - 1, 0, len(self._centers) - 1)]
 
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -217,7 +217,7 @@ class LlamaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelNorm:
-    """Normalisation of one tower's pixels in 0..1."""
+    """Normalization of one tower's pixels in 0..1."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]

@@ -57,7 +57,7 @@ class L1Gaussian:
         return hidden, self._model.regress(hidden)
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Return the mean absolute error (L1 loss) of normalised actions [B, K, A], as in the official training."""
+        """Return the mean absolute error (L1 loss) of normalized actions [B, K, A], as in the official training."""
         mean, _ = self._forward(inputs)
         loss = (mean - on_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
         return ImitationScores(loss=loss, accuracy=compute_bin_accuracy(mean.detach(), target, self._tokenizer))
@@ -159,6 +159,6 @@ class Diffusion:
 
 
 def compute_bin_accuracy(predicted: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
-    """Return the fraction [B] of normalised actions [B, K, A] in the bins of the targets; NaN matches no bin."""
+    """Return the fraction [B] of normalized actions [B, K, A] in the bins of the targets; NaN matches no bin."""
     same = tokenizer.encode(predicted.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
     return (on_device(same, predicted.device) & ~predicted.isnan()).flatten(1).float().mean(1)

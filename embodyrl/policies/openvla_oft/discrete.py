@@ -34,7 +34,7 @@ class DiscreteTokens:
         self._chunk = model.options.cfg.num_action_chunks, model.options.cfg.action_dim
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
-        """Return normalised chunks [B, K, A] and values [B, V].
+        """Return normalized chunks [B, K, A] and values [B, V].
 
         Tokens are sampled from uniforms [B, L], one row per observation; None: greedy.
         """
@@ -69,13 +69,13 @@ class DiscreteTokens:
         return self._forward(inputs, torch.full(shape, self._columns.start, device=inputs.prompt_ids.device))[1]
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [B, L, D] of the action predictions, and greedy normalised actions [B, K, A]."""
+        """Return the hidden states [B, L, D] of the action predictions, and greedy normalized actions [B, K, A]."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         logits, _ = self._model.compute_logits(hidden, self._columns)
         return hidden, self._decode((logits.argmax(-1) + self._columns.start).cpu().numpy())
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Return the cross-entropy of STOP and of the tokens of normalised actions [B, K, A].
+        """Return the cross-entropy of STOP and of the tokens of normalized actions [B, K, A].
 
         The cross-entropy is over the whole vocabulary.
         """
@@ -94,5 +94,5 @@ class DiscreteTokens:
         return logprob.unflatten(1, self._chunk), entropy.unflatten(1, self._chunk)
 
     def _decode(self, tokens: IntArray) -> Tensor:
-        """Return bin centres [B, K, A] float64, on the host."""
+        """Return bin centers [B, K, A] float64, on the host."""
         return torch.from_numpy(self._tokenizer.decode(tokens)).unflatten(1, self._chunk)

@@ -48,7 +48,7 @@ class ResidualMlp(nn.Module):
 
 
 class L1Head(nn.Module):
-    """L1 regression head; the output is the normalised action."""
+    """L1 regression head; the output is the normalized action."""
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class L1Head(nn.Module):
 
 
 class ActionScale(nn.Module):
-    """Learned log standard deviation [A] of normalised actions, for RL around the L1 head.
+    """Learned log standard deviation [A] of normalized actions, for RL around the L1 head.
 
     The parameter is always float32.
     """

@@ -43,7 +43,7 @@ def preprocess(
         rotation_deg: 0 or 180, the rotation to the orientation of the training data.
         pipeline: `rlinf` or `official`, the preprocessing of the checkpoint's training.
         size: S, side of the model's square input, pixels.
-        norms: normalisation of the two towers.
+        norms: normalization of the two towers.
         device: device of the computation.
 
     Returns:
@@ -100,11 +100,11 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
 def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
     """Resize images [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in OpenVLA-OFT's evaluation.
 
-    JPEG round trip (on the CPU), lanczos3, then a centre crop of 0.9 of the area.
+    JPEG round trip (on the CPU), lanczos3, then a center crop of 0.9 of the area.
     """
     decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
     pixels = on_device(decoded, device).permute(0, 3, 1, 2).float()
-    return centre_crop(lanczos_resize(pixels, size))
+    return center_crop(lanczos_resize(pixels, size))
 
 
 def jpeg_round_trip(frame: ByteArray) -> ByteArray:
@@ -125,7 +125,7 @@ def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
     return ((rows @ pixels) @ columns.T).round_().clamp_(0.0, 255.0)
 
 
-def centre_crop(pixels: Tensor) -> Tensor:
+def center_crop(pixels: Tensor) -> Tensor:
     """Crop the central 0.9 of the area of [N, 3, S, S] (0..255) and resize it to S x S.
 
     Formula of TensorFlow's `crop_and_resize`: plain bilinear between corner pixels, no antialias.
@@ -145,8 +145,8 @@ def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
     """Return weights [size_out, size_in], float32, whose rows sum to 1."""
     # float32 throughout, like TensorFlow's weights; with float64 more pixels round to the other side.
     scale = np.float32(size_in / size_out)
-    centre = (np.arange(size_out, dtype=np.float32) + np.float32(0.5)) * scale
-    offset = np.arange(size_in, dtype=np.float32)[None, :] + np.float32(0.5) - centre[:, None]
+    center = (np.arange(size_out, dtype=np.float32) + np.float32(0.5)) * scale
+    offset = np.arange(size_in, dtype=np.float32)[None, :] + np.float32(0.5) - center[:, None]
     x = np.abs(offset) / np.maximum(scale, np.float32(1.0))
     lobes = np.sinc(x) * np.sinc(x / np.float32(LANCZOS_RADIUS))
     weights = np.where(x < LANCZOS_RADIUS, lobes, np.float32(0.0))

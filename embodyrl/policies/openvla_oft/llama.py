@@ -317,7 +317,7 @@ class LlamaModel(nn.Module):
         self.rope_theta = spec.rope_theta
         self.rope_bf16_table = rope_bf16_table
         self.gradient_checkpointing = False
-        # Not initialised here: on the meta device that would import torch's compiler, a second or two.
+        # Not initialized here: on the meta device that would import torch's compiler, a second or two.
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(spec.vocab_size, spec.hidden_size), freeze=False)
         self.layers = nn.ModuleList(LlamaLayer(spec, i) for i in range(spec.num_hidden_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)

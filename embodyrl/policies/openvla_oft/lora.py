@@ -147,7 +147,7 @@ def inject(
         lora_dropout=0.0,
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
-    with torch.random.fork_rng(devices=[]):  # peft initialises them on the CPU
+    with torch.random.fork_rng(devices=[]):  # peft initializes them on the CPU
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, module)
     for layer in module.modules():

@@ -54,13 +54,13 @@ class ModelInputs:
     """One batch of model inputs."""
 
     pixels: Tensor
-    """[B, 6*images, S, S] normalised pixels: the DINOv2 and SigLIP channels of each image."""
+    """[B, 6*images, S, S] normalized pixels: the DINOv2 and SigLIP channels of each image."""
     prompt_ids: Tensor
     """[B, W] token ids from BOS to the final empty token, padded on the right."""
     prompt_lengths: Tensor
     """[B] number of prompt tokens of each row without padding."""
     state: Tensor | None = None
-    """[B, S] proprioception, normalised to -1..1."""
+    """[B, S] proprioception, normalized to -1..1."""
 
 
 class OpenVlaOft(nn.Module):
@@ -102,7 +102,7 @@ class OpenVlaOft(nn.Module):
 
         Returns:
             Float32 logits [B, L, bins] of the action ids in ascending order, before the temperature; or [B, L+1, ids]
-            of all ids, the last row for STOP; or the L1 head's normalised actions [B, K, A]. And values [B, V].
+            of all ids, the last row for STOP; or the L1 head's normalized actions [B, K, A]. And values [B, V].
         """
         placeholders = None
         if self.options.autoregressive:
@@ -118,7 +118,7 @@ class OpenVlaOft(nn.Module):
         return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
 
     def regress(self, hidden: Tensor) -> Tensor:
-        """Return the L1 head's normalised actions [B, K, A] for hidden states [B, L, D]."""
+        """Return the L1 head's normalized actions [B, K, A] for hidden states [B, L, D]."""
         assert self.action_head is not None
         return self.action_head(hidden).float()
 
@@ -243,7 +243,7 @@ class OpenVlaOft(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, parts: tuple[str, ...] = BODY, *, source: str = "cpu") -> None:
-        """Initialise the given parts so that residual streams have unit scale and logits have unit variance.
+        """Initialize the given parts so that residual streams have unit scale and logits have unit variance.
 
         A smaller output matrix would start closer to uniform, but learns several times more slowly. The random numbers
         are generated on the device `source`; numbers from the CPU are the same on every machine.

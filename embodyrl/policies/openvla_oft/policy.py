@@ -29,9 +29,9 @@ from embodyrl.policies.openvla_oft.config import (
     Bounds,
     OftConfig,
     OftOptions,
-    normalise,
+    normalize,
     read_config,
-    unnormalise,
+    unnormalize,
 )
 from embodyrl.policies.openvla_oft.continuous import Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.discrete import DiscreteTokens
@@ -97,7 +97,7 @@ class OpenVlaOftPolicy:
             sampled, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
         tokens, logprob = sampled.pad_to_spec(self.spec)
         return PolicyOutput(
-            actions=unnormalise(sampled.state.double().cpu().numpy(), self._bounds),
+            actions=unnormalize(sampled.state.double().cpu().numpy(), self._bounds),
             tokens=tokens,
             logprob=logprob,
             value=value.cpu().numpy(),
@@ -150,16 +150,16 @@ class OpenVlaOftPolicy:
             raise ConfigError(
                 f"model.action_head={self._cfg.action_head} has no action tokens; use model.action_head=discrete."
             )
-        return self._actions.encode(normalise(actions, self._bounds)).reshape(len(actions), -1)
+        return self._actions.encode(normalize(actions, self._bounds)).reshape(len(actions), -1)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Return the loss of actions [B, K, A] as in the official training.
 
-        Discrete: cross-entropy of the action tokens and STOP over all ids. L1: mean distance of the normalised actions.
+        Discrete: cross-entropy of the action tokens and STOP over all ids. L1: mean distance of the normalized actions.
         Diffusion: squared error of the noise (actions are compared only in validation, which needs a full denoising).
         """
         with self._scoring:
-            return self._head.imitate(self._inputs(obs), normalise(actions, self._bounds))
+            return self._head.imitate(self._inputs(obs), normalize(actions, self._bounds))
 
     def save(self, folder: Path) -> None:
         """Write the weights in the published layout, in their dtype (fp32 in training).
@@ -231,13 +231,13 @@ class OpenVlaOftPolicy:
         state = None
         if self._state_bounds is not None:
             # As in the public inference code: constant dimensions are not set to 0, unlike those of actions.
-            normalised = normalise(obs.state, self._state_bounds, flat_to_zero=False)
-            state = on_device(normalised, self._device).to(self._input_dtype)
+            normalized = normalize(obs.state, self._state_bounds, flat_to_zero=False)
+            state = on_device(normalized, self._device).to(self._input_dtype)
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 
 def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
-    """Build the model on the meta device, allocate its memory once, then load or initialise the weights.
+    """Build the model on the meta device, allocate its memory once, then load or initialize the weights.
 
     Raises:
         CheckpointError: the weights or the adapter do not fit.
@@ -253,7 +253,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
         # Before memory is allocated: 7 B weights never exist in float32.
         _cast_to_bfloat16(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
-    # Always initialised, because a checkpoint may lack a value head; a value head of the checkpoint is loaded later.
+    # Always initialized, because a checkpoint may lack a value head; a value head of the checkpoint is loaded later.
     module.init_weights(request.seed, (VALUE_HEAD,))
     if cfg.is_residual:
         module.add_residual_actor(request.seed)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.errors import ConfigError
-from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions, normalise, unnormalise
+from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions, normalize, unnormalize
 from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import FrozenOutputs, SteeredPolicy, SteeringActor
@@ -16,7 +16,7 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
 class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
-    """Residual policy on a frozen OpenVLA-OFT, with corrections up to `residual_scale` in normalised units.
+    """Residual policy on a frozen OpenVLA-OFT, with corrections up to `residual_scale` in normalized units.
 
     The model is built as for evaluation, so that its actions stay bit-identical while the actor is trained.
     """
@@ -46,11 +46,11 @@ class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
         """
         raise ConfigError(f"{self._key} has no action tokens. Fix: remove model.likelihood.")
 
-    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
-        return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)
+    def _normalize_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
+        return on_device(normalize(actions, self._bounds).astype(np.float32), self._device)
 
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
-        """Return features: mean hidden state of the predictions, concatenated with the normalised greedy actions."""
+        """Return features: mean hidden state of the predictions, concatenated with the normalized greedy actions."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()
@@ -68,4 +68,4 @@ class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
     ) -> FloatArray:
         # In float64, where a correction of 0 preserves every bit of a proposal.
         correction = self._actor.shape.bound * choice.tanh().double().cpu().numpy()
-        return unnormalise(frozen_outputs.model + correction, self._bounds)
+        return unnormalize(frozen_outputs.model + correction, self._bounds)

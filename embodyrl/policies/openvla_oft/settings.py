@@ -30,7 +30,7 @@ class OpenVlaSettings(AdapterSettings):
     """Environment cameras that correspond to the checkpoint's cameras, in the checkpoint's order; default: the
     checkpoint's names."""
     action_normalization: Normalization = Normalization.bounds_q99
-    """Statistics that normalise actions and proprioception: bounds_q99 maps q01 and q99 to -1 and 1, bounds maps min
+    """Statistics that normalize actions and proprioception: bounds_q99 maps q01 and q99 to -1 and 1, bounds maps min
     and max."""
     image_pipeline: ImagePipeline = ImagePipeline.rlinf
     """Image preprocessing used to train the checkpoint: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
@@ -70,7 +70,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     """Source of log-probabilities for RL. head: the action head; residual: an actor that corrects the greedy chunk of
     the frozen model."""
     action_std: Positive = 0.1
-    """l1: initial standard deviation of normalised actions in RL; the standard deviation is a trained parameter."""
+    """l1: initial standard deviation of normalized actions in RL; the standard deviation is a trained parameter."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Number of denoising steps of the diffusion head, at most 50 (the number in training)."""
     stochastic_steps: Stochastic = Stochastic.one

@@ -148,7 +148,7 @@ class Vit(nn.Module):
             parameter.requires_grad_(not unused)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map normalised pixels [B, 3, S, S] to [B, patches, width]."""
+        """Map normalized pixels [B, 3, S, S] to [B, patches, width]."""
         x = self.patch_embed(pixels) + self.pos_embed
         # After the positions: prefix tokens have none (timm's `no_embed_class`).
         prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]

@@ -11,13 +11,13 @@ class Critics(nn.Module):
     """Ensemble of `count` critics: map features [B, F] and action chunks [B, L] to Q values [count, B]."""
 
     def __init__(self, count: int, widths: tuple[int, ...], generator: torch.Generator, *, layer_norm: bool) -> None:
-        """Initialise the critics.
+        """Initialize the critics.
 
-        `widths`: input width F + L, then widths of the hidden layers. Layer normalisation follows arXiv 2302.02948,
+        `widths`: input width F + L, then widths of the hidden layers. Layer normalization follows arXiv 2302.02948,
         without a learned scale and shift.
         """
         super().__init__()
-        self._normalised = layer_norm
+        self._normalized = layer_norm
         shapes = [(count, a, b) for a, b in pairwise((*widths, 1))]
         bounds = [a**-0.5 for _, a, _ in shapes]  # like torch.nn.Linear
         uniform = [(torch.rand(s, generator=generator) * 2 - 1) * k for s, k in zip(shapes, bounds, strict=True)]
@@ -31,6 +31,6 @@ class Critics(nn.Module):
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x, weight)
             if index < last:
-                x = functional.layer_norm(x, x.shape[-1:]) if self._normalised else x
+                x = functional.layer_norm(x, x.shape[-1:]) if self._normalized else x
                 x = functional.relu(x)
         return x[..., 0]

@@ -51,8 +51,8 @@ class SquashedHead(GaussianHead):
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
         """Return the pre-tanh samples of actions, both [B, K, A]; actions are clipped so that atanh is finite."""
-        return np.arctanh(self.normalise(actions).clip(-_MAX_TANH, _MAX_TANH))
+        return np.arctanh(self.normalize(actions).clip(-_MAX_TANH, _MAX_TANH))
 
-    def normalise(self, actions: FloatArray) -> FloatArray:
+    def normalize(self, actions: FloatArray) -> FloatArray:
         """Scale actions [B, K, A] from their bounds to -1..1."""
         return super().from_actions(actions).clip(-1.0, 1.0)

@@ -33,8 +33,8 @@ class SoftActor(Policy, Protocol):
         """Convert tokens from `act` to chunks [B, L] in -1..1; repeat a correction that applies to a whole chunk."""
         ...
 
-    def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
-        """Convert actions [B, K, A] in the units of `act` to normalised chunks [B, L], as returned by `chosen`.
+    def normalize(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
+        """Convert actions [B, K, A] in the units of `act` to normalized chunks [B, L], as returned by `chosen`.
 
         `obs`: the observations, required by a `frozen` policy; its corrections towards distant actions exceed -1..1.
         """

@@ -206,8 +206,8 @@ class SteeredPolicy(ABC):
         return self._run_frozen_model(obs).features
 
     @abstractmethod
-    def _normalise_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
-        """Return actions [B, K, A] in the frozen model's normalised units."""
+    def _normalize_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
+        """Return actions [B, K, A] in the frozen model's normalized units."""
 
     @property
     def _key(self) -> str:
@@ -230,8 +230,8 @@ class SteeredPolicy(ABC):
         # Expanded as in demonstrations, whose actions are not repeated rows.
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
 
-    def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return the corrections that produce actions [B, K, A], as fractions of the bound (see `SoftActor.normalise`).
+    def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:
+        """Return the corrections that produce actions [B, K, A], as fractions of the bound (see `SoftActor.normalize`).
 
         Fractions beyond -1..1 are possible.
 
@@ -242,7 +242,7 @@ class SteeredPolicy(ABC):
             raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Remove algorithm.demonstrations.")
         assert obs is not None, "the proposal depends on the observation"
         shape = self._actor.shape
-        return ((self._normalise_actions(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
+        return ((self._normalize_actions(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Build critics with the sizes of the actor (see `SoftActor.build_critics`)."""
@@ -267,7 +267,7 @@ class SteeredPolicy(ABC):
             raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Use model.likelihood=residual.")
         self.module.eval()  # dropout would change the proposal
         features = self.features(obs)
-        correction = self._normalise_actions(actions[:, : shape.actions], obs) - proposal(features, shape)
+        correction = self._normalize_actions(actions[:, : shape.actions], obs) - proposal(features, shape)
         target = (correction / shape.bound).clamp(-MAX_CORRECTION, MAX_CORRECTION)
         target = target.mean(1, keepdim=True) if shape.rows == 1 else target
         outputs = self._actor(features)

@@ -27,7 +27,7 @@ class ResidualSettings(WeightSettings):
     needs = {"likelihood=residual": "residual_scale residual_repeated"}
 
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
-    """residual: bound of a correction, in units of the model's normalised actions (-1..1)."""
+    """residual: bound of a correction, in units of the model's normalized actions (-1..1)."""
     residual_repeated: bool = False
     """residual: one correction for all actions of a chunk; false: one correction per action."""
 

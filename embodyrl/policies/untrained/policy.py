@@ -69,7 +69,7 @@ class InferenceOnlyPolicy:
 class UntrainedPolicy(InferenceOnlyPolicy):
     """Uniform random policy: any category, or any number between the bounds (-1..1 without bounds).
 
-    Greedy or scripted: the centre of the range.
+    Greedy or scripted: the center of the range.
     """
 
     def __init__(self, spec: PolicySpec, space: ActionSpec) -> None:

@@ -37,7 +37,7 @@ class VideoRecorder:
     """Encodes frames into a temporary MP4 file (H.264, yuv420p); `finish` renames the file.
 
     With `info`, the instruction is above the image, and the step and a success mark are below the image. The video ends
-    with a still frame and the coloured outcome. If episodes of at most `horizon` steps would be too short to watch,
+    with a still frame and the colored outcome. If episodes of at most `horizon` steps would be too short to watch,
     each frame is repeated.
     """
 
@@ -65,7 +65,7 @@ class VideoRecorder:
     def add(self, frame: ByteArray, success: bool, *, actor: str = "", highlighted: bool = False) -> None:
         """Append the frame of the next env step, [H, W, 3] uint8.
 
-        `success`: the goal is reached. `actor`: the source of the action, shown below the image, on a coloured band if
+        `success`: the goal is reached. `actor`: the source of the action, shown below the image, on a colored band if
         `highlighted`.
 
         Raises:
@@ -176,7 +176,7 @@ class VideoRecorder:
         self._font, line, self._margin = ImageFont.load_default(size), size + 8, min(_MARGIN, size // 2)
         lines = self._wrap(width) if self._info else []
         self._frame_offset, bottom = (len(lines) * line + self._margin, line + self._margin) if self._info else (0, 0)
-        # yuv420p stores colour for blocks of 2x2 pixels, so both sides are even.
+        # yuv420p stores color for blocks of 2x2 pixels, so both sides are even.
         total = (width + width % 2, (self._frame_offset + height + bottom + 1) // 2 * 2)
         canvas = Image.new("RGB", total, _BAND_COLOR)
         for row, text in enumerate(lines):

@@ -87,7 +87,7 @@ def adapter(folder: Path, base: str) -> str:
 
 def test_record_of_the_training_shows_the_inputs(folder: Path, capsys) -> None:
     lines, findings = diagnose(str(folder), [*OFT, "model.num_action_chunks=2"], [])
-    levels = dict.fromkeys((mistake.name for mistake in MISTAKES if mistake.name != "texture colours"), "ok")
+    levels = dict.fromkeys((mistake.name for mistake in MISTAKES if mistake.name != "texture colors"), "ok")
     unknown = dict.fromkeys(("channel order", "adapter"), "?")
     assert {finding.name: finding.level for finding in findings} == levels | unknown | {"chunk length": "FAIL"}
     texts = dict(lines)
@@ -104,7 +104,7 @@ def test_properties_that_published_files_do_not_show_are_listed(tmp_path: Path, 
     bare = shutil.copytree(assets_dir() / "openvla_oft_tabletop", tmp_path / "bare")
     (bare / RECORD).unlink()
     findings = check(capsys, bare, *OFT)
-    unknown = {mistake.name for mistake in MISTAKES} - {"texture colours"}
+    unknown = {mistake.name for mistake in MISTAKES} - {"texture colors"}
     assert {name: level for name, (level, _) in findings.items()} == dict.fromkeys(unknown, "?") | {
         "forward pass": "ok"
     }
@@ -185,8 +185,8 @@ def test_dark_textures_are_named(capsys) -> None:
     pytest.importorskip("libero")
     soup, words = assets_dir() / "openvla_oft_tiny_soup", ["model=openvla_oft_tiny", "env.render_profile=lean"]
     findings = check(capsys, soup, *words, "env.texture_colorspace=linear")
-    assert failed(findings) == ["texture colours"]
-    assert "env.texture_colorspace=auto" in findings["texture colours"][1]
+    assert failed(findings) == ["texture colors"]
+    assert "env.texture_colorspace=auto" in findings["texture colors"][1]
 
 
 def test_quantile_mode_of_a_lerobot_config_is_named(tmp_path: Path, capsys) -> None:

@@ -146,7 +146,7 @@ def test_rollout_is_bit_identical_to_the_original_environment(roomy):
         stock.env.object_property_initializers.clear()
         stock.seed(7)
         stock.reset()
-    set_linear_colorspace(stock.env.sim._render_context_offscreen)  # the colours of the benchmark's own MuJoCo
+    set_linear_colorspace(stock.env.sim._render_context_offscreen)  # the colors of the benchmark's own MuJoCo
     stock.set_init_state(install.load_init_states("libero_goal", STOVE)[index])
     for _ in range(10):
         stock.step([0, 0, 0, 0, 0, 0, -1])

@@ -172,7 +172,7 @@ def test_expert_labels_are_per_slot(tmp_path, model, refused):
     cfg = load_config("collect", [*words, f"collect.out={tmp_path}/out", f"runner.output_dir={tmp_path}/runs"])
     check_components(cfg)
     if not refused:
-        assert build_collection_plan(cfg).labelled
+        assert build_collection_plan(cfg).labeled
         return
     with pytest.raises(ConfigError, match="follows a plan"):
         build_collection_plan(cfg)

@@ -104,7 +104,7 @@ def test_only_visual_meshes_are_replaced(model):
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_copies_of_textures_keep_the_srgb_chunk(marked, model, tmp_path):
-    """With `texture_colorspace=auto`, lean and full rendering have the same colours."""
+    """With `texture_colorspace=auto`, lean and full rendering have the same colors."""
     from PIL import Image, PngImagePlugin
 
     from embodyrl.envs.libero.rendering import LINEAR, SRGB

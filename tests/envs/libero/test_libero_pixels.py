@@ -1,4 +1,4 @@
-"""Colours of LIBERO's textures: those of the files, and of frames that MuJoCo 3.3.2 rendered."""
+"""Colors of LIBERO's textures: those of the files, and of frames that MuJoCo 3.3.2 rendered."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_four_texture_files_have_an_srgb_chunk():
 
 
 def test_a_texture_is_rendered_with_the_values_of_its_file(tmp_path):
-    """A plane of one colour that emits all light."""
+    """A plane of one color that emits all light."""
     from PIL import Image, PngImagePlugin
 
     install.prepare_process()
@@ -98,7 +98,7 @@ def test_a_texture_is_rendered_with_the_values_of_its_file(tmp_path):
 
 @pytest.mark.parametrize("profile", ["lean", "full"])
 @pytest.mark.parametrize("space", list(TextureColorspace))
-def test_the_key_selects_the_colours(space, profile):
+def test_the_key_selects_the_colors(space, profile):
     from embodyrl.envs.libero.rendering import SRGB
 
     cfg = env_of("libero", task_suite_name="libero_object", render_profile=profile, texture_colorspace=space)

@@ -223,7 +223,7 @@ def test_blocks_are_rendered_at_their_positions(name):
     assert x == pytest.approx(table.blocks[index][0], abs=0.01)
 
 
-def test_wrist_view_centres_the_block_under_the_gripper():
+def test_wrist_view_centers_the_block_under_the_gripper():
     env = make()
     env.reset([0], [start(env.spec.get_reset_ids(0)[3])])
     env.expert_chunk([0], 48, noise=0.0)
@@ -304,8 +304,8 @@ def test_each_variation_changes_one_property():
     sims = FACTORY.simulators(cfg, EnvContext(num_envs=4, suites=FACTORY.suites(cfg)))
     for env_index in range(4):
         sims.reset_env(env_index, spec.get_reset_ids(21 * env_index)[77], 0)
-    base, colours, positions, phrasings = (sims._worlds[env_index] for env_index in range(4))
-    assert (base.blocks, base.plates) == (colours.blocks, colours.plates) == (phrasings.blocks, phrasings.plates)
+    base, colors, positions, phrasings = (sims._worlds[env_index] for env_index in range(4))
+    assert (base.blocks, base.plates) == (colors.blocks, colors.plates) == (phrasings.blocks, phrasings.plates)
     assert [(x, -y) for x, y in base.blocks] == positions.blocks
     assert (base.x, -base.y) == (positions.x, positions.y)
     assert max(y for _, y in positions.plates) < 0 < min(y for _, y in base.plates)

@@ -176,7 +176,7 @@ def test_non_finite_gradient_error_names_the_updated_networks(host, bad, updated
 
 
 @pytest.mark.integration
-def test_iql_with_temperature_zero_is_behaviour_cloning(tmp_path, data):
+def test_iql_with_temperature_zero_is_behavior_cloning(tmp_path, data):
     """Rewards change the policy through the advantage weights only."""
     runs = {
         (temperature, scale): weights(

@@ -1,4 +1,4 @@
-"""Filtered behaviour cloning: stored chunks, target actions and updates."""
+"""Filtered behavior cloning: stored chunks, target actions and updates."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def by_hand(states: np.ndarray, place: int, last: int, goal: np.ndarray, n_step:
 
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("env", ["Walk", "Ending", "OneByOne"])
-def test_relabelled_window_has_rewards_of_the_new_goal(build, env, n_step):
+def test_relabeled_window_has_rewards_of_the_new_goal(build, env, n_step):
     """Mutants: the goal of the same or an earlier step, or of the next episode; the old rewards, only the first one
     new; no end at the end of the new goal, or the old end without one; missing discount factors.
     """
@@ -98,7 +98,7 @@ def test_relabelled_window_has_rewards_of_the_new_goal(build, env, n_step):
     found = hindsight.relabel(drawn, np.random.default_rng(0))
     assert found.discount is not drawn.discount
     sources = set()
-    for row, goal in zip(found.relabelled, found.goal, strict=True):
+    for row, goal in zip(found.relabeled, found.goal, strict=True):
         place = found.indices[row]
         (source,) = np.flatnonzero((states[:, ACHIEVED] == goal).all(axis=1))
         assert place < source <= last[place], "what the same episode reached later"
@@ -113,12 +113,12 @@ def test_relabelled_window_has_rewards_of_the_new_goal(build, env, n_step):
         assert found.after[row] == end or discount == 0
     possible = {(int(p), q) for p in buffer.starts for q in range(p + 1, last[p] + 1)}
     assert sources == possible, "each of them, at some time"
-    kept = np.setdiff1d(np.arange(len(drawn.indices)), found.relabelled)
+    kept = np.setdiff1d(np.arange(len(drawn.indices)), found.relabeled)
     for name in ("reward", "discount", "after"):
         np.testing.assert_array_equal(getattr(found, name)[kept], getattr(drawn, name)[kept])
     blind = buffer["left"][drawn.indices] == 0
-    assert len(found.relabelled) / (~blind).sum() == pytest.approx(0.8, abs=0.03)
-    assert not blind[found.relabelled].any()
+    assert len(found.relabeled) / (~blind).sum() == pytest.approx(0.8, abs=0.03)
+    assert not blind[found.relabeled].any()
 
 
 def test_overwritten_replay_buffer_does_not_mix_episodes(build):
@@ -128,8 +128,8 @@ def test_overwritten_replay_buffer_does_not_mix_episodes(build):
     drawn = buffer.transitions(np.tile(buffer.starts, 50))
     found = hindsight.relabel(drawn, np.random.default_rng(0))
     states = buffer["observed_state"]
-    assert len(found.relabelled) > 300
-    for row, goal in zip(found.relabelled, found.goal, strict=True):
+    assert len(found.relabeled) > 300
+    for row, goal in zip(found.relabeled, found.goal, strict=True):
         (source,) = np.flatnonzero((states[:, ACHIEVED] == goal).all(axis=1))
         assert states[source, 4] == states[found.indices[row], 4] == states[found.after[row], 4]
 
@@ -144,7 +144,7 @@ def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
     again.load_state(kept)
     again.add(episode(3, 1))
     found = hindsight.relabel(again.transitions(np.tile(again.starts, 20)), np.random.default_rng(0))
-    assert set(found.indices[found.relabelled]) == set(again.starts[3:])
+    assert set(found.indices[found.relabeled]) == set(again.starts[3:])
 
 
 def test_parts_of_a_continued_episode_are_joined_at_its_end():
@@ -282,7 +282,7 @@ def test_hindsight_goals_span_several_training_steps(tmp_path, env, killed_at):
 
 
 @pytest.mark.integration
-def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
+def test_demonstrations_are_relabeled_by_hindsight(tmp_path):
     places = f"runner.output_dir={tmp_path}", f"collect.out={tmp_path}/demos", "collect.episodes=3"
     collect(load_config("collect", [*SMALL[:2], "model=random", "launcher=inline", "collect.filter=all", *places]))
     words = [*SMALL, *QUIET, "algorithm=rlpd", f"algorithm.demonstrations=[{tmp_path}/demos]"]
@@ -299,10 +299,10 @@ def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
         assert demos["left"][demos.starts].max() == LENGTH - 1  # nobody saw what came of the last action
         found = actor._hindsight.relabel(demos.transitions(demos.starts), np.random.default_rng(0))
         seen: Any = actor._get_observations(found, found.indices)
-        np.testing.assert_array_equal(seen.state[found.relabelled, DESIRED], found.goal)
+        np.testing.assert_array_equal(seen.state[found.relabeled, DESIRED], found.goal)
         then: Any = actor._get_observations(found, found.after)
-        np.testing.assert_array_equal(then.state[found.relabelled, DESIRED], found.goal)
-        kept = np.setdiff1d(np.arange(len(found.indices)), found.relabelled)
+        np.testing.assert_array_equal(then.state[found.relabeled, DESIRED], found.goal)
+        kept = np.setdiff1d(np.arange(len(found.indices)), found.relabeled)
         np.testing.assert_array_equal(seen.state[kept], demos["observed_state"][found.indices[kept]])
         # A training step: the critic error tells that only one in five keeps its reward of 1000.
         demos["reward"][:] = 1000.0

@@ -461,7 +461,7 @@ def test_critic_and_temperature_settings_are_used(make):
     seen, done = filled((5, 3), 1), filled((5, 1), 2)
     for one in ("_critics", "_targets"):
         values = [getattr(actor, one)(seen, done) for actor in (plain, chosen)]
-        assert not torch.allclose(*values), "the same weights, normalised in one of them"
+        assert not torch.allclose(*values), "the same weights, normalized in one of them"
 
 
 def test_critics_have_their_own_gradient_clipping(make):

@@ -204,9 +204,9 @@ def test_replies_contain_no_image_tokens():
     assert (drawn.tokens != picture).all()
 
 
-def test_tiny_vision_tokenizer_contains_all_colour_names() -> None:
+def test_tiny_vision_tokenizer_contains_all_color_names() -> None:
     words = transformers.AutoTokenizer.from_pretrained(resolve_asset("assets/vision_lm_tiny")).get_vocab()
-    assert set(tasks.COLOURS) <= set(words)
+    assert set(tasks.COLORS) <= set(words)
 
 
 @pytest.mark.parametrize("name", ["causal_lm_tiny", "vision_lm_tiny"])

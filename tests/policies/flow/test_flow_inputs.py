@@ -21,7 +21,7 @@ from embodyrl.policies.flow.prompts import (
     format_state,
 )
 from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, side_files, to_deltas
-from embodyrl.policies.flow.vla.network import fitted_size, pad_centred, pad_left_top
+from embodyrl.policies.flow.vla.network import fitted_size, pad_centered, pad_left_top
 from embodyrl.policies.flow.vla.statistics import LEROBOT_EPS, FlowStatistics, read_lerobot, read_openpi
 
 
@@ -32,21 +32,21 @@ def frames(height, width, count=2):
 # --- images ---
 
 
-def test_image_padding_is_centred():
-    wide = pad_centred(frames(20, 40), 28)
+def test_image_padding_is_centered():
+    wide = pad_centered(frames(20, 40), 28)
     assert (wide.shape, wide.dtype) == ((2, 3, 28, 28), torch.float32)
     assert (wide[:, :, :7] == -1).all()
     assert (wide[:, :, 21:] == -1).all()
     assert (wide[:, :, 7:21].flatten(2) > -1).any(-1).all()
-    tall = pad_centred(frames(30, 9), 28)  # 8.4 wide, cut to 8
+    tall = pad_centered(frames(30, 9), 28)  # 8.4 wide, cut to 8
     assert (tall[..., :10] == -1).all()
     assert (tall[..., 18:] == -1).all()
 
 
-def test_centred_frames_match_pillow():
+def test_centered_frames_match_pillow():
     given = frames(256, 256)
     expected = [np.asarray(Image.fromarray(frame).resize((224, 224), Image.Resampling.BILINEAR)) for frame in given]
-    found = (pad_centred(given, 224) + 1) * 127.5
+    found = (pad_centered(given, 224) + 1) * 127.5
     np.testing.assert_allclose(found.permute(0, 2, 3, 1), np.stack(expected), atol=1e-3)
 
 
@@ -65,7 +65,7 @@ def test_left_top_padding_resizes_bilinearly():
     assert row[:2].tolist() == pytest.approx([first, 0.75 * first + 0.25 * second], abs=1e-3)
 
 
-@pytest.mark.parametrize("pad", [pad_centred, pad_left_top])
+@pytest.mark.parametrize("pad", [pad_centered, pad_left_top])
 def test_frames_of_the_right_size_are_not_resized(pad):
     given = frames(28, 28)
     given.flags.writeable = False
@@ -162,19 +162,19 @@ def statistics(tmp_path):
     return read_openpi(path)
 
 
-def test_mean_std_normalisation_matches_reference(statistics):
+def test_mean_std_normalization_matches_reference(statistics):
     affine = statistics["state"].mean_std()
-    found = affine.normalise([[2.0, -2.0 + 1e-6, 9.0]])
+    found = affine.normalize([[2.0, -2.0 + 1e-6, 9.0]])
     np.testing.assert_allclose(found, [[1.0 / 0.500001, 1.0, 9.0]], rtol=1e-5)
-    np.testing.assert_allclose(affine.unnormalise(found), [[2.0, -2.0 + 1e-6, 9.0]], rtol=1e-6)
+    np.testing.assert_allclose(affine.unnormalize(found), [[2.0, -2.0 + 1e-6, 9.0]], rtol=1e-6)
 
 
-def test_quantile_normalisation_matches_reference(statistics):
+def test_quantile_normalization_matches_reference(statistics):
     """(x - q01) / (q99 - q01 + eps) * 2 - 1; further dimensions are unchanged, and a range of zero stays finite."""
     affine = statistics["actions"].quantiles()
-    found = affine.normalise([[3.0, 3.0, 9.0], [1.0, 3.0, -9.0]])
+    found = affine.normalize([[3.0, 3.0, 9.0], [1.0, 3.0, -9.0]])
     np.testing.assert_allclose(found, [[1.0 - 5e-7, -1.0, 9.0], [-5e-7, -1.0, -9.0]], atol=1e-6)
-    np.testing.assert_allclose(affine.unnormalise(found)[:, :2], [[3.0, 3.0], [1.0, 3.0]], atol=1e-5)
+    np.testing.assert_allclose(affine.unnormalize(found)[:, :2], [[3.0, 3.0], [1.0, 3.0]], atol=1e-5)
     assert statistics["actions"].quantiles(LEROBOT_EPS).scale[0] == pytest.approx(2.0, abs=1e-7)
 
 
@@ -263,5 +263,5 @@ def test_published_quantiles_of_a_constant_column_are_kept():
     assert units.scale == pytest.approx((5e-7, 1.0000005), rel=1e-9)
     values = np.array([[0.3, -1.0], [0.3 + 1e-6, 0.0], [0.3 + 5e-7, 1.0]])
     wanted = (values - [0.3, -1.0]) / np.array([1e-6, 2 + 1e-6]) * 2 - 1
-    np.testing.assert_allclose(units.normalise(values), wanted, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(units.unnormalise(wanted), values, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(units.normalize(values), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(units.unnormalize(wanted), values, rtol=1e-6, atol=1e-7)

@@ -141,7 +141,7 @@ def test_value_head_of_another_architecture_is_ignored(tmp_path):
 def refused(tensors, folder, match, name="pi0"):
     """Expect an error and unchanged weights."""
     model = build(spec_of(name))
-    model.initialise(0)
+    model.initialize(0)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=match):
         load_weights(model.state_dict(), write(folder, tensors))

@@ -225,7 +225,7 @@ def test_initial_weights_depend_on_the_seed(model, name):
     spec = spec_of(name)
     one, two, other = build(spec), build(spec), build(spec)
     for made, seed in ((one, 3), (two, 3), (other, 4)):
-        made.initialise(seed)
+        made.initialize(seed)
     pairs = zip(one.parameters(), two.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert not torch.equal(one.action_in_proj.weight, other.action_in_proj.weight)
@@ -241,9 +241,9 @@ def test_initial_weights_depend_on_the_seed(model, name):
     near, far = (places[1] - places[0]).norm(), (places[-1] - places[0]).norm()
     assert 0 < near < far
     patch = one.vision.embeddings.patch_embedding.weight.detach()
-    colour, chequers = patch.mean((2, 3)).square().sum(), (patch * torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(
+    color, chequers = patch.mean((2, 3)).square().sum(), (patch * torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(
         patch.shape[2] // 2, patch.shape[3] // 2)).mean((2, 3)).square().sum()  # fmt: skip
-    assert colour > 100 * chequers  # whole colours are seen, single pixels are not
+    assert color > 100 * chequers  # whole colors are seen, single pixels are not
     if name == "pi05":
         assert not one.expert.norm.dense.weight.any()
         assert (one.expert.norm.dense.bias.unflatten(0, (3, -1)).std(1) == 0).all()

@@ -80,7 +80,7 @@ def test_dsrl_noise_is_denoised_by_the_sde(folder):  # noqa: F811
 
 
 def test_untrained_dsrl_actor_matches_the_flow(folder):  # noqa: F811
-    """With zero weights in the last layer the mean is the centre of the noise range."""
+    """With zero weights in the last layer the mean is the center of the noise range."""
     policy = steer(folder)
     last = policy.module.noise_actor.layers[-1]
     torch.nn.init.zeros_(last.weight)
@@ -128,7 +128,7 @@ def test_demonstrations_are_refused_for_dsrl(folder):  # noqa: F811
     with pytest.raises(ConfigError, match="outputs noise, not actions"):
         policy.imitate(observe(2), np.zeros((2, 3, 4), np.float32))
     with pytest.raises(ConfigError, match="outputs noise, not actions"):
-        policy.normalise(np.zeros((2, 3, 4), np.float32), observe(2))
+        policy.normalize(np.zeros((2, 3, 4), np.float32), observe(2))
 
 
 @pytest.mark.parametrize(

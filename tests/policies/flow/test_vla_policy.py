@@ -24,7 +24,7 @@ from embodyrl.policies.flow.layouts import LEROBOT, OPENPI, SMOLVLA_LEROBOT, TRA
 from embodyrl.policies.flow.likelihood import integrate_ode
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.policy import FlowPolicy
-from embodyrl.policies.flow.vla.network import pad_centred, pad_left_top
+from embodyrl.policies.flow.vla.network import pad_centered, pad_left_top
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention, Observation
@@ -130,7 +130,7 @@ def test_constant_dimensions_have_no_logprob(form, way, tmp_path):
 def test_greedy_chunks_match_published_preprocessing_and_euler_steps(form, tmp_path):
     """Rotated, padded images with a black, masked third camera; statistics; prompt; Euler steps."""
     policy, obs = build(form, folder_of(form, tmp_path)), observe(3)
-    fit = pad_left_top if form == "smolvla" else pad_centred
+    fit = pad_left_top if form == "smolvla" else pad_centered
     flipped = np.ascontiguousarray(obs.images[:, :, ::-1, ::-1])
     images = torch.stack([fit(flipped[:, c], 28) for c in (0, 1)] + [torch.full((3, 3, 28, 28), -1.0)], 1)
     if form == "pi05":
@@ -355,7 +355,7 @@ def test_half_precision_keeps_trained_weights_in_float32(form, tmp_path):
         assert np.abs(policy.act(obs, noise=None).actions - exact).max() < 0.1
 
 
-def test_random_initialisation_needs_no_statistics(tmp_path):
+def test_random_initialization_needs_no_statistics(tmp_path):
     path = folder_of("pi0", tmp_path, random=True)
     shutil.rmtree(path / "assets")
     policy = build("pi0", path)

@@ -74,7 +74,7 @@ def test_processors_of_lerobot_are_supported_and_saved(form, tmp_path):
     plain = build(form, folder_of(form, tmp_path / "plain", lerobot_statistics=True))
     values = np.linspace(-1, 1, 7, dtype=np.float32)
     assert np.array_equal(
-        *(p.module.network.processor._normalizer.actions.unnormalise(values) for p in (policy, plain))
+        *(p.module.network.processor._normalizer.actions.unnormalize(values) for p in (policy, plain))
     )
 
 

@@ -47,7 +47,7 @@ def own_config(spec: Pi0Spec | SmolVlaSpec) -> dict[str, Any]:
 def build_model(form):
     """Build the model with seeded weights, without zeros that would hide a path."""
     model = SmolVla(SPECS[form]) if form == "smolvla" else Pi0(SPECS[form])
-    model.initialise(3)
+    model.initialize(3)
     generator = torch.Generator().manual_seed(4)
     for name, parameter in model.named_parameters():
         if not parameter.detach().any() or "norm" in name:

@@ -90,7 +90,7 @@ def test_feature_maps_have_the_predicted_size(dilated):
     assert found == (1, last_channels("resnet50"), *map_size((50, 70), dilated=dilated))
 
 
-def test_crops_are_random_in_training_and_centred_in_evaluation():
+def test_crops_are_random_in_training_and_centered_in_evaluation():
     base = {"n_action_steps": 4, "input_features": {}, "crop_shape": (4, 6), "crop_is_random": True}
     encoder = ImageEncoder.__new__(ImageEncoder)
     torch.nn.Module.__init__(encoder)
@@ -98,8 +98,8 @@ def test_crops_are_random_in_training_and_centred_in_evaluation():
     encoder._crop, encoder._random = config.crop, config.crop_is_random
     images = torch.arange(9 * 11).float().view(1, 1, 9, 11).expand(2, 3, -1, -1)
     encoder.eval()
-    centre = encoder._crop_images(images, 4, 6)
-    assert centre[0, 0, 0, 0] == images[0, 0, 2, 2], "half of 5 rows is rounded to the even number, as torchvision does"
+    center = encoder._crop_images(images, 4, 6)
+    assert center[0, 0, 0, 0] == images[0, 0, 2, 2], "half of 5 rows is rounded to the even number, as torchvision does"
     encoder.train()
     torch.manual_seed(0)
     drawn = {float(encoder._crop_images(images, 4, 6)[0, 0, 0, 0]) for _ in range(200)}

@@ -153,7 +153,7 @@ def test_zero_residual_gives_the_actions_of_the_frozen_model(kind, tmp_path):
     obs = observe(env, 3)
     proposed = policy.act(obs, noise=None).actions
     assert np.abs(proposed - build(kind, tmp_path, env, start=start).act(obs, noise=None).actions).max() < 1e-6
-    shares = policy.normalise(proposed + 0.1, obs).detach()
+    shares = policy.normalize(proposed + 0.1, obs).detach()
     assert torch.allclose(shares, torch.full_like(shares, 0.5), atol=1e-4)
     assert float(policy.imitate(obs, proposed).error.max()) < 1e-6
 

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from embodyrl.policies.openvla_oft.config import ActionTokenizer, Bounds, normalise, unnormalise
+from embodyrl.policies.openvla_oft.config import ActionTokenizer, Bounds, normalize, unnormalize
 
 STATISTICS = Bounds(low=(-0.5, 0.0, 2.0), high=(1.0, 1.0, 2.0), mask=(True, False, True))
 
@@ -31,12 +31,12 @@ def test_out_of_range_values_are_clipped(tokenizer):
     assert tokenizer.encode([-7.0, 7.0]).tolist() == [31999, 31744]
 
 
-def test_unnormalise_matches_hand_computed_values():
-    got = unnormalise(np.array([[-1.0, 0.25, 1.0], [1.0, -0.25, -1.0]]), STATISTICS)
+def test_unnormalize_matches_hand_computed_values():
+    got = unnormalize(np.array([[-1.0, 0.25, 1.0], [1.0, -0.25, -1.0]]), STATISTICS)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, [[-0.5, 0.25, 2.0], [1.0, -0.25, 2.0]], atol=1e-6)
 
 
-def test_normalise_inverts_and_clips():
-    got = normalise([[0.25, 0.3, 2.0], [9.0, 9.0, 9.0]], STATISTICS)
+def test_normalize_inverts_and_clips():
+    got = normalize([[0.25, 0.3, 2.0], [9.0, 9.0, 9.0]], STATISTICS)
     np.testing.assert_allclose(got, [[0.0, 0.3, 0.0], [1.0, 9.0, 0.0]], atol=1e-7)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import heads
 from embodyrl.policies.openvla_oft import model as oft_model
-from embodyrl.policies.openvla_oft.config import normalise, unnormalise
+from embodyrl.policies.openvla_oft.config import normalize, unnormalize
 from embodyrl.policies.openvla_oft.model import ModelInputs
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.policies.tensors import categorical_scores
@@ -74,8 +74,8 @@ def recorded_official_prompt(golden, want):
 
 
 def chunk_actions(policy, ids):
-    """Un-normalised actions [B, 8, 7] of action ids [B, 56]."""
-    return unnormalise(policy._actions.decode(ids.numpy()).reshape(-1, 8, 7), policy._bounds)
+    """Un-normalized actions [B, 8, 7] of action ids [B, 56]."""
+    return unnormalize(policy._actions.decode(ids.numpy()).reshape(-1, 8, 7), policy._bounds)
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +150,7 @@ def official_discrete_1img_bf16(policies, golden):
 def official_l1_2img_proprio(policies, golden):
     policy, want, batch = policies(**TWO_IMAGES), golden("official_l1_2img_proprio"), two_images(golden)
     recorded_official_prompt(golden, want)
-    state = normalise(want["proprio_raw"].numpy(), policy._state_bounds, flat_to_zero=False)
+    state = normalize(want["proprio_raw"].numpy(), policy._state_bounds, flat_to_zero=False)
     np.testing.assert_allclose(state, want["proprio_normalized"].numpy(), atol=1e-12)
     prefix = policy.module.prefix(batch)
     embeddings, mask, _ = policy.module.embed(prefix, batch)
@@ -159,7 +159,7 @@ def official_l1_2img_proprio(policies, golden):
     golden.close(policy.module.action_hidden(prefix, batch), want["action_hidden_states"])
     got = policies("heads", action_head="l1", **TWO_IMAGES).module(batch)[0]
     golden.close(got, want["normalized_actions"])
-    golden.close(torch.from_numpy(unnormalise(got[0].double().numpy(), policy._bounds)), want["actions"])
+    golden.close(torch.from_numpy(unnormalize(got[0].double().numpy(), policy._bounds)), want["actions"])
 
 
 def official_diffusion_2img_proprio(policies, golden):
@@ -182,9 +182,9 @@ def official_diffusion_2img_proprio(policies, golden):
     # Ten steps of this random model turn 1e-8 into 1, so the last bit of the first prediction decides. A processor that
     # repeats it repeats the actions; of another one can be asked that they are actions: what is clipped lies in -1..1.
     assert np.abs(x).max() <= 1
-    assert np.abs(normalise(want["actions"].numpy(), policy._bounds)).max() <= 1
+    assert np.abs(normalize(want["actions"].numpy(), policy._bounds)).max() <= 1
     if torch.equal(first, want["first_step_noise_pred"]):
-        np.testing.assert_allclose(unnormalise(x, policy._bounds), want["actions"], atol=1e-5)
+        np.testing.assert_allclose(unnormalize(x, policy._bounds), want["actions"], atol=1e-5)
     elif golden.tampered == "actions":
         pytest.skip("this processor rounds the first noise prediction otherwise")
 

@@ -5,7 +5,7 @@ import torch
 
 from embodyrl.policies.openvla_oft.config import read_config
 from embodyrl.policies.openvla_oft.inputs import (
-    centre_crop,
+    center_crop,
     jpeg_round_trip,
     lanczos_resize,
     official_pixels,
@@ -81,8 +81,8 @@ def test_lanczos_resize_matches_tensorflow(tf_images):
     assert (difference > 0).mean() <= 2e-5
 
 
-def test_centre_crop_matches_tensorflow(tf_images):
-    got = levels(centre_crop(planes(tf_images["lanczos_224"])))
+def test_center_crop_matches_tensorflow(tf_images):
+    got = levels(center_crop(planes(tf_images["lanczos_224"])))
     assert np.array_equal(got, tf_images["center_crop_224"])
 
 
@@ -96,7 +96,7 @@ def test_official_image_pipeline_matches_tensorflow(tf_images, tf_frames):
     assert (difference > 0).mean() <= 1e-4
 
 
-def test_normalisation_and_channel_order_match_reference(tf_images, norms, golden_dir):
+def test_normalization_and_channel_order_match_reference(tf_images, norms, golden_dir):
     want = np.load(golden_dir / "expected" / "image_pipeline_pixel_values.npz")
     frames = tf_images["center_crop_224"][None, None]
     got = preprocess(frames, rotation_deg=0, pipeline="rlinf", size=224, norms=norms, device=CPU)

@@ -11,7 +11,7 @@ from test_oft_policy import observe, uniforms
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft import OPENVLA
-from embodyrl.policies.openvla_oft.config import normalise
+from embodyrl.policies.openvla_oft.config import normalize
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import BenchmarkSpec
 
@@ -32,7 +32,7 @@ def test_discrete_loss_is_the_cross_entropy_of_tokens_and_stop(checkpoint, make_
     policy, obs = make_policy(checkpoint), observe()
     out = policy.act(obs, noise=uniforms(4))
     scores = policy.imitate(obs, out.actions)
-    # The lowest two ids share one bin centre; the higher one stands for both.
+    # The lowest two ids share one bin center; the higher one stands for both.
     tokens = np.maximum(out.tokens, 31745)
     logits, _ = policy.module(policy._inputs(obs), whole_vocabulary=True)
     ids = torch.from_numpy(np.pad(tokens, ((0, 0), (0, 1)), constant_values=2))
@@ -59,11 +59,11 @@ def test_openvla_imitation_uses_teacher_forcing(checkpoint, make_policy):
     assert scores.loss.requires_grad
 
 
-def test_l1_loss_is_the_distance_of_normalised_actions(make_policy, robot):
+def test_l1_loss_is_the_distance_of_normalized_actions(make_policy, robot):
     policy = make_policy(TINY, env=robot, use_proprio=True, action_head="l1")
     obs = observe(state_dim=8, instructions=TASKS)
     scores = policy.imitate(obs, targets())
-    got, want = (normalise(actions, policy._bounds) for actions in (policy.act(obs, noise=None).actions, targets()))
+    got, want = (normalize(actions, policy._bounds) for actions in (policy.act(obs, noise=None).actions, targets()))
     raw = policy.module(policy._inputs(obs))[0].detach().numpy()
     np.testing.assert_allclose(scores.loss.detach(), np.abs(raw - want).mean((1, 2)), rtol=1e-5)
     inside = np.abs(raw) < 1

@@ -32,7 +32,7 @@ def test_rope_bf16_table_rounds_frequencies(checkpoint, make_policy, golden):
     assert distance[False] > 3
 
 
-def test_bounds_normalisation_uses_minimum_and_maximum(checkpoint, make_policy):
+def test_bounds_normalization_uses_minimum_and_maximum(checkpoint, make_policy):
     raw = json.loads((checkpoint / "dataset_statistics.json").read_text())["libero_10_no_noops"]["action"]
     policy = make_policy(checkpoint, action_normalization="bounds")
     assert (policy._bounds.high, policy._bounds.mask) == (tuple(raw["max"]), (*[True] * 6, False))
@@ -121,8 +121,8 @@ def test_other_action_dimensions_are_supported(checkpoint, make_policy, env_spec
     np.testing.assert_allclose(policy.score(obs, out.tokens).logprob.detach(), out.logprob, atol=1e-5)
     assert 1.0 < np.abs(out.actions).max() <= 2.0
     # Time-major: the tokens of one action lie side by side.
-    centres = policy._actions.decode(out.tokens).reshape(2, chunk, dim)
-    np.testing.assert_allclose(out.actions, 2 * centres, atol=1e-6)
+    centers = policy._actions.decode(out.tokens).reshape(2, chunk, dim)
+    np.testing.assert_allclose(out.actions, 2 * centers, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_outputs_have_the_declared_shapes(checkpoint, make_policy):
 
 def test_actions_are_in_the_units_of_the_statistics(checkpoint, make_policy):
     actions = make_policy(checkpoint).act(observe(), noise=uniforms(4)).actions
-    # Bounds of libero_10_no_noops; the gripper is a bin centre and never exactly 0.5.
+    # Bounds of libero_10_no_noops; the gripper is a bin center and never exactly 0.5.
     assert np.all(actions[..., 0] >= -0.6349)
     assert np.all(actions[..., 0] <= 0.7715)
     assert np.abs(actions[..., 6]).max() <= 255 / 256

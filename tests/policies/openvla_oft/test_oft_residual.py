@@ -18,7 +18,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import plan_memory
 from embodyrl.policies.openvla_oft import FACTORY
-from embodyrl.policies.openvla_oft.config import normalise
+from embodyrl.policies.openvla_oft.config import normalize
 from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.steering.actor import apply_corrections
@@ -92,8 +92,8 @@ def test_oft_record_contains_the_executed_correction(build, repeated):
     seen = apply_corrections(features, chosen, policy._actor.shape).detach().numpy()
     inside = (np.abs(seen) < 1) | ~np.asarray(policy._bounds.mask)
     assert inside.mean() > 0.5
-    np.testing.assert_allclose(np.where(inside, normalise(out.actions, policy._bounds), seen), seen, atol=1e-4)
-    again = policy.normalise(out.actions, obs).numpy().reshape(6, 2, 7)
+    np.testing.assert_allclose(np.where(inside, normalize(out.actions, policy._bounds), seen), seen, atol=1e-4)
+    again = policy.normalize(out.actions, obs).numpy().reshape(6, 2, 7)
     known = inside & (np.asarray(policy._bounds.low) != np.asarray(policy._bounds.high))
     np.testing.assert_allclose(again[known], chosen.detach().numpy().reshape(6, 2, 7)[known], atol=1e-3)
 

@@ -10,7 +10,7 @@ def test_constant_action_dimension_stays_finite():
     head = SquashedHead((-1.0, 0.5), (3.0, 0.5))
     choice = np.array([[[0.3, -0.4]]], np.float32)
     actions = head.to_actions(choice)
-    np.testing.assert_allclose(head.normalise(actions), np.tanh(choice), rtol=1e-5)
+    np.testing.assert_allclose(head.normalize(actions), np.tanh(choice), rtol=1e-5)
     np.testing.assert_allclose(head.from_actions(actions), choice, rtol=1e-4)
 
 

@@ -29,7 +29,7 @@ ENV = EnvSpec(
 
 
 def write_checkpoint(folder: Path, size: str, layers: int | None) -> None:
-    """Write a checkpoint folder without weights, which are initialised randomly.
+    """Write a checkpoint folder without weights, which are initialized randomly.
 
     Args:
         folder: an existing folder.

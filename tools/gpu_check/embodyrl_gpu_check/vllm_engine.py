@@ -30,7 +30,7 @@ _SIZES = {
     "tie_word_embeddings": True,
 }
 """Layer sizes of a Qwen2 model with 0.5B parameters."""
-_PROMPTS = ("What is 3 plus 4?", "Name a colour.")
+_PROMPTS = ("What is 3 plus 4?", "Name a color.")
 _REPLY_TOKENS = 32
 
 

@@ -99,7 +99,7 @@ class SmallFlowFactory:
         check_steering(cfg, plan.shape, plan.config.width, folder)
 
     def build(self, cfg: SmallFlowSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with weights initialised from the seed, or with those in `cfg.path`.
+        """Build the policy with weights initialized from the seed, or with those in `cfg.path`.
 
         Raises:
             CheckpointError: the folder has no weights of this shape.

@@ -70,7 +70,7 @@ class NormalizationBounds:
 
 
 def read_bounds(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> NormalizationBounds:
-    """Return the bounds of actions and states that normalisation maps to -1 and 1.
+    """Return the bounds of actions and states that normalization maps to -1 and 1.
 
     The bounds are q01 and q99 of the folder's statistics, else those of the action space, else -1 and 1.
 

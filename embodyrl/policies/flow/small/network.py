@@ -198,7 +198,7 @@ class SmallFlow(nn.Module):
         self.action_out = nn.Linear(width, shape.width)
 
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
-        """Encode observations: images [B, C, h, w, 3], state [B, S] unnormalised, instructions."""
+        """Encode observations: images [B, C, h, w, 3], state [B, S] unnormalized, instructions."""
         ids = on_device(self._word_ids(obs.instructions), self.action_in.weight.device)
         words, word_mask = self.word(ids), ids > 0
         token_groups = [words + _embed_positions(ids.shape[1], self.config.width, ids.device)]
@@ -208,7 +208,7 @@ class SmallFlow(nn.Module):
             token_groups.append(self._encode_images(obs, mean))
         if self.config.state_dim:
             state = on_device(np.ascontiguousarray(obs.state), ids.device)
-            token_groups.append(self.state(self._normalise_state(state))[:, None])
+            token_groups.append(self.state(self._normalize_state(state))[:, None])
         tokens = torch.cat(token_groups, 1)
         other_mask = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
         token_mask = torch.cat([word_mask, other_mask], 1)[:, None, None]
@@ -244,7 +244,7 @@ class SmallFlow(nn.Module):
         targets = 2.0 * (actions - low) / np.maximum(high - low, 1e-6) - 1.0
         return np.where(high > low, np.clip(targets, -1.0, 1.0), 0.0).astype(np.float32)
 
-    def _normalise_state(self, state: Tensor) -> Tensor:
+    def _normalize_state(self, state: Tensor) -> Tensor:
         """Scale states [B, S] so that the data range becomes -1..1, and clip to -2..2; constant dimensions become 0."""
         span = self.state_high - self.state_low
         scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
@@ -291,7 +291,7 @@ def build_policy(
     folder: Path | None,
     request: PolicyRequest,
 ) -> FlowPolicy:
-    """Build the policy with weights initialised from the seed, or with those of a folder.
+    """Build the policy with weights initialized from the seed, or with those of a folder.
 
     Raises:
         CheckpointError: the folder has no weights of this shape.

@@ -33,7 +33,7 @@ PUBLIC_LAYOUT = (
     "openpi (PyTorch), lerobot, transformers or RLinf publish it"
 )
 _MAX_STATE = {Normalization.mean_std: 6.0, Normalization.quantiles: 2.0}
-"""Largest plausible absolute value of a normalised state."""
+"""Largest plausible absolute value of a normalized state."""
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny or model=flow_small."
 
 

@@ -254,7 +254,7 @@ def _load_initial_weights(
     """Load the weights of `model.path`, with the adapter of `model.lora.path` merged unless adapters are trained."""
     adapter = get_given_adapter(cfg)
     if has_random_init(folder):
-        module.network.model.initialise(request.seed)
+        module.network.model.initialize(request.seed)
     elif adapter is not None and not (cfg.is_lora and request.trainable):
         files.load_merged(module, adapter)
     else:

@@ -1,4 +1,4 @@
-"""Config, prompts and normalisation in a checkpoint folder of pi0, pi0.5 or SmolVLA. Does not import torch."""
+"""Config, prompts and normalization in a checkpoint folder of pi0, pi0.5 or SmolVLA. Does not import torch."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -52,7 +52,7 @@ def pad_dims(x: npt.ArrayLike, size: int) -> FloatArray:
 
 
 def to_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
-    """Subtract the state [B, S] from the first `dims` dimensions of actions [B, H, A], both unnormalised."""
+    """Subtract the state [B, S] from the first `dims` dimensions of actions [B, H, A], both unnormalized."""
     return _add_state(actions, state, dims, -1.0)
 
 
@@ -202,7 +202,7 @@ def read_normalizer(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: 
         raise CheckpointError(
             f"{folder} has no statistics of states and actions: neither {OPENPI_FILE} (openpi; also in assets/) "
             f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Download them with the weights; without them actions "
-            f"cannot be unnormalised."
+            f"cannot be unnormalized."
         )
     if is_sft and (cfg.delta_dims or _config(folder).get("use_relative_actions")):
         key = f"model.delta_dims={cfg.delta_dims}" if cfg.delta_dims else f"use_relative_actions=true in {CONFIG_FILE}"
@@ -273,7 +273,7 @@ def _openpi_file(folder: Path, key: str | None) -> Path | None:
 
 
 def _read_statistics(path: Path) -> dict[str, np.ndarray]:
-    """Read the normalisation statistics from a safetensors file, without reading the weights."""
+    """Read the normalization statistics from a safetensors file, without reading the weights."""
     try:
         with safe_open(path, "np") as file:
             return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118

@@ -175,8 +175,8 @@ def fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
     return int(height / ratio), int(width / ratio)
 
 
-def pad_centred(frames: ByteArray, side: int) -> Tensor:
-    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, centred with black padding.
+def pad_centered(frames: ByteArray, side: int) -> Tensor:
+    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, centered with black padding.
 
     As in openpi's data transforms and client: Pillow's bilinear filter (which antialiases) on bytes.
     """
@@ -237,7 +237,7 @@ class VlaProcessor:
     def encode(self, obs: Observation) -> FlowInputs:
         """Convert observations to model inputs.
 
-        Images [B, C, H, W, 3] have the simulator's orientation; states [B, S] are unnormalised.
+        Images [B, C, H, W, 3] have the simulator's orientation; states [B, S] are unnormalized.
         """
         count, cameras = len(obs), self.cfg.num_images_in_input
         frames = obs.images[:, :cameras]
@@ -246,12 +246,12 @@ class VlaProcessor:
         frames = np.ascontiguousarray(frames.reshape(-1, *frames.shape[2:]))
         side = self._spec.vision.image_size
         if isinstance(self._spec, Pi0Spec):
-            pixels = on_device(pad_centred(frames, side), self._device)
+            pixels = on_device(pad_centered(frames, side), self._device)
         else:
             pixels = pad_left_top(frames, side, self._device)
         state = np.asarray(obs.state, np.float32)
         if self._normalizer.state is not None:
-            state = self._normalizer.state.normalise(state)
+            state = self._normalizer.state.normalize(state)
         ids, token_mask = self._prompts.batch(
             obs.instructions, state if self._prompts.prompt_format.reads_state else None
         )
@@ -267,13 +267,13 @@ class VlaProcessor:
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
         """Convert flow outputs [B, K, D] to environment actions [B, K, A]."""
-        actions = self._normalizer.actions.unnormalise(x[..., : self._env.action.dim])
+        actions = self._normalizer.actions.unnormalize(x[..., : self._env.action.dim])
         return from_deltas(actions, obs.state, self.cfg.delta_dims)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
         """Convert environment actions [B, H, A] to flow targets [B, H, D], padded with zeros."""
         relative = to_deltas(actions, obs.state, self.cfg.delta_dims)
-        return pad_dims(self._normalizer.actions.normalise(relative), self._spec.action_dim)
+        return pad_dims(self._normalizer.actions.normalize(relative), self._spec.action_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

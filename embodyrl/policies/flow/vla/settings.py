@@ -26,7 +26,7 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """H: number of actions per chunk, of which num_action_chunks are executed; default: the horizon of the
     checkpoint."""
     normalization: Normalization = Normalization.mean_std
-    """Normalisation of states and actions: mean_std (pi0, SmolVLA) or quantiles (q01 and q99 map to -1 and 1)."""
+    """Normalization of states and actions: mean_std (pi0, SmolVLA) or quantiles (q01 and q99 map to -1 and 1)."""
     unnorm_key: str | None = None
     """Key of the normalization statistics (robot or data set) if a checkpoint has several."""
     delta_dims: Annotated[int, Field(ge=0, le=32)] = 0
@@ -49,7 +49,7 @@ class Pi05Settings(VlaSettings):
     """Config keys for pi0.5, whose state is text or unused."""
 
     normalization: Normalization = Normalization.quantiles
-    """Normalisation of states and actions: quantiles (pi0.5; q01 and q99 map to -1 and 1) or mean_std."""
+    """Normalization of states and actions: quantiles (pi0.5; q01 and q99 map to -1 and 1) or mean_std."""
     state_in_prompt: bool = True
     """Write the state into the prompt; false: ignore the state, as in openpi's pi05_libero."""
 

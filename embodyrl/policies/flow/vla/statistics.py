@@ -27,15 +27,15 @@ _LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """Affine map: normalised = (x - shift) / scale for the first D dimensions; other dimensions are unchanged."""
+    """Affine map: normalized = (x - shift) / scale for the first D dimensions; other dimensions are unchanged."""
 
     shift: tuple[float, ...]
     scale: tuple[float, ...]
     clip: Clip | tuple[()] = ()
-    """Lowest and highest values by dimension, to which `normalise` clips; (): no clipping."""
+    """Lowest and highest values by dimension, to which `normalize` clips; (): no clipping."""
 
-    def normalise(self, x: npt.ArrayLike) -> FloatArray:
-        """Normalise the first D elements of the last dimension of x."""
+    def normalize(self, x: npt.ArrayLike) -> FloatArray:
+        """Normalize the first D elements of the last dimension of x."""
         out = np.array(x, np.float64)
         size = len(self.shift)
         if self.clip:
@@ -43,8 +43,8 @@ class Affine:
         out[..., :size] = (out[..., :size] - np.asarray(self.shift)) / np.asarray(self.scale)
         return out.astype(np.float32)
 
-    def unnormalise(self, x: npt.ArrayLike) -> FloatArray:
-        """Invert `normalise`: map normalised values to the original units."""
+    def unnormalize(self, x: npt.ArrayLike) -> FloatArray:
+        """Invert `normalize`: map normalized values to the original units."""
         out = np.array(x, np.float64)
         size = len(self.shift)
         out[..., :size] = out[..., :size] * np.asarray(self.scale) + np.asarray(self.shift)

@@ -52,7 +52,7 @@ class ImageEncoder(nn.Module):
         return F.relu(self.out(self.pool(self.backbone(images)).flatten(1)))
 
     def _crop_images(self, images: Tensor, height: int, width: int) -> Tensor:
-        """Crop images at the centre; during training, at one random position for all images of a batch."""
+        """Crop images at the center; during training, at one random position for all images of a batch."""
         margins = images.shape[2] - height, images.shape[3] - width
         top, left = (round(margin / 2) for margin in margins)
         if self.training and self._random and any(margins):
