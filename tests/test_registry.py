@@ -65,7 +65,7 @@ def test_unknown_name_error_suggests_a_part_of_the_same_module() -> None:
 
 
 @pytest.mark.parametrize("group", REGISTRIES)
-def test_package_adds_a_second_part_of_each_group(tmp_path, monkeypatch, group: str) -> None:
+def test_package_adds_a_second_component_to_each_group(tmp_path, monkeypatch, group: str) -> None:
     registry, name = REGISTRIES[group]
     target = getattr(parts, {"envs": "ENVIRONMENTS"}.get(group, group.upper()))[name]
     install(tmp_path, "outside", f"[embodyrl.{group}]\nsecond = {target}\n")
@@ -77,7 +77,7 @@ def test_package_adds_a_second_part_of_each_group(tmp_path, monkeypatch, group: 
 
 
 @pytest.mark.parametrize("group", REGISTRIES)
-def test_name_of_two_parts_is_an_error_that_names_both(tmp_path, monkeypatch, group: str) -> None:
+def test_duplicate_component_name_error_names_both_packages(tmp_path, monkeypatch, group: str) -> None:
     registry, name = REGISTRIES[group]
     install(tmp_path, "outside", f"[embodyrl.{group}]\n{name} = math:tau\nnew = math:tau\n")
     install(tmp_path, "another", f"[embodyrl.{group}]\nnew = math:pi\n")
@@ -90,7 +90,7 @@ def test_name_of_two_parts_is_an_error_that_names_both(tmp_path, monkeypatch, gr
 
 
 @pytest.mark.parametrize("name", ["settings", "spans_hosts", "in_process", "where", "lost", "nodes", "start", "stop"])
-def test_launcher_without_a_required_attribute_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_launcher_without_a_required_attribute_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert LAUNCHERS.get("embodyrl.cluster.inline:InlineLauncher") is InlineLauncher
     monkeypatch.delattr(InlineLauncher, name)
     with pytest.raises(UnknownNameError, match=rf"not a class with .*\b{name}\b"):

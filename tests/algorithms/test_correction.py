@@ -109,7 +109,7 @@ def test_unbiased_kl_matches_reference():
     assert gradient.norm().item() == pytest.approx(0.031769, abs=2e-6)
 
 
-def test_correction_multiplies_weights_and_mask():
+def test_off_policy_correction_multiplies_weights_and_mask():
     recompute = {"old_logprob": OldLogprob.recompute, "group_size": 3}
     cfg = config(0.1, 0.1, behave_weight_threshold=1.1, m2_threshold=0.012, **recompute)
     proximal, behavior = torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB)

@@ -394,7 +394,7 @@ def test_groups_with_zero_advantage_count_in_the_denominator():
 @pytest.mark.parametrize(
     ("changes", "signal"), [({}, False), ({"kl_beta": 0.1}, True), ({"entropy_bonus": 0.01}, True)]
 )
-def test_constant_reward_groups_contribute_only_other_loss_terms(changes: dict, signal: bool):
+def test_groups_with_equal_rewards_contribute_only_to_other_loss_terms(changes: dict, signal: bool):
     batch = Algorithm(algorithm_of(**changes)).prepare(success_groups(0, 4))
     assert batch.has_signal is signal
     assert batch.metrics["train/groups_without_signal"] == 1.0
@@ -502,7 +502,7 @@ def test_reference_kl_is_scaled_by_kl_beta():
     assert losses[1] - losses[0] == pytest.approx(0.3 * expected, rel=1e-5)
 
 
-def test_contradictory_policy_gradient_settings_are_refused():
+def test_contradictory_policy_gradient_settings_are_rejected():
     with pytest.raises(ConfigError, match="logprob_type=chunk_level"):
         Algorithm(gae_config(reward_type=RewardLevel.action_level, logprob_type=TokenLevel.chunk_level))
 
@@ -515,7 +515,7 @@ def test_contradictory_policy_gradient_settings_are_refused():
         (lambda terms: terms.loss, r"the loss returned Tensor, expected LossTerms"),
     ],
 )
-def test_loss_with_wrong_shape_is_refused(reduce, message):
+def test_loss_with_wrong_shape_is_rejected(reduce, message):
     def compute(units: LossUnits, _: object) -> LossTerms:
         ratio = (units.logprob - units.old_logprob).exp()
         return reduce(LossTerms(loss=-units.advantage * ratio, ratio=ratio, clipped=ratio > 2))

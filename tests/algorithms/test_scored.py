@@ -77,7 +77,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("level", TokenLevel)
 @pytest.mark.parametrize("keys", CORRECTIONS, ids=lambda keys: " ".join(map(str, keys.items())))
-def test_corrections_ignore_columns_without_log_prob(keys: dict[str, Any], level: TokenLevel) -> None:
+def test_off_policy_corrections_ignore_columns_without_log_prob(keys: dict[str, Any], level: TokenLevel) -> None:
     recompute = {} if "off_policy_masking_delta" in keys else {"old_logprob": "recompute"}
     assert_equal_with_empty_columns(logprob_type=level, entropy_type=level, **recompute, **keys)
 

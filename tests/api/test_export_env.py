@@ -56,7 +56,7 @@ def test_options_of_config_dir_are_exported(tmp_path: Path) -> None:
         (["text/copy", "out"], "is a text task without steps"),
     ],
 )
-def test_invalid_export_env_arguments_are_refused(
+def test_invalid_export_env_arguments_are_rejected(
     words: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export-env", *words]) == 2

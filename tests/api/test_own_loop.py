@@ -55,7 +55,7 @@ def test_public_names_are_listed_and_callable() -> None:
     assert all(callable(getattr(embodyrl, name)) for name in embodyrl.__all__)
 
 
-def test_delays_are_refused_for_single_actions() -> None:
+def test_delays_are_rejected_for_single_actions() -> None:
     with pytest.raises(ConfigError, match="one action per step, without delay"):
         embodyrl.make_env("tabletop", "env.control.latency_steps=2")
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.sim
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_both_sides_of_the_laptop_benchmark_compute_the_same_numbers(tmp_path):
+def test_both_checkouts_of_the_laptop_benchmark_compute_equal_results(tmp_path):
     pytest.importorskip("libero")
     command = [sys.executable, "benchmarks/laptop.py", "--other", str(ROOT), "--chunks", "2", "--updates", "2"]
     command += ["--json", str(tmp_path / "laptop.json")]

@@ -33,7 +33,7 @@ def test_overlap_benchmark_measures_each_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("--chunks", "8"), ("--sim", "0"), ("--workers", "0")])
-def test_overlap_benchmark_refuses_too_few_chunks(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_overlap_benchmark_rejects_too_few_chunks(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = run_overlap(tmp_path, *words)
     assert done.returncode == 2
     assert "--chunks of at least 12" in done.stderr

@@ -241,7 +241,7 @@ def edit_manifest(path: Path, change) -> None:
         "a/",
     ],
 )
-def test_malicious_file_names_are_refused(name: str, tmp_path: Path):
+def test_malicious_file_names_are_rejected(name: str, tmp_path: Path):
     secret = b"outside"
     (tmp_path / "outside.bin").write_bytes(secret)
     store = CheckpointStore(tmp_path)
@@ -253,7 +253,7 @@ def test_malicious_file_names_are_refused(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_symlinks_are_refused_even_with_matching_content(what: str, tmp_path: Path):
+def test_symlinks_are_rejected_even_with_matching_content(what: str, tmp_path: Path):
     store = CheckpointStore(tmp_path / "run")
     path = write_to(store, 1, fill, {})
     inside = path / ("loop.json" if what == "file" else "policy")
@@ -264,7 +264,7 @@ def test_symlinks_are_refused_even_with_matching_content(what: str, tmp_path: Pa
         store.verify(path)
 
 
-def test_symlink_in_a_new_checkpoint_is_refused(tmp_path: Path):
+def test_symlink_in_a_new_checkpoint_is_rejected(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="link or special file"):
         write_to(store, 1, lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})

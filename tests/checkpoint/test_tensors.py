@@ -126,7 +126,7 @@ def test_state_without_tensors_round_trips(tmp_path: Path):
     assert load_state(tmp_path, "loop") == {"step": 3, "cursor": [1, 2]}
 
 
-def test_objects_that_would_need_pickle_are_refused(tmp_path: Path):
+def test_objects_that_would_need_pickle_are_rejected(tmp_path: Path):
     with pytest.raises(TypeError, match=r"state '/a/0' of type Path|state '/a/0' of type PosixPath"):
         save_state(tmp_path, "x", {"a": [tmp_path]})
     with pytest.raises(TypeError, match="of type dict"):
@@ -162,7 +162,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("place", ["json", "safetensors"])
-def test_pickle_file_is_refused_and_not_executed(place: str, tmp_path: Path):
+def test_pickle_file_is_rejected_and_not_executed(place: str, tmp_path: Path):
     canary = tmp_path / "canary"
     bomb = pickle.dumps(Bomb(canary))
     pickle.loads(bomb)
@@ -187,7 +187,7 @@ def test_pickle_file_is_refused_and_not_executed(place: str, tmp_path: Path):
     ],
     ids=["10 GiB header", "overflowing header", "empty", "shape beyond the data"],
 )
-def test_malicious_safetensors_headers_are_refused(raw: bytes, tmp_path: Path):
+def test_malicious_safetensors_headers_are_rejected(raw: bytes, tmp_path: Path):
     (tmp_path / "w.safetensors").write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"w\.safetensors is not a readable"):
         load_tensors(tmp_path / "w.safetensors")

@@ -159,7 +159,7 @@ def test_help_fits_on_two_screens(
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_help_shows_the_values_of_the_plain_command(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_help_shows_the_defaults_of_the_command(capsys: pytest.CaptureFixture[str], command: str) -> None:
     from embodyrl.config.settings import format_value
     from embodyrl.plan.config import load_config
 
@@ -170,7 +170,7 @@ def test_help_shows_the_values_of_the_plain_command(capsys: pytest.CaptureFixtur
             assert found[1] == format_value(value), key
 
 
-def test_families_of_environments_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_each_environment_family_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "envs"]) == 0
     text = capsys.readouterr().out
     assert "libero_pro_*" in text

@@ -62,7 +62,7 @@ def test_adapter_is_rejected_for_other_base_weights(base: Path, adapter: Path) -
 
 
 @pytest.mark.parametrize("command", ["eval", "train", "serve", "collect"])
-def test_banner_names_the_adapter_and_its_base_weights(command: str, base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_banner_shows_the_adapter_and_its_base_weights(command: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     more = [f"collect.out={tmp_path}/out"] if command == "collect" else []
     words = [*WORDS, f"model.path={base}", *more]
     assert f"{base}\n" in f"{describe(load_config(command, words))}\n"
@@ -125,12 +125,12 @@ STRANGE = {
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in STRANGE.items() for value in values])
-def test_adapter_of_another_kind_is_rejected_by_name(key: str, value: object, tmp_path: Path) -> None:
+def test_error_names_the_unsupported_adapter_field(key: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{key}=.* is not supported"):
         read_adapter_spec(write_adapter(tmp_path / "a", **{key: value}))
 
 
-def test_fields_of_plain_adapters_are_accepted(tmp_path: Path) -> None:
+def test_all_peft_config_fields_of_plain_lora_are_accepted(tmp_path: Path) -> None:
     """All fields that peft writes for a plain adapter, and one that is off in a later version."""
     written = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict()
     written |= {"target_modules": ["q_proj"], "init_lora_weights": "gaussian", "lora_dropout": 0.1, "later": False}

@@ -155,7 +155,7 @@ def test_checkpoint_evaluation_matches_the_validation_of_its_step(tmp_path):
     assert result.overall.mean_steps == last["eval/episode_len"]
 
 
-def test_an_unknown_task_is_refused(tmp_path):
+def test_an_unknown_task_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="tasks 0 to 1"):
         evaluate_toy(tmp_path, "env.eval.task_ids=[2]")
 
@@ -181,7 +181,7 @@ def test_resumed_evaluation_counts_every_episode_once(tmp_path, recorded):
     assert finished.env_steps == 0
 
 
-def test_resume_starts_a_missing_evaluation_and_refuses_another_step(tmp_path):
+def test_resume_starts_a_missing_evaluation_and_rejects_another_step(tmp_path):
     """A process that is killed early leaves a run without an evaluation."""
     run = tmp_path / "run"
     run.mkdir()

@@ -96,5 +96,5 @@ def test_dense_reward_with_terminating_success_gives_a_warning(words: tuple[str,
         (("env.id=CartPole-v1",), "unknown; keys of info: none"),
     ],
 )
-def test_banner_names_the_source_of_success(words: tuple[str, ...], source: str) -> None:
+def test_banner_shows_the_source_of_success(words: tuple[str, ...], source: str) -> None:
     assert banner_of(*words)["success"] == source

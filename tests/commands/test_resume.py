@@ -129,7 +129,7 @@ def test_damaged_checkpoint_error_names_the_checkpoint(tmp_path):
     assert not (run / "lock").exists()
 
 
-def test_config_with_python_tags_is_refused(tmp_path):
+def test_config_with_python_tags_is_rejected(tmp_path):
     run = train_toy(tmp_path, "runner.max_steps=1")
     canary = tmp_path / "canary"
     with open(run / "config.yaml", "a", encoding="utf-8") as f:

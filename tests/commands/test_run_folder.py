@@ -68,7 +68,7 @@ def test_run_folder_contains_its_command_line(tmp_path):
 
 
 @pytest.mark.integration
-def test_run_in_use_is_refused_without_changes(tmp_path):
+def test_run_in_use_is_rejected_without_changes(tmp_path):
     """The lock holder is a real child process that waits for its input to close."""
     cfg = toy_config(tmp_path, "runner.on_existing=resume")
     code = (

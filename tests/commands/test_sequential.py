@@ -129,7 +129,7 @@ def test_comparison_of_equal_policies_runs_all_episodes(
 
 
 @pytest.mark.integration
-def test_too_few_episodes_for_a_decision_are_refused(
+def test_too_few_episodes_for_a_decision_are_rejected(
     tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [run_test([1] * count).is_decided for count in (7, 8)] == [False, True]
@@ -140,7 +140,9 @@ def test_too_few_episodes_for_a_decision_are_refused(
 
 
 @pytest.mark.integration
-def test_repeated_states_are_refused(tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_states_are_rejected(
+    tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     words = nameless(tmp_path, "env.kwargs.tasks=2", "eval.sampling_params.do_sample=true", "eval.samples=4")
     assert main(["eval", "--until-significant", *runs, *words]) == 2
     assert "initial states, so pairs are not independent" in capsys.readouterr().err
@@ -148,14 +150,16 @@ def test_repeated_states_are_refused(tmp_path: Path, runs: tuple[str, str], caps
 
 @pytest.mark.integration
 @pytest.mark.parametrize("word", ["ckpt=other", "runner.experiment_name=one", "runner.on_existing=resume", "third"])
-def test_keys_of_one_run_are_refused(runs: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_until_significant_rejects_keys_of_a_single_run(
+    runs: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both evaluations would use one folder, or one of the runs would be ignored."""
     assert main(["eval", "--until-significant", *runs, word]) == 2
     assert f"remove {word}." in capsys.readouterr().err
 
 
 @pytest.mark.integration
-def test_different_horizons_are_refused(
+def test_different_horizons_are_rejected(
     tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = train_toy(tmp_path, "runner.max_steps=1", "env.eval.max_episode_steps=3", name="short")

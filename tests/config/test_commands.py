@@ -22,7 +22,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("command", "words"), REFUSED, ids=[f"{c} {w}" for c, w in REFUSED])
-def test_keys_and_groups_of_other_components_are_refused(command: str, words: str) -> None:
+def test_keys_and_groups_of_other_components_are_rejected(command: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(command, words.split())
     (problem,) = caught.value.problems

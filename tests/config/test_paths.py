@@ -25,6 +25,6 @@ def test_assets_resolve_from_any_working_directory(path, tmp_path, monkeypatch):
     assert paths.resolve_asset(path) == paths.assets_dir() / path.removeprefix("assets/")
 
 
-def test_other_paths_are_not_changed():
+def test_paths_outside_the_asset_folders_are_unchanged():
     assert paths.resolve_asset("models/x") == Path("models/x")
     assert paths.resolve_asset("~/x") == Path.home() / "x"

@@ -106,7 +106,7 @@ def test_option_file_agrees_with_the_command_line(word: str, tmp_path: Path) -> 
         assert repr(found) == repr(expected)
 
 
-def test_type_of_words_is_that_of_hydra() -> None:
+def test_command_line_types_match_hydra() -> None:
     kinds = {type(None): "null", bool: "bool", int: "int", float: "float", str: "str"}
     for word in {*NUMBERS.split(), *WORDS.split(), "1e5_0", "1._5", "1_.5", "-.5e-3", "+inf", "nAn", "00", "0_1"}:
         try:
@@ -125,7 +125,7 @@ def test_type_of_words_is_that_of_hydra() -> None:
         ('runner.experiment_name="a\ud800"', "Cannot parse"),
     ],
 )
-def test_words_that_cannot_be_saved_are_refused(word: str, reason: str) -> None:
+def test_overrides_that_cannot_be_saved_are_rejected(word: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config("train", [*GYM, word])
 

@@ -45,7 +45,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("value", DOORS, ids=str)
-def test_code_paths_from_files_are_refused_unless_on_the_command_line(value: Any) -> None:
+def test_code_paths_from_files_are_rejected_unless_on_the_command_line(value: Any) -> None:
     (line,) = find_untrusted_values({"env.x": value, "seed": 1}, {"env.y": "typed", "trust": "true"}, FILE)
     assert line.startswith(f"{FILE}: env.x: ")
     assert f"add {TRUST};" in line

@@ -41,7 +41,7 @@ def test_dagger_executes_policy_actions_and_records_expert_labels(tmp_path: Path
 
 
 @pytest.mark.parametrize("place", ["data.path", "data.more", "data.val_path"])
-def test_dagger_refuses_mismatched_data_before_the_first_round(tmp_path: Path, place: str) -> None:
+def test_dagger_rejects_mismatched_data_before_the_first_round(tmp_path: Path, place: str) -> None:
     for name in ("demos", "other"):
         collect(configure("collect", tmp_path, f"collect.out={tmp_path}/{name}", "collect.episodes=4"))
     card = tmp_path / "other" / "meta" / "embodyrl.json"

@@ -162,7 +162,7 @@ def test_writer_continues_after_a_kill_before_its_first_file(tmp_path: Path) -> 
     assert not list((tmp_path / "set").rglob(".tmp-*"))
 
 
-def test_folder_with_other_contents_or_settings_is_refused(tmp_path: Path) -> None:
+def test_folder_with_other_contents_or_settings_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(EmbodyError, match="not empty and contains no data set"):

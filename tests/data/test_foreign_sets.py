@@ -158,7 +158,7 @@ def test_dataset_without_state_is_read(tmp_path: Path) -> None:
     assert (demos.state.shape, demos.action.shape) == ((21, 0), (21, 3))
 
 
-def test_image_files_outside_the_dataset_are_refused(tmp_path: Path) -> None:
+def test_image_files_outside_the_dataset_are_rejected(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", cameras=("observation.images.front",))
     table = pq.read_table(root / DATA)
     (root / "images").mkdir()

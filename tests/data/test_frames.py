@@ -38,7 +38,7 @@ def picture(width: int, height: int, kind: str = "PNG") -> bytes:
     ],
     ids=["large", "bomb", "other", "eps", "ppm", "cut", "chunk", "empty"],
 )
-def test_unsupported_images_are_refused(content):
+def test_unsupported_images_are_rejected(content):
     made = content()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(EmbodyError, match="frame"):
@@ -56,7 +56,7 @@ def test_common_image_formats_are_read(kind):
     assert np.array_equal(out, noise)
 
 
-def test_video_of_wrong_size_is_refused_after_reading_its_header(tmp_path: Path):
+def test_video_of_wrong_size_is_rejected_after_reading_its_header(tmp_path: Path):
     encode_mp4([np.zeros((4, 48, 64, 3), np.uint8)], 10.0, tmp_path / "a.mp4")
     np.testing.assert_allclose(frame_times(tmp_path / "a.mp4", (48, 64)), [0.0, 0.1, 0.2, 0.3])
     with pytest.raises(EmbodyError, match=r"frames of 48x64, but the data set declares 64x48"):

@@ -82,14 +82,14 @@ def test_size_limit_stops_recording_but_not_the_run(tmp_path: Path, capsys) -> N
     assert "has reached runner.keep_episodes_gb" in capsys.readouterr().out
 
 
-def test_saving_episodes_is_refused_with_action_chunks(tmp_path: Path) -> None:
+def test_saving_episodes_is_rejected_with_action_chunks(tmp_path: Path) -> None:
     assert "model.num_action_chunks=4" in TOY
     with pytest.raises(ConfigError, match="one observation per chunk"):
         train(load_config("train", toy_words(tmp_path, *QUIET, "runner.keep_episodes=all")))
     assert not (tmp_path / "run").exists()
 
 
-def test_saving_episodes_is_refused_with_a_delay(tmp_path: Path) -> None:
+def test_saving_episodes_is_rejected_with_a_delay(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="actions are computed from older observations"):
         evaluated(tmp_path, "late", "runner.keep_episodes=all", "env.control.latency_steps=2")
     assert not (tmp_path / "late").exists()

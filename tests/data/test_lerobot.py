@@ -40,7 +40,7 @@ def test_datasets_written_by_lerobot_are_read(kind: str, error: float) -> None:
         assert np.abs(demos.images[:, camera].astype(int) - expected).mean() <= error
 
 
-def test_unsupported_lerobot_datasets_are_refused(tmp_path: Path) -> None:
+def test_unsupported_lerobot_datasets_are_rejected(tmp_path: Path) -> None:
     shutil.copytree(FILES / "image", tmp_path / "old")
     info = json.loads((tmp_path / "old" / "meta" / "info.json").read_text())
     for change, said in (

@@ -326,12 +326,12 @@ def test_reward_model_uses_its_own_cameras(tmp_path: Path) -> None:
         (["objective.name=success", "data.path=test_objectives:pairs"], "episodes"),
     ],
 )
-def test_unsuitable_data_for_an_objective_is_refused(words: list[str], reason: str) -> None:
+def test_unsuitable_data_for_an_objective_is_rejected(words: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config("sft", words)
 
 
-def test_unsuitable_reward_model_is_refused(tmp_path: Path) -> None:
+def test_unsuitable_reward_model_is_rejected(tmp_path: Path) -> None:
     words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", "objective.name=preference")
     with pytest.raises(ConfigError, match="cannot be trained as a reward model"):
         load_inputs(load_config("sft", [*words, "model.is_lora=true"]), tmp_path)

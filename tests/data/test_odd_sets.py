@@ -89,7 +89,7 @@ def test_malformed_value_error_names_its_location(tmp_path: Path, damage: Any, s
         load_demonstrations(root)
 
 
-def test_task_index_with_two_instructions_is_refused_in_version_2(tmp_path: Path) -> None:
+def test_task_index_with_two_instructions_is_rejected_in_version_2(tmp_path: Path) -> None:
     root = write_v2_set(tmp_path / "set")
     with open(root / "meta/tasks.jsonl", "a", encoding="utf-8") as file:
         file.write('{"task_index": 0, "task": "open"}\n')

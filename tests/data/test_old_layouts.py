@@ -103,14 +103,14 @@ def append(root: Path, name: str, text: str) -> None:
         (lambda r: edit_info(r, data_path=None), r"has no path template"),
     ],
 )
-def test_damaged_old_layout_is_refused(tmp_path: Path, damage: Callable[[Path], Any], error: str) -> None:
+def test_damaged_old_layout_is_rejected(tmp_path: Path, damage: Callable[[Path], Any], error: str) -> None:
     root = write_v2_set(tmp_path / "set")
     damage(root)
     with pytest.raises(EmbodyError, match=error):
         load_demonstrations(root)
 
 
-def test_missing_video_of_an_old_layout_is_refused(tmp_path: Path) -> None:
+def test_missing_video_of_an_old_layout_is_rejected(tmp_path: Path) -> None:
     root = write_v2_set(tmp_path / "set", video=True)
     (root / "videos/chunk-000/observation.images.wrist/episode_000001.mp4").unlink()
     with pytest.raises(EmbodyError, match=r"wrist/episode_000001.mp4 is missing"):

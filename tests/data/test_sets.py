@@ -209,7 +209,7 @@ def test_filter_keeps_the_matching_episodes(two, tmp_path: Path, flags: dict[str
     assert check_layout(tmp_path / "some") == []
 
 
-def test_invalid_data_commands_are_refused(two, tmp_path: Path) -> None:
+def test_invalid_data_commands_are_rejected(two, tmp_path: Path) -> None:
     own, shown, _ = two
     out = tmp_path / "out"
     for words, flags, reason in (

@@ -395,14 +395,14 @@ def test_sft_reports_missing_and_unused_keys(demos: Path, tmp_path: Path, overri
         config(tmp_path, demos, *overrides)
 
 
-def test_mismatched_components_are_refused_before_sft(demos: Path, tmp_path: Path) -> None:
+def test_mismatched_components_are_rejected_before_sft(demos: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reads 2 camera images, but env 'toy' has 1"):
         train(tmp_path / "images", demos, "model.num_images_in_input=2")
     with pytest.raises(ConfigError, match=r"model_type 'scripted' needs a trainable checkpoint folder"):
         sft(load_config("sft", [f"data.path={demos}", "model=scripted", f"runner.output_dir={tmp_path}"]))
 
 
-def test_refused_sft_run_creates_no_folder(demos: Path, tmp_path: Path) -> None:
+def test_rejected_sft_run_creates_no_folder(demos: Path, tmp_path: Path) -> None:
     name = ["runner.experiment_name=kept", f"runner.output_dir={tmp_path}"]
 
     def begin(*more: str) -> None:
@@ -427,7 +427,7 @@ def test_banner_without_images_omits_image_size(demos: Path, tmp_path: Path) -> 
     )
 
 
-def test_banner_names_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
+def test_banner_lists_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
     quiet = ["launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}/runs"]
     cameras = "env.init_params.camera_names=[wrist,front]"
     out = f"collect.out={tmp_path}/both"

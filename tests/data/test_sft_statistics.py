@@ -134,7 +134,7 @@ def test_constant_actions_have_no_log_probability(mode: str, folder: Path) -> No
     assert found.tolist() == [1, 0, 1, 1, 0]
 
 
-def test_banner_names_constant_and_rare_dimensions() -> None:
+def test_banner_lists_constant_and_rarely_changing_dimensions() -> None:
     assert describe_constant_dimensions(data(), data()[:, :2]) == (
         "constant: action[1], action[4], state[1] · rarely different, scaled by min and max: action[2], action[3]"
     )

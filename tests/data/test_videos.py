@@ -47,7 +47,7 @@ def test_frames_and_steps_of_equal_number_correspond_in_order(tmp_path: Path, fp
 
 
 @pytest.mark.parametrize("rate", [0.97, 1.02])
-def test_clock_of_the_table_may_differ_from_the_clock_of_the_video(tmp_path: Path, rate: float) -> None:
+def test_timestamps_of_table_and_video_may_have_different_scales(tmp_path: Path, rate: float) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     names = [f"{key}{edge}_timestamp" for key in KEYS for edge in ("from", "to")]
     edit_episodes(root, lambda rows: [row.update({name: row[name] * rate for name in names}) for row in rows])
@@ -59,7 +59,7 @@ def test_clock_of_the_table_may_differ_from_the_clock_of_the_video(tmp_path: Pat
     assert wrong_frames(load_demonstrations(root)) == 0
 
 
-def test_unused_frames_are_a_warning_and_gaps_of_the_table_are_followed(tmp_path: Path, capsys: Any) -> None:
+def test_unused_video_frames_warn_and_episode_timestamps_skip_them(tmp_path: Path, capsys: Any) -> None:
     """A discarded take of 5 frames follows the first episode of each file."""
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     firsts = iter(LENGTHS[order[0]] for order in ORDERS)
@@ -99,7 +99,7 @@ def test_missing_frames_in_a_gap_of_the_table_are_an_error(tmp_path: Path) -> No
 @pytest.mark.parametrize("write", [write_set, write_v2_set])
 @pytest.mark.parametrize("video", [False, True])
 @pytest.mark.parametrize("fps", [10, 9.8])
-def test_subset_shows_its_own_episodes(tmp_path: Path, write: Any, video: bool, fps: float) -> None:
+def test_subset_contains_the_frames_of_its_own_episodes(tmp_path: Path, write: Any, video: bool, fps: float) -> None:
     options = {"video": video} if write is write_v2_set else {"video_files": (0, 0, 0) if video else None}
     root = write(tmp_path / "set", **options)
     if video and write is write_set:

@@ -88,7 +88,7 @@ def test_metaworld_tasks_equal_the_cards() -> None:
     assert [list(row) for row in zip(*counts, strict=True)] == shown[:10]
 
 
-def test_gpu_memory_in_the_choice_of_recipes_is_the_measured_memory() -> None:
+def test_gpu_memory_in_the_recipe_guide_matches_the_measurements() -> None:
     measured = {cells[0]: cells[4] for _, cells in tables(DOCS / "results" / "gpu.md")}
     shown = [(cells[1], cells[3]) for header, cells in tables(DOCS / "howto" / "choose_recipe.md") if "GiB" in header]
     assert [measured.get(name, "not run") for name, _ in shown] == [gib for _, gib in shown]

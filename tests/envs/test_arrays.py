@@ -142,7 +142,7 @@ def test_failing_reward_is_reported_once_per_episode():
     assert list(env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32)).reward_errors or {}) == [1]
 
 
-def test_termination_flags_of_wrong_shape_are_refused(monkeypatch):
+def test_termination_flags_of_wrong_shape_are_rejected(monkeypatch):
     env = make(2)
     begin(env, [1, 2])
     advance = env._sims.step
@@ -186,7 +186,7 @@ def test_relative_rewards_restart_with_each_episode():
         assert env.step_chunk([0, 1], STILL).reward.tolist() == [[2.0, 6.0, 10.0, 0.0, 0.0]] * 2
 
 
-def test_after_step_callback_gets_the_success_of_its_slot():
+def test_after_step_callback_gets_the_success_of_its_env():
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     begin(env, [1, 2])
     env.step_chunk([1], STILL[:1, :1])
@@ -221,7 +221,7 @@ def acted(step: RewardStep) -> float:
     return float(step.action[0]) + 10 * step.truncated
 
 
-def test_user_reward_gets_the_data_of_its_slot():
+def test_user_reward_gets_the_data_of_its_env():
     reward = StepRewardSettings(path="test_arrays:acted")
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0, reward=reward)
     env.reset([0, 1], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=limit) for limit in (1, 2)])
@@ -231,7 +231,7 @@ def test_user_reward_gets_the_data_of_its_slot():
     assert result.components.tolist() == [[15, 0], [13, 0]]
 
 
-def test_each_slot_has_a_separate_instruction(tmp_path):
+def test_each_parallel_env_has_its_own_instruction(tmp_path):
     """Instructions in the records of a rollout equal those of the environment."""
     env = make(4)
     begin(env, [0, 99, 100, 149])

@@ -25,7 +25,7 @@ def chunk(rows, length, first=0.0):
     return actions
 
 
-def test_termination_inside_a_chunk_stops_the_slot():
+def test_termination_inside_a_chunk_stops_the_env():
     sims, env = make(steps_of([0, 0, 1, 9], success=[2], terminated=[2]))
     env.reset([0], [start(seed=5)])
     result = env.step_chunk([0], chunk(1, 5))
@@ -70,7 +70,7 @@ def test_episode_with_ignored_terminations_ends_at_the_limit_and_keeps_success()
     assert result.reward.tolist()[0][:5] == [0, 1, -1, 1, 0]
 
 
-def test_slots_end_independently():
+def test_parallel_envs_end_independently():
     """One environment ignores terminations, the other does not, in either order."""
     for ignoring in ((True, False), (False, True)):
         _, env = make(steps_of([0, 1, 1], success=[1, 2], terminated=[1, 2]), env_indices=2)
@@ -92,7 +92,7 @@ def test_relative_rewards_telescope_over_chunks_of_an_episode():
         assert got.sum() == 2.0 * rewards[-1]
 
 
-def test_absolute_rewards_are_scaled_only():
+def test_absolute_rewards_are_only_scaled():
     _, env = make(steps_of([0.5, 0.5, 1.0]), relative=False, coef=4.0)
     env.reset([0], [start()])
     assert env.step_chunk([0], chunk(1, 3)).reward.tolist() == [[2.0, 2.0, 4.0]]
@@ -123,7 +123,7 @@ def test_observation_is_written_into_the_given_views():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_non_finite_reward_names_slot_task_and_value(bad):
+def test_non_finite_reward_error_names_env_task_and_value(bad):
     _, env = make(steps_of([0.0]), steps_of([0.0, bad]), env_indices=4)
     env.reset([3], [start(1)])
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_non_finite_reward_names_slot_task_and_value(bad):
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 7), (2, 3, 2), (3, 2), (1, 0, 2)])
-def test_wrong_action_shape_is_refused_before_stepping(shape):
+def test_wrong_action_shape_is_rejected_before_stepping(shape):
     sims, env = make(steps_of([0.0]))
     env.reset([0], [start()])
     with pytest.raises(EnvError, match=r"environments \[0\] on tasks \[0\].*expected \(1, K >= 1, 2\)"):
@@ -141,7 +141,7 @@ def test_wrong_action_shape_is_refused_before_stepping(shape):
     assert len(sims.log) == 1
 
 
-def test_non_finite_action_is_refused_before_stepping():
+def test_non_finite_action_is_rejected_before_stepping():
     sims, env = make(steps_of([0.0]), env_indices=2)
     env.reset([0, 1], [start(), start()])
     actions = chunk(2, 3)
@@ -165,7 +165,7 @@ def test_calls_in_the_wrong_order_raise_errors():
     assert env.step_chunk([0], chunk(1, 1)).done.all()
 
 
-def test_invalid_reset_arguments_are_refused():
+def test_invalid_reset_arguments_are_rejected():
     _, env = make(steps_of([0.0]))
     with pytest.raises(EnvError, match=r"reset id 1 is outside 0\.\.0"):
         env.reset([0], [start(1)])

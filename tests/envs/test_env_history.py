@@ -145,14 +145,14 @@ def test_goals_in_a_history_are_not_relabeled():
     assert with_history(spec, 3).goal is None
 
 
-def test_gripper_of_a_flattened_chunk_is_not_binary():
+def test_flattened_chunk_spec_has_no_binary_gripper():
     """The environment itself snaps the gripper of the executed action."""
     spec = plain().spec
     assert spec.action.gripper.binary
     assert not with_chunks(spec, 4).action.gripper.binary
 
 
-def test_categories_are_not_averaged():
+def test_ensembling_of_discrete_actions_is_rejected():
     spec = replace(plain().spec, action=ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(2,)))
     with pytest.raises(ConfigError, match=r"env\.ensemble_chunk=4 averages real-valued actions"):
         with_chunks(spec, 4)

@@ -176,7 +176,7 @@ def test_invalid_expert_action_is_an_error():
         begin(knowing("box", [1.0, 2.0, 3.0])).expert_chunk([0], 1, noise=0.0)
 
 
-def test_out_of_range_discrete_action_is_refused():
+def test_out_of_range_discrete_action_is_rejected():
     with pytest.raises(EnvError, match=r"action \[3\], expected ids from 0 to \[2\]"):
         make_action_converter("counter", spaces.Discrete(3))(np.float32([3.0]))
 
@@ -216,7 +216,7 @@ def test_cartpole_matches_gymnasium():
     assert terminated
 
 
-def test_slots_are_separate_and_reset_ids_are_seeds():
+def test_parallel_envs_are_independent_and_reset_ids_are_seeds():
     env = ENVS.get("gym").make(config("Pendulum-v1"), EnvContext(num_envs=3))
     starts = [EpisodeStart(reset_id=i, seed=9, max_episode_steps=50) for i in (4, 5, 4)]
     env.reset([0, 1, 2], starts)
@@ -292,7 +292,7 @@ def test_non_image_byte_arrays_become_state():
     assert ObservationWriter("ram", spaces.Box(0, 255, (128,), np.uint8)).state_dim == 128
 
 
-def test_images_of_different_sizes_are_refused():
+def test_images_of_different_sizes_are_rejected():
     sizes = {"left": spaces.Box(0, 255, (4, 6, 3), np.uint8), "right": spaces.Box(0, 255, (5, 6, 3), np.uint8)}
     with pytest.raises(ConfigError, match=r"different sizes \[\(4, 6\), \(5, 6\)\]"):
         ObservationWriter("eyes", spaces.Dict(sizes))
@@ -304,7 +304,7 @@ def test_image_observation_replaces_a_missing_render_mode():
     assert env.spec.simulator.renders
 
 
-def test_video_without_images_is_refused():
+def test_video_without_images_is_rejected():
     env = begin(config(COUNTER, wrappers=["gymnasium.wrappers:FlattenObservation"]))
     with pytest.raises(EnvError, match="no image to record"):
         env.render(0)
@@ -333,7 +333,7 @@ def running_statistics() -> gymnasium.Env:
 
 
 @pytest.mark.parametrize("name", ["NormalizeObservation", "NormalizeReward"])
-def test_wrappers_with_running_statistics_are_refused(name):
+def test_wrappers_with_running_statistics_are_rejected(name):
     with pytest.raises(ConfigError, match=rf"env.wrappers: '.*{name}'.*model.normalize_state=true"):
         ENVS.get("gym").spec(config("CartPole-v1", wrappers=[f"gymnasium.wrappers:{name}"]), EnvContext())
     warnings = ENVS.get("gym").spec(config("test_gym:running_statistics"), EnvContext()).warnings
@@ -349,7 +349,7 @@ class Counting(gymnasium.ObservationWrapper):
         return observation + np.float32(1e-3 * self.calls)
 
 
-def test_wrapper_that_keeps_state_between_episodes_is_named():
+def test_wrapper_that_keeps_state_between_episodes_is_reported():
     wrappers = ["test_gym:Counting", "gymnasium.wrappers:FlattenObservation"]
     (warning,) = ENVS.get("gym").spec(config("CartPole-v1", wrappers=wrappers), EnvContext()).warnings
     assert warning.startswith("'Counting' keeps state between episodes")
@@ -408,7 +408,7 @@ def test_gym_config_errors_are_reported_before_the_start(env_id, values, error, 
         (["env.id=CartPole-v1", "model.action_dim=2"], "does not read model.action_dim"),
     ],
 )
-def test_invalid_settings_are_refused_without_importing_gymnasium(words, text):
+def test_invalid_settings_are_rejected_without_importing_gymnasium(words, text):
     with pytest.raises(ConfigError, match=text):
         check_components(load_config("train", ["env=gym", "model=mlp", *words]))
 

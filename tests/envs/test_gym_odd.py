@@ -192,7 +192,7 @@ def test_values_outside_the_declared_dtype_are_kept(space, value):
 @pytest.mark.parametrize(
     "value", [np.full((4, 4, 3), 0.4), np.full((4, 4, 3), 300), np.full((4, 4, 3), -1), np.ones((4, 4, 3), np.bool_)]
 )
-def test_images_outside_0_to_255_are_refused(value):
+def test_images_outside_0_to_255_are_rejected(value):
     with pytest.raises(EnvError, match=r"for the uint8 image 'observation', expected 0\.\.255\. Fix: "):
         write(spaces.Box(0, 255, (4, 4, 3), np.uint8), value)
 
@@ -224,7 +224,7 @@ def test_rendered_floats_become_bytes(frame, pixel):
 
 
 @pytest.mark.parametrize("frame", [np.zeros((3, 4, 6), np.uint8), np.zeros(1, np.uint8), "drawn"])
-def test_rendered_value_without_an_image_is_refused(frame):
+def test_rendered_value_without_an_image_is_rejected(frame):
     shape = str(np.shape(frame)).replace("(", r"\(").replace(")", r"\)")
     with pytest.raises(EnvError, match=rf"shape {shape}, expected \[H, W, 3\]"):
         to_single_frame(frame)
@@ -236,7 +236,7 @@ def test_largest_float_as_bound_means_unbounded():
     assert convert_action_space("odd", space).bounds == ((-np.inf, -2, 0), (np.inf, 2, np.inf))
 
 
-def test_empty_action_space_is_refused():
+def test_empty_action_space_is_rejected():
     with pytest.raises(ConfigError, match="is empty, expected at least one dimension"):
         convert_action_space("odd", spaces.Box(-1, 1, (0,)))
 

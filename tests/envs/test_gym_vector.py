@@ -130,7 +130,7 @@ def test_success_of_a_finished_episode_is_kept():
     assert len(np.unique(success[terminated])) == 2, "both outcomes, or this shows little"
 
 
-def test_slot_without_an_action_keeps_its_state_in_lockstep():
+def test_env_without_an_action_keeps_its_state_in_lockstep():
     env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_envs=2))
     state = np.zeros((2, 4), np.float32)
     images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
@@ -170,12 +170,12 @@ def test_vector_environment_passes_check_env():
     assert {finding.level for finding in findings} == {"ok"}, findings
 
 
-def test_vector_environment_of_another_size_is_refused():
+def test_vector_environment_of_another_size_is_rejected():
     with pytest.raises(ConfigError, match="of 3 environments, expected num_envs=1"):
         ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_envs=2))
 
 
-def test_vector_environment_without_partial_reset_is_refused():
+def test_vector_environment_without_partial_reset_is_rejected():
     with pytest.raises(ConfigError, match=r"CartPoleVectorEnv.*resets all environments together.*Fix: "):
         ENVS.get("gym").spec(config("gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"), EnvContext())
 
@@ -209,13 +209,13 @@ def test_training_on_vector_and_single_environments_agrees(tmp_path, vector):
     assert max(row.get("train/episode_len") or 0 for row in one) > 8
 
 
-def test_vector_environment_refuses_pipeline_stages():
+def test_vector_environment_rejects_pipeline_stages():
     cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
     with pytest.raises(ConfigError, match=r"steps all environments of a worker at once.*set it to 1"):
         build_run_plan(cfg, training=True)
 
 
-def test_info_is_split_by_slot():
+def test_info_is_split_by_env():
     """Poles pushed to the left and to the right differ."""
     env = ENVS.get("gym").make(config("test_gym_vector:TellingBatch"), EnvContext(num_envs=2))
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=9) for i in range(2)])

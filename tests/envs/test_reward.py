@@ -120,7 +120,7 @@ def test_failed_reward_is_zero_and_reported_once():
     assert "the function returned components near, expected near, far" in wrong.reward_errors[0]
 
 
-def test_reward_gets_its_slot_in_batched_environments():
+def test_batched_environments_pass_env_index_and_task_to_the_reward():
     SEEN.clear()
     sims = ScriptedBatch([steps_of([0.0]), steps_of([0.0])])
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0, reward=own("watched"))

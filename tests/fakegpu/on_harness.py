@@ -82,7 +82,7 @@ def test_policy_norms_keep_their_dtype_under_autocast(dtype):
             assert gpu.kernels == 1
 
 
-def test_lists_of_tensors_on_several_devices_are_refused():
+def test_lists_of_tensors_on_several_devices_are_rejected():
     with FakeGpu():
         here, there = torch.empty(2, device="cuda:0"), torch.empty(2, device="cuda:1")
         host, scalar = torch.empty(2), torch.empty(())

@@ -109,7 +109,7 @@ def test_environment_can_use_a_separate_process(launcher, name, tmp_path):
 
 
 @pytest.mark.integration
-def test_check_env_steps_an_environment_with_a_separate_process(tmp_path):
+def test_check_env_supports_environments_with_child_processes(tmp_path):
     done = run_cli("check-env", "env=gym", "env.id=family_env:Simulated", cwd=tmp_path, env={FOLDER: str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert gone(tmp_path)

@@ -66,7 +66,7 @@ def lead_out_of_the_folder(newest):
     "damage",
     [truncate, flip_a_bit, remove, add, empty_the_manifest, come_from_the_future, lead_out_of_the_folder],
 )
-def test_resume_refuses_a_damaged_checkpoint_and_names_an_older_checkpoint(healthy, tmp_path, damage):
+def test_resume_rejects_a_damaged_checkpoint_and_names_an_older_checkpoint(healthy, tmp_path, damage):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     said = damage(run / "checkpoints" / "step_000002")
@@ -170,7 +170,7 @@ def test_damaged_metric_rows_are_skipped(healthy, tmp_path):
     ],
     ids=["values", "adapters"],
 )
-def test_resume_with_other_trained_parameters_is_refused(healthy, tmp_path, words):
+def test_resume_with_other_trained_parameters_is_rejected(healthy, tmp_path, words):
     run = tmp_path / "run"
     if "model.is_lora=true" in words:
         train_toy(tmp_path, *TOY_OFT, "runner.save_interval=1")

@@ -92,7 +92,7 @@ def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeyp
     assert not list(tmp_path.glob("*.ran"))
 
 
-def test_resumed_evaluation_refuses_untrusted_code(tmp_path, monkeypatch, capsys):
+def test_resumed_evaluation_rejects_untrusted_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = foreign_run(tmp_path / "theirs", "env.env_type", "subprocess:Popen")
     shutil.rmtree(run / "checkpoints")
@@ -172,7 +172,7 @@ def test_registered_components_need_no_trust(tmp_path):
     ],
     ids=lambda words: words[-1] if words[0][:4] != "env=" else words[2],
 )
-def test_objects_of_the_wrong_type_are_refused_without_a_call(words, tmp_path, monkeypatch, capsys):
+def test_objects_of_the_wrong_type_are_rejected_without_a_call(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--dry-run"]) == 2
     said = capsys.readouterr().err
@@ -180,7 +180,7 @@ def test_objects_of_the_wrong_type_are_refused_without_a_call(words, tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-def test_class_in_place_of_a_factory_is_refused():
+def test_class_in_place_of_a_factory_is_rejected():
     from embodyrl.envs import ENVS
 
     with pytest.raises(UnknownNameError, match=r"is type .*TextFactory.*, not a factory"):
@@ -204,7 +204,7 @@ def test_environment_variables_are_hidden_in_output(tmp_path, monkeypatch, capsy
     assert load_saved_config(tmp_path, []) == cfg
 
 
-def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_config_that_grows_without_bound_is_rejected(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("seed: &a [1, 1]\nvideo: [*a, *a]\n")
     for command in (["train", "--resume"], ["report"], ["view"]):
         assert main([*command, str(tmp_path)]) == 2
@@ -295,7 +295,7 @@ def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path
 
 
 @pytest.mark.integration
-def test_parquet_decompression_bomb_is_refused(tmp_path, monkeypatch):
+def test_parquet_decompression_bomb_is_rejected(tmp_path, monkeypatch):
     from embodyrl.text.dataset import open_rows
     from embodyrl.text.settings import RowSettings
 

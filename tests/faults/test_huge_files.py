@@ -116,7 +116,7 @@ LYING = {
 
 
 @pytest.mark.parametrize("content", LYING.values(), ids=LYING)
-def test_sparse_weights_with_a_wrong_header_are_refused(tmp_path, content):
+def test_sparse_weights_with_a_wrong_header_are_rejected(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with path.open("ab") as file:
@@ -128,7 +128,7 @@ def test_sparse_weights_with_a_wrong_header_are_refused(tmp_path, content):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19
 
 
-def test_sparse_weights_of_another_model_are_refused_without_reading_them(tmp_path):
+def test_sparse_weights_of_another_model_are_rejected_without_reading_them(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(TRUE)
     with path.open("ab") as file:

@@ -68,7 +68,7 @@ def test_diverging_learning_rate_exits_5(tmp_path, model, what):
 
 
 @pytest.mark.integration
-def test_non_finite_numbers_have_the_same_exit_code_inline_and_in_workers(tmp_path):
+def test_non_finite_loss_exits_5_in_worker_processes(tmp_path):
     words = toy_words(tmp_path, *INFINITE_LOSS)
     done = run_cli("train", *words, cwd=tmp_path)
     assert done.returncode == 5, done.stderr
@@ -106,7 +106,7 @@ def fills(disk: Path, left: int, at: int = 1) -> OnStep:
     return fill
 
 
-def test_missing_disk_space_is_refused_at_the_start(small_disk):
+def test_missing_disk_space_is_rejected_at_the_start(small_disk):
     (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
     with pytest.raises(
         ConfigError, match=r"A checkpoint needs 23 MiB, and up to 3 .* 36 MiB are free .*checkpoint\.keep=1"

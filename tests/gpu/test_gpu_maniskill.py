@@ -35,7 +35,7 @@ def look(env, env_index):
     return out.images, out.state
 
 
-def test_reset_id_determines_the_episode_in_every_slot():
+def test_reset_id_determines_the_episode_in_every_parallel_env():
     env = FACTORY.make(load_config("train", WORDS).env, EnvContext(num_envs=4))
     starts = [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6, 7, 5)]
     env.reset([0, 1, 2, 3], starts)

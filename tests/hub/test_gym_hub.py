@@ -79,7 +79,7 @@ def test_saved_config_with_a_hub_environment_needs_trust() -> None:
         ("other", r"denies access or has no such repository or revision"),
     ],
 )
-def test_unusable_hub_environment_is_refused(
+def test_unusable_hub_environment_is_rejected(
     hub: Hub, revision: str, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check-env", *words(f"me/cart@{revision}", "trust=true")]) != 0

@@ -53,7 +53,7 @@ def test_file_outside_the_repository_is_not_written(hub, tmp_path, name):
 
 
 @pytest.mark.parametrize("commit", ["../../../evil", "main", "A" * 40, ""])
-def test_invalid_commit_from_the_hub_is_refused(hub, tmp_path, commit):
+def test_invalid_commit_from_the_hub_is_rejected(hub, tmp_path, commit):
     hub.repositories["model", "me/evil"] = Repository({commit: {"config.json": b"{}"}}, {"main": commit})
     with pytest.raises(ConfigError, match="me/evil"):
         download("model.path", "me/evil", "model", False)

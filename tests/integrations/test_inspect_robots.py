@@ -40,13 +40,13 @@ def test_embodiment_passes_the_conformance_check(plugin):
         embodiment.close()
 
 
-def test_environment_without_end_effector_actions_is_refused(plugin):
+def test_environment_without_end_effector_actions_is_rejected(plugin):
     with pytest.raises(ValueError, match="end effector"):
         plugin.EmbodyrlEmbodiment("gym", "env.id=CartPole-v1")
 
 
 @pytest.mark.timeout(300)
-def test_evaluation_succeeds_in_the_same_episodes(plugin, tmp_path):
+def test_inspect_robots_and_eval_succeed_in_the_same_episodes(plugin, tmp_path):
     from inspect_robots.eval import eval as evaluate
 
     from embodyrl.cli.main import main

@@ -76,7 +76,7 @@ def test_skipped_samples_count_in_the_denominator(make: Make):
     assert actor.update()["policy_loss"] == pytest.approx(-3 / 6, rel=1e-4)
 
 
-def test_only_updates_use_the_threads_for_updates(make: Make, monkeypatch):
+def test_update_thread_count_applies_only_during_updates(make: Make, monkeypatch):
     actor, counts = make("actor.optim.lr=0"), []
     score = actor.host.policy.score
 

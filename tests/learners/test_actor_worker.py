@@ -63,7 +63,7 @@ def test_reference_path_loads_another_policy(tmp_path):
     assert "step_000002/policy" in (again / "config.yaml").read_text()
 
 
-def test_reference_with_other_action_statistics_is_refused(tmp_path):
+def test_reference_with_other_action_statistics_is_rejected(tmp_path):
     folder = tmp_path / "teacher"
     run = train_toy(tmp_path, *WORDS, *TOY_OFT, "runner.max_steps=1", name="first")
     saved = run / "checkpoints" / "step_000001" / "policy"

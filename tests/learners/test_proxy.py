@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from embodyrl.channels.rendezvous import Rendezvous, forward_to_proxy, open_proxy, rendezvous
 
 
-def test_proxy_connects_clients_with_the_secret():
+def test_proxy_connects_clients_that_send_the_secret():
     meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
     way = forward_to_proxy("127.0.0.2", meeting.rank_info.port, meeting.rank_info.secret)
     client = TCPStore(*way.getsockname(), is_master=False)
@@ -61,7 +61,7 @@ def is_closed(peer: socket.socket) -> bool:
         return True
 
 
-def test_replayed_response_is_refused(meeting):
+def test_replayed_response_is_rejected(meeting):
     """A peer that recorded a valid handshake cannot connect with it."""
     first, nonce = greet(meeting)
     response = hmac.digest(meeting.rank_info.secret, nonce, "sha256")

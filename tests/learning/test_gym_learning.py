@@ -118,7 +118,7 @@ def test_ppo_learns_pendulum(tmp_path):
     assert rows[-1]["eval/return"] > 0.5 * rows[0]["eval/return"]
 
 
-def test_continuous_policy_is_refused_for_discrete_actions():
+def test_continuous_policy_is_rejected_for_discrete_actions():
     cfg = load_config("train", ["env=gym", "env.id=CartPole-v1"])
     env = ENVS.get("gym").spec(cfg.env, EnvContext())
     policy = PolicySpec(name="arm", num_action_chunks=1, action_dim=1, tokens_per_chunk=1)
@@ -134,7 +134,7 @@ def test_continuous_policy_is_refused_for_discrete_actions():
         (["env.id=CartPole-v1", "model=mlp", "env.train.task_ids=[1]"], "tasks 0 to 0"),
     ],
 )
-def test_mismatched_policy_is_refused_before_the_start(words, text):
+def test_mismatched_policy_is_rejected_before_the_start(words, text):
     cfg = load_config("train", ["env=gym", *words])
     with pytest.raises(ConfigError, match=text):
         build_run_plan(cfg, training=False)

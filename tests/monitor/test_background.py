@@ -99,7 +99,7 @@ def test_closing_a_logger_times_out(tmp_path: Path, gate: threading.Event, caplo
     assert "queued data is lost" in caplog.text
 
 
-def test_hanging_logger_start_ends_the_run(tmp_path: Path, gate: threading.Event):
+def test_logger_that_hangs_on_open_ends_the_run(tmp_path: Path, gate: threading.Event):
     with pytest.raises(
         ConfigError, match=r"'hosted' cannot start .* a call to the logger has not finished within 0\.1 s"
     ):

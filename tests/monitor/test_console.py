@@ -50,7 +50,7 @@ def test_return_is_shown_if_success_is_unknown():
     assert step_line(3, 9, row) == "step 3/9  1.0 s  validation return 475.2  return 31.5"
 
 
-def test_step_line_shows_restarts_and_a_return_unlike_success():
+def test_step_line_shows_restarts_and_returns_that_differ_from_success():
     row = {"train/success_once": 0.5, "train/episodes": 4, "train/return": 0.7, "env/restarts": 2}
     assert step_line(3, 9, row) == "step 3/9  success 50.0 % of 4  return 0.7  2 worker restarts"
 

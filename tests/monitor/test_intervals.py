@@ -29,7 +29,7 @@ def test_wilson_without_trials_is_zero_to_one():
     assert wilson(0, 0) == (0.0, 1.0)
 
 
-def test_impossible_success_counts_are_refused():
+def test_impossible_success_counts_are_rejected():
     with pytest.raises(ValueError, match="successes=3 must be between 0 and n=2"):
         wilson(3, 2)
 

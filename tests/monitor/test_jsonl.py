@@ -63,7 +63,7 @@ def test_resume_removes_later_rows_and_a_truncated_line(tmp_path: Path):
     assert [(row["step"], row["x"]) for row in rows(tmp_path)][2:] == [(2, 2.0), (3, 31.0), (4, 4.0)]
 
 
-def test_new_run_refuses_an_existing_file(tmp_path: Path):
+def test_new_run_rejects_an_existing_file(tmp_path: Path):
     opened(tmp_path).close()
     with pytest.raises(FileExistsError):
         opened(tmp_path)

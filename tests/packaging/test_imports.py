@@ -88,7 +88,7 @@ def test_imports_follow_the_layer_order():
     assert {folder(module) for module in imports()} - set(level) == {"embodyrl"}
 
 
-def test_parts_are_in_the_layer_of_their_kind():
+def test_components_are_in_the_folder_of_their_group():
     """Strings of `parts.py` name modules that exist, in the folders that an import of them would allow."""
     folders = {
         "ENVIRONMENTS": "envs",

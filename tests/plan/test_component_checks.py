@@ -41,7 +41,7 @@ def test_problem_of_a_component_is_reported(overrides: list[str], fragments: lis
 TEXT = ("env=text/copy", "model=causal_lm_tiny")
 
 
-def test_dagger_refuses_text_tasks(tmp_path: Path) -> None:
+def test_dagger_rejects_text_tasks(tmp_path: Path) -> None:
     words = ("env=text/arithmetic", "dagger.expert=human", f"collect.out={tmp_path}", f"data.path={tmp_path}")
     with pytest.raises(ConfigError, match="env_type=text: `embodyrl dagger` corrects robot policies"):
         check_components(load_config("dagger", words))

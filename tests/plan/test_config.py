@@ -151,7 +151,7 @@ def test_data_function_and_data_files_can_be_combined(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_incompatible_data_keys_are_refused(words: str, problem: str) -> None:
+def test_incompatible_data_keys_are_rejected(words: str, problem: str) -> None:
     if not problem:
         assert load_config("train", words.split())
         return

@@ -94,7 +94,7 @@ def test_task_ids_select_reset_ids(config):
         select_reset_ids(ENV, config("env.train.task_ids=[3]").env.train)
 
 
-def test_auto_reset_joins_all_rollout_epochs(config):
+def test_auto_reset_combines_all_rollout_epochs_into_one_wave(config):
     refilled = plan_of(config("algorithm.rollout_epoch=3"))
     assert [len(wave.queues) for wave in refilled.waves] == [1]
     assert [e.episode_id for e in refilled.waves[0].queues[0]] == list(range(12))
@@ -103,7 +103,7 @@ def test_auto_reset_joins_all_rollout_epochs(config):
     assert episodes_of(refilled) == [e for wave in waves for e in wave.queues[0]]
 
 
-def test_deterministic_mode_assigns_episodes_to_fixed_slots(config):
+def test_deterministic_mode_assigns_episodes_to_fixed_envs(config):
     words = ("algorithm.rollout_epoch=3", "algorithm.group_size=4")
     dealt = plan_of(config(*words, "runner.deterministic=true"))
     assert [[e.episode_id for e in q] for q in dealt.waves[0].queues] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
@@ -124,12 +124,12 @@ def test_step_quota_never_runs_out_of_episodes(config):
     assert len(set(ids)) == len(ids) == 40
 
 
-def test_step_quota_without_auto_reset_has_one_episode_per_slot(config):
+def test_step_quota_without_auto_reset_has_one_episode_per_env(config):
     cfg = config("algorithm=ppo", "env.train.auto_reset=false")
     assert [len(q) for q in plan_of(cfg, counts_chunk_steps=True).waves[0].queues] == [1, 1, 1, 1]
 
 
-def test_random_reset_ids_vary_within_a_slot(config):
+def test_random_reset_ids_vary_within_an_env(config):
     words = ("algorithm=ppo", "env.train.use_fixed_reset_state_ids=false", "algorithm.group_size=1")
     cfg = config(*words, "env.train.max_steps_per_rollout_epoch=64")
     queues = plan_of(cfg, counts_chunk_steps=True).waves[0].queues

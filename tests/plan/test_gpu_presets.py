@@ -259,7 +259,7 @@ def test_rank_count_covers_all_nodes(tmp_path, monkeypatch):
     assert (plan.ranks, {plan.policy_node(rank) for rank in range(8)}) == (8, {1})
 
 
-def test_run_that_exceeds_gpu_memory_is_refused(tmp_path, monkeypatch):
+def test_run_that_exceeds_gpu_memory_is_rejected(tmp_path, monkeypatch):
     again = ("actor.gradient_checkpointing=false", "actor.micro_batch_size=32")
     with pytest.raises(ConfigError, match=r"needs about 1\d\d\.\d GiB.* the smallest GPU has only 79\.6 GiB"):
         dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch, *again)

@@ -338,7 +338,7 @@ def test_ckpt_of_a_run_sets_model_and_image_settings(tmp_path: Path) -> None:
         ("env=libero_object model=flow_small model.path=assets/flow_small_tabletop", "linear"),
     ],
 )
-def test_texture_colors_are_those_of_the_protocol_or_the_weights(words: str, expected: str) -> None:
+def test_texture_colors_follow_the_protocol_or_the_weights(words: str, expected: str) -> None:
     assert load_config("train", words.split()).env.texture_colorspace == expected
 
 

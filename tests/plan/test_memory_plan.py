@@ -135,7 +135,7 @@ def test_rollout_processes_hold_full_weights(tmp_path):
         require_memory(run_plan, replace(plan, inference=10_000 * GIB))
 
 
-def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
+def test_out_of_memory_plan_is_rejected_with_suggested_keys(tmp_path):
     run_plan = build_run_plan(toy_config(tmp_path), training=True)
     plan = plan_memory(run_plan)
     require_memory(run_plan, plan)
@@ -460,7 +460,7 @@ def test_runs_with_missing_gpus_are_rejected(command, visible, ranks, reason, tm
         run_plan.resources.get_banner_lines(run_plan)
 
 
-def test_advice_about_the_arena_leaves_out_minimal_settings(tmp_path):
+def test_arena_size_error_suggests_only_settings_that_can_be_lowered(tmp_path):
     def fix(command, *words):
         return suggest_fewer_records(
             build_run_plan(toy_config(tmp_path, *words, command=command), training=command == "train")

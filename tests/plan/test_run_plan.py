@@ -26,7 +26,7 @@ def test_only_cameras_used_by_the_policy_are_rendered():
 
 
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
-def test_task_weights_are_refused_with_random_reset_ids(words):
+def test_task_weights_are_rejected_with_random_reset_ids(words):
     """The weights cannot be ignored: each episode of an environment has its own initial state."""
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     run_plan(*ppo, training=True)
@@ -44,7 +44,7 @@ def test_task_weights_must_match_the_number_of_tasks():
 
 
 @pytest.mark.parametrize("model", ["scripted", "random"])
-def test_rl_refuses_policies_without_log_probabilities(model):
+def test_rl_rejects_policies_without_log_probabilities(model):
     with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):
         run_plan(f"model={model}", training=True)
 
@@ -90,7 +90,7 @@ def test_run_ends_at_max_epochs_or_max_steps():
         (("algorithm=sac", "algorithm.updates_per_sample=0.5", "actor.global_batch_size=64"), 128),
     ],
 )
-def test_optimizer_steps_of_a_replay_do_not_depend_on_update_epoch(words: tuple[str, ...], steps: int):
+def test_off_policy_optimizer_steps_do_not_depend_on_update_epoch(words: tuple[str, ...], steps: int):
     """The model's file sets `update_epoch` to 10, which only policy gradients read."""
     pendulum = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "launcher=inline")
     shape = ("env.train.total_num_envs=8", "env.train.max_steps_per_rollout_epoch=32")

@@ -92,7 +92,7 @@ def hub(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.mark.parametrize("command", ["eval", "train"])
 @pytest.mark.parametrize("key", ["model.path=", "ckpt="])
 @pytest.mark.parametrize("name", ["exported", "copy"])
-def test_weights_of_the_hub_have_the_settings_of_a_local_folder(
+def test_hub_weights_get_the_same_settings_as_a_local_folder(
     command: str, key: str, name: str, run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
@@ -131,7 +131,9 @@ def test_own_preset_with_weights_replaces_start_file(run: Path) -> None:
     assert found(load("env=tabletop", "model=short", config_dirs=dirs)) == (112, ["front"], 2, 40)
 
 
-def test_typed_value_wins_with_one_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_command_line_value_overrides_saved_inputs_with_one_warning(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         words = ("model.num_action_chunks=2", "env.init_params.camera_heights=56")
         assert found(load(*PAIR, f"model.path={run.parent / 'exported'}", *words)) == (56, ["front"], 2, 40)
@@ -179,7 +181,7 @@ def test_copy_of_an_included_checkpoint_has_the_tasks_of_its_training(
     assert caplog.records == []
 
 
-def test_presets_of_other_groups_are_named_in_the_banner() -> None:
+def test_banner_shows_the_start_preset() -> None:
     from embodyrl.commands.banner import preset_banner_lines
 
     ((label, text),) = preset_banner_lines(load(*PAIR))

@@ -202,7 +202,7 @@ BAD = [
 ]
 
 
-def test_refused_requests_leave_the_scene_unchanged(scene: Scene) -> None:
+def test_rejected_requests_leave_the_scene_unchanged(scene: Scene) -> None:
     desk = RequestHandlers("run", scene)
     before = scene.state()
     for bad in BAD:

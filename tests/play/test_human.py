@@ -139,6 +139,6 @@ def test_training_selects_chunks_by_actor(demos: Path) -> None:
         samples_of(demos, "data.actors=[person]")
 
 
-def test_unknown_expert_is_refused(tmp_path: Path, demos: Path) -> None:
+def test_unknown_expert_is_rejected(tmp_path: Path, demos: Path) -> None:
     with pytest.raises(ConfigError, match=r"Unknown dagger.expert 'humans'. Did you mean 'human'"):
         configure("dagger", tmp_path, *SMALL, f"data.path={demos}", f"collect.out={tmp_path}/o", "dagger.expert=humans")

@@ -293,7 +293,7 @@ def test_value_head_is_optional(tmp_path, saved, wanted):
     assert torch.equal(policy.module.state_dict()["policy.0.weight"], loaded.module.state_dict()["policy.0.weight"])
 
 
-def test_weights_of_another_shape_are_refused(tmp_path):
+def test_weights_of_another_shape_are_rejected(tmp_path):
     build(space="discrete").save(tmp_path)
     with pytest.raises(CheckpointError, match=r"sizes is \[3\] \(this run needs \[2, 4, 3\]"):
         build(space="multi", path=str(tmp_path))
@@ -301,7 +301,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
         build(space="discrete", chunk=2, path=str(tmp_path))
 
 
-def test_damaged_checkpoints_are_refused(tmp_path):
+def test_damaged_checkpoints_are_rejected(tmp_path):
     policy = build()
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         policy.load_weights(tmp_path)

@@ -19,7 +19,7 @@ def spread(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("rows", "dtype"), [(8, torch.float32), (512, torch.float32), (4096, torch.float32), (512, torch.float64)]
 )
-def test_values_and_gradients_are_those_of_torch(rows, dtype):
+def test_values_and_gradients_match_torch(rows, dtype):
     x, slope = spread(rows, dtype), torch.randn(rows, 64, dtype=dtype)
     found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, target = Tanh()(found), torch.tanh(expected)

@@ -44,7 +44,7 @@ def test_every_registered_policy_has_a_test_case() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_columns_with_log_prob_are_those_of_the_spec(case: str) -> None:
+def test_only_columns_of_the_spec_have_log_probs(case: str) -> None:
     run_plan = build_run_plan(load_config("train", [*CASES[case], "launcher=inline"]), training=True)
     env = run_plan.env
     policy = POLICIES.get(run_plan.cfg.model.model_type).build(

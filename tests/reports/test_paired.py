@@ -44,7 +44,7 @@ def test_episodes_of_different_suites_are_not_paired() -> None:
     assert [(one.suite, one.pairs) for one in compare_suites(first, alone)] == [("", 1)]
 
 
-def test_suites_are_paired_in_any_order() -> None:
+def test_suites_are_paired_regardless_of_their_order() -> None:
     """Reset ids count through all suites, so those of a suite depend on the suites evaluated before it."""
 
     def evaluation(*order: str, won: str) -> list[EpisodeRow]:

@@ -225,7 +225,7 @@ def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
         collect(stage)
 
 
-def test_deadlines_grow_with_the_number_of_slots(tmp_path, monkeypatch):
+def test_deadlines_grow_with_the_number_of_envs(tmp_path, monkeypatch):
     """Environments may run in sequence: fails if many environments have the deadline of one environment."""
     with running_crew(
         tmp_path, "faults.step_timeout_s=7", "env.kwargs.goal=99", "rollout.pipeline_stage_num=2"

@@ -191,7 +191,7 @@ def test_asynchronous_run_trains_on_stale_rollouts(tmp_path):
     assert ages == {"rollout/staleness/0", "rollout/staleness/1"}
 
 
-def test_asynchronous_deterministic_run_is_refused(tmp_path):
+def test_asynchronous_deterministic_run_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"max_staleness=1.*deterministic=true is impossible"):
         toy_config(tmp_path, "algorithm.max_staleness=1", "runner.deterministic=true")
 

@@ -115,7 +115,7 @@ ENV = EnvSpec(
 )
 
 
-def test_client_refuses_a_mismatched_server(openpi):
+def test_client_rejects_a_mismatched_server(openpi):
     seen = Observation(
         images=observation()["observation/image"][None, None],
         state=np.zeros((1, 0), np.float32),
@@ -205,7 +205,7 @@ def test_arbitrary_messages_do_not_stop_the_server(openpi):
         assert unpack(socket.recv(timeout=20))["actions"].shape == (4, 7)
 
 
-def test_clients_beyond_the_limit_are_refused(run, tmp_path):
+def test_clients_beyond_the_limit_are_rejected(run, tmp_path):
     with (
         serving(run, tmp_path, "serve.max_clients=1") as url,
         client.connect(url, compression=None, proxy=None) as first,
@@ -216,12 +216,12 @@ def test_clients_beyond_the_limit_are_refused(run, tmp_path):
         assert "serve.max_clients" in (tmp_path / "stderr.txt").read_text()
 
 
-def test_text_tasks_are_refused():
+def test_text_tasks_are_rejected():
     with pytest.raises(ConfigError, match="env_type=text: `embodyrl serve` serves only robot policies"):
         describe(load_config("serve", ["env=text/copy", "model=causal_lm_tiny"]))
 
 
-def test_browser_origins_are_refused(openpi):
+def test_browser_origins_are_rejected(openpi):
     with pytest.raises(InvalidStatus, match="403"):
         client.connect(openpi, proxy=None, origin="http://evil.example")
 

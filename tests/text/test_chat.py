@@ -90,7 +90,7 @@ def test_chat_template_matches_transformers(template: str, tmp_path: Path):
         "{{ 'a' * 2**25 }}",
     ],
 )
-def test_template_beyond_a_limit_is_an_error_in_every_process(source: str, tmp_path: Path):
+def test_template_that_exceeds_a_resource_limit_is_an_error_in_every_process(source: str, tmp_path: Path):
     place = folder(tmp_path / "m", source)
     for render in (
         lambda: ChatTemplate.read(place).render(messages("user")),
@@ -214,7 +214,7 @@ STRUCTURE = ("<end_of_utterance>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", 
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_structural_tokens_that_no_template_writes_are_not_text(chat: bool, tmp_path: Path):
+def test_structural_tokens_outside_templates_are_removed(chat: bool, tmp_path: Path):
     place = folder(tmp_path / "m", "{{ messages[0].content }}") if chat else TINY
     tokenizer = AutoTokenizer.from_pretrained(place)
     pairs = ["<think>", "</think>", "[CALL]", "[/CALL]", "<|do|>", "<|/do|>"]

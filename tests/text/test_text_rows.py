@@ -228,7 +228,7 @@ def test_exif_orientation_is_applied_to_images(tmp_path: Path, turned: int):
 
 
 @pytest.mark.parametrize("form", ["absolute", "parent", "within", "link", "mapping"])
-def test_images_outside_the_data_folder_are_refused(tmp_path: Path, form: str):
+def test_images_outside_the_data_folder_are_rejected(tmp_path: Path, form: str):
     outside, rows = tmp_path / "outside", tmp_path / "rows"
     for folder in (outside, rows):
         (folder / "images").mkdir(parents=True)
@@ -318,7 +318,7 @@ def test_held_out_row_count_excludes_skipped_rows(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["a list of nulls", "rows of nulls", "a dictionary of one long text"])
-def test_parquet_file_that_exceeds_memory_is_refused(tmp_path: Path, monkeypatch, kind: str):
+def test_parquet_file_that_exceeds_memory_is_rejected(tmp_path: Path, monkeypatch, kind: str):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     count = 2_000_000
     column = {

@@ -69,7 +69,7 @@ def test_text_grpo_trains_and_resumes_identically(tmp_path: Path):
     assert comparable(train(half, resume=went).run) == [first, second]
 
 
-def test_vllm_engine_arguments_are_typed_keys(tmp_path: Path):
+def test_vllm_engine_arguments_are_config_keys_with_types(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"rollout.vllm.max_num_seqs"):
         load_config(
             "train", ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "rollout.vllm.max_num_seqs=0"]
@@ -208,12 +208,12 @@ def test_run_without_any_reward_ends_with_an_error(tmp_path: Path, path: str):
         (["env=tabletop", "data.prompt_key=q"], "data.prompt_key=q"),
     ],
 )
-def test_invalid_text_settings_are_refused_before_the_start(overrides: list[str], message: str):
+def test_invalid_text_settings_are_rejected_before_the_start(overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         check_components(load_config("train", overrides))
 
 
-def test_mismatched_text_components_are_refused(tmp_path: Path):
+def test_mismatched_text_components_are_rejected(tmp_path: Path):
     with pytest.raises(ConfigError, match="takes text actions"):
         build_run_plan(load_config("train", ["env=text/copy", "model=mlp"]), training=True)
     with pytest.raises(ConfigError, match="for text policies only; model 'mlp' outputs actions"):

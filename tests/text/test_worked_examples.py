@@ -17,7 +17,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("rows", "count"), [(tagged_sums(shown=4), 433), (calculator_products(shown=4), 8092)])
-def test_every_pair_occurs_in_both_orders_and_never_as_an_example(rows: list[TextRow], count: int):
+def test_every_operand_pair_occurs_in_both_orders_and_never_in_the_examples(rows: list[TextRow], count: int):
     asked = [numbers(row.messages[-1].content) for row in rows]
     assert len({*asked}) == len(asked) == count
     assert {pair[::-1] for pair in asked} == {*asked}

@@ -85,7 +85,7 @@ def adapter(folder: Path, base: str) -> str:
     return f"model.lora.path={out}"
 
 
-def test_record_of_the_training_shows_the_inputs(folder: Path, capsys) -> None:
+def test_doctor_reads_the_inputs_from_the_training_record(folder: Path, capsys) -> None:
     lines, findings = diagnose(str(folder), [*OFT, "model.num_action_chunks=2"], [])
     levels = dict.fromkeys((mistake.name for mistake in MISTAKES if mistake.name != "texture colors"), "ok")
     unknown = dict.fromkeys(("channel order", "adapter"), "?")
@@ -131,7 +131,7 @@ def test_properties_that_published_files_do_not_show_are_listed(tmp_path: Path, 
         ("normalization", lambda f: None, ["model.action_normalization=bounds"], "action_normalization=bounds_q99"),
     ],
 )
-def test_mistake_is_named(
+def test_doctor_reports_each_kind_of_mistake(
     folder: Path, capsys, name: str, change: Callable[[Path], None], words: list[str], text: str
 ) -> None:
     change(folder)
@@ -140,7 +140,7 @@ def test_mistake_is_named(
     assert text in findings[name][1]
 
 
-def test_state_of_another_robot_is_named(folder: Path, capsys) -> None:
+def test_doctor_reports_state_statistics_of_another_robot(folder: Path, capsys) -> None:
     """The statistics have the width of this robot's state, so only a rendered observation shows the mistake."""
     arguments = json.dumps([str(folder), [*OFT, f"model.path={folder}"], []])
     run_forward(arguments)
@@ -156,7 +156,7 @@ def test_state_of_another_robot_is_named(folder: Path, capsys) -> None:
     assert "state dimensions [0, 1, 2, 3] of env 'tabletop' are far outside" in finding["text"]
 
 
-def test_key_of_several_data_sets_is_accepted(folder: Path, capsys) -> None:
+def test_statistics_key_of_several_data_sets_is_accepted(folder: Path, capsys) -> None:
     """A checkpoint of all suites has one key, which no environment has."""
     edit_json(folder / STATISTICS, lambda sets: sets.update(all_suites=sets.pop("tabletop")))
     record(folder, unnorm_key="all_suites", image_pipeline="official")
@@ -165,13 +165,13 @@ def test_key_of_several_data_sets_is_accepted(folder: Path, capsys) -> None:
     assert findings["statistics key"] == ("ok", "as in training model.unnorm_key=all_suites")
 
 
-def test_adapter_of_another_base_model_is_named(folder: Path, capsys) -> None:
+def test_adapter_of_another_base_model_is_reported(folder: Path, capsys) -> None:
     findings = check(capsys, folder, *OFT, adapter(folder, "owner/older"))
     assert failed(findings) == ["adapter"]
     assert "was trained on owner/older" in findings["adapter"][1]
 
 
-def test_adapter_that_is_merged_already_is_named(folder: Path, capsys) -> None:
+def test_adapter_that_is_already_merged_is_reported(folder: Path, capsys) -> None:
     (inner := folder / "lora_adapter").mkdir()
     (inner / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]})
@@ -181,7 +181,7 @@ def test_adapter_that_is_merged_already_is_named(folder: Path, capsys) -> None:
     assert "already merged" in findings["adapter"][1]
 
 
-def test_dark_textures_are_named(capsys) -> None:
+def test_doctor_reports_texture_colorspace_mismatch(capsys) -> None:
     pytest.importorskip("libero")
     soup, words = assets_dir() / "openvla_oft_tiny_soup", ["model=openvla_oft_tiny", "env.render_profile=lean"]
     findings = check(capsys, soup, *words, "env.texture_colorspace=linear")
@@ -189,7 +189,7 @@ def test_dark_textures_are_named(capsys) -> None:
     assert "env.texture_colorspace=auto" in findings["texture colors"][1]
 
 
-def test_quantile_mode_of_a_lerobot_config_is_named(tmp_path: Path, capsys) -> None:
+def test_doctor_reports_normalization_mode_mismatch_with_lerobot_config(tmp_path: Path, capsys) -> None:
     folder = shutil.copytree(assets_dir() / "pi05_tiny_tabletop", tmp_path / "pi05")
     (statistics,) = json.loads((folder / STATISTICS).read_text()).values()
     (folder / STATISTICS).unlink()

@@ -152,7 +152,7 @@ def test_conversion_continues_after_sigkill(tmp_path: Path) -> None:
     assert [name for name in names if (out / name).read_bytes() != (tmp_path / "whole" / name).read_bytes()] == []
 
 
-def test_incomplete_result_with_other_settings_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_incomplete_result_with_other_settings_is_rejected(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "libero", demos=21)
     damage_demo(source, "demo_20", lambda demo: demo["actions"].__setitem__((0, 0), np.nan))
     assert convert(source, tmp_path / "out") == 1
@@ -244,7 +244,7 @@ def test_invalid_control_frequency_is_ignored(tmp_path: Path, frequency: str) ->
     assert read_card(tmp_path / "out").fps == 20
 
 
-def test_conversion_without_observations_is_refused(tmp_path: Path, capsys) -> None:
+def test_conversion_without_observations_is_rejected(tmp_path: Path, capsys) -> None:
     """A camera of another length than the actions is no column, and then the layout is not LIBERO's."""
     source = write_libero(tmp_path / "libero", demos=1)
     damage_demo(source, "demo_0", replace("obs/agentview_rgb", np.zeros((9, 16, 16, 3), np.uint8)))
@@ -255,7 +255,7 @@ def test_conversion_without_observations_is_refused(tmp_path: Path, capsys) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_success_other_than_0_or_1_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_success_other_than_0_or_1_is_rejected(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "libero")
     damage_demo(source, "demo_0", lambda demo: demo.__setitem__("won", [0, 0, 1, np.nan]))
     assert convert(source, tmp_path / "out", "data.keys={actions: action, won: next.success}") != 0
@@ -325,7 +325,7 @@ SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.
         (lambda r: None, [KEYS, "data.grip=1"], "unknown key 'data.grip'. Did you mean 'data.gripper'"),
     ],
 )
-def test_damaged_rlds_or_wrong_settings_are_refused(
+def test_damaged_rlds_or_wrong_settings_are_rejected(
     tmp_path: Path, capsys: Any, damage: Callable[[Path], Any], words: list[str], error: str
 ) -> None:
     source = shutil.copytree(RLDS, tmp_path / "tiny_arm")
@@ -335,7 +335,7 @@ def test_damaged_rlds_or_wrong_settings_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_unknown_sources_and_existing_outputs_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_unknown_sources_and_existing_outputs_are_rejected(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     write_set(tmp_path / "new")
     write_v2_set(tmp_path / "old")

@@ -54,7 +54,7 @@ def test_failed_attempts_are_left_out_and_counted(tmp_path: Path, capsys: Any, f
     assert (demos.stop - demos.start).tolist() == [4, 6, 4, 6]
 
 
-def test_unclear_success_and_sets_of_failures_are_refused(tmp_path: Path, capsys: Any) -> None:
+def test_invalid_success_and_data_without_successes_are_rejected(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "libero", demos=1)
     change(source, FIRST, lambda file: file["data"].attrs.__setitem__("success", False))
     change(source, SECOND, lambda file: file["data/demo_0"].attrs.__setitem__("success", "maybe"))
@@ -91,7 +91,7 @@ def test_unclear_success_and_sets_of_failures_are_refused(tmp_path: Path, capsys
         (lambda f: f.create_dataset("mask/train", data=[b"demo_7"]), "mask/train names demo_7"),
     ],
 )
-def test_differing_conventions_and_unknown_groups_are_refused(
+def test_differing_conventions_and_unknown_groups_are_rejected(
     tmp_path: Path, capsys: Any, edit: Callable[[Any], Any], error: str
 ) -> None:
     source = write_libero(tmp_path / "libero")
@@ -119,7 +119,7 @@ def test_controllers_of_two_files_must_be_equal(tmp_path: Path, capsys: Any) -> 
     assert "has controller_configs" in refused(source, capsys)
 
 
-def test_absolute_actions_of_other_layouts_are_a_warning(tmp_path: Path, capsys: Any) -> None:
+def test_absolute_actions_give_a_warning(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "arm", demos=1)
     (source / SECOND).unlink()
     absolute = env_args(controller_configs={"control_delta": False})
@@ -128,7 +128,7 @@ def test_absolute_actions_of_other_layouts_are_a_warning(tmp_path: Path, capsys:
     assert "warning the actions are absolute (control_delta=false)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_all_files_of_one_image_convention_keep_their_orientation(tmp_path: Path) -> None:
+def test_image_convention_attribute_sets_the_image_rotation(tmp_path: Path) -> None:
     source = write_libero(tmp_path / "libero", demos=1)
     for name in (FIRST, SECOND):
         change(source, name, lambda file: file["data"].attrs.__setitem__("macros_image_convention", "opencv"))
@@ -160,7 +160,7 @@ def test_masks_select_episodes(
     assert (demos.stop - demos.start).tolist() == lengths
 
 
-def test_unknown_mask_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_unknown_mask_is_rejected(tmp_path: Path, capsys: Any) -> None:
     source = write_libero(tmp_path / "libero")
     assert "has no mask 'valid'. Masks: none." in refused(source, capsys, "data.split=valid")
 
@@ -173,7 +173,7 @@ def test_hidden_copies_are_skipped(tmp_path: Path) -> None:
     assert converted(source, tmp_path / "out").num_episodes == 4
 
 
-def test_episodes_may_have_other_names_than_demo(tmp_path: Path) -> None:
+def test_hdf5_episodes_need_not_be_named_demo(tmp_path: Path) -> None:
     source = write_libero(tmp_path / "libero")
     change(source, FIRST, lambda file: file["data"].move("demo_0", "episode_10"))
     change(source, FIRST, lambda file: file["data"].move("demo_1", "episode_2"))

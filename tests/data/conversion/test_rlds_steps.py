@@ -34,7 +34,7 @@ def test_openvla_copies_of_libero_keep_the_last_action(tmp_path: Path, capsys: A
     assert "left out" not in capsys.readouterr().out
 
 
-def test_last_steps_are_named_in_the_banner(tmp_path: Path, capsys: Any) -> None:
+def test_banner_reports_skipped_last_steps(tmp_path: Path, capsys: Any) -> None:
     assert convert(RLDS, tmp_path / "out", KEYS) == 0
     assert "left out steps marked as is_last, which have no action" in " ".join(capsys.readouterr().out.split())
     assert load_demonstrations(tmp_path / "out").reward[[1, 5, 8]].tolist() == [1, 1, 1], (
@@ -59,7 +59,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
             file.write(head + crc[0] + record + crc[1])
 
 
-def test_last_step_inside_a_record_is_refused(tmp_path: Path, capsys: Any) -> None:
+def test_last_step_inside_a_record_is_rejected(tmp_path: Path, capsys: Any) -> None:
     def swap(record: bytes) -> bytes:
         place = record.index(bytes([0, 0, 1]), record.index(b"steps/is_last"))
         return record[:place] + bytes([0, 1, 0]) + record[place + 3 :]

@@ -107,7 +107,7 @@ def test_damaged_example_messages_raise_only_value_errors() -> None:
         (lambda raw: raw + struct.pack("<QI", 2**60, masked_crc(struct.pack("<Q", 2**60))), "record 2 is truncated"),
     ],
 )
-def test_damaged_tfrecord_file_is_refused(tmp_path: Path, change, error: str) -> None:
+def test_damaged_tfrecord_file_is_rejected(tmp_path: Path, change, error: str) -> None:
     path = tmp_path / "shard"
     path.write_bytes(change(SHARD.read_bytes()))
     with pytest.raises(EmbodyError, match=error):

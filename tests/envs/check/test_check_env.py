@@ -129,7 +129,7 @@ def test_killed_check_leaves_no_simulator_process(tmp_path):
         command.stop()
 
 
-def test_text_tasks_are_refused_with_one_line(capsys):
+def test_text_tasks_are_rejected_with_one_line(capsys):
     assert main(["check-env", "env=text/arithmetic"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -162,7 +162,7 @@ def test_check_env_defaults_to_tabletop(capsys):
         ("env.control.latency_steps=2", "without inference delay"),
     ],
 )
-def test_wrong_arguments_are_refused_before_building(word, said, capsys):
+def test_wrong_arguments_are_rejected_before_building(word, said, capsys):
     assert main(["check-env", word]) == 2
     assert said in capsys.readouterr().err
 

@@ -95,7 +95,7 @@ def test_the_time_limit_counts_all_executed_steps():
     assert second.truncated[0].tolist() == [False] * 2 + [True] + [False] * 5
 
 
-def test_slots_at_different_episode_steps_run_in_one_call():
+def test_envs_at_different_episode_steps_run_in_one_call():
     sims, env = make(low=2, high=2, env_indices=2)
     env.reset([0], [start()])
     env.step_chunk([0], chunk(0))
@@ -128,14 +128,14 @@ def test_random_delays_depend_on_the_initial_state():
     assert any(first != second for first, second in begins)
 
 
-def test_chunks_too_short_for_the_delay_are_refused():
+def test_chunks_too_short_for_the_delay_are_rejected():
     spec = ScriptedSims((steps_of([0.0]),)).spec
     check_delay(spec, 4, 8)
     with pytest.raises(ConfigError, match=r"model\.num_action_chunks to 10"):
         check_delay(spec, 5, 8)
 
 
-def test_batched_simulators_are_refused_with_a_delay():
+def test_batched_simulators_are_rejected_with_a_delay():
     with pytest.raises(ConfigError, match="steps all parallel environments together"):
         check_delay(ScriptedBatch((steps_of([0.0]),)).spec, 1, 8)
 
@@ -148,7 +148,7 @@ def test_after_step_covers_the_env_steps_of_the_delay():
     assert [env_index for env_index, _ in executed] == [0] * 8
 
 
-def test_observation_of_one_slot_is_independent_of_the_others():
+def test_observation_of_one_env_is_independent_of_other_envs():
     _, env = make(low=2, high=2, env_indices=2)
     env.reset([0, 1], [start(), start()])
     env.step_chunk([1], chunk(0))

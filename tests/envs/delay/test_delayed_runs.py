@@ -98,7 +98,7 @@ def test_halving_env_steps_per_chunk_doubles_the_planned_samples(tmp_path: Path)
         ),
     ],
 )
-def test_impossible_delays_are_refused(words, said, tmp_path):
+def test_impossible_delays_are_rejected(words, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         build_run_plan(toy_config(tmp_path, *words), training=True)
 

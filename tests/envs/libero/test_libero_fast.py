@@ -173,7 +173,7 @@ def test_objects_in_front_of_the_sky_are_rendered_like_the_whole_scene():
     sim.close()
 
 
-def test_a_repeated_episode_is_rendered_with_few_images(monkeypatch):
+def test_repeated_episode_renders_only_few_images(monkeypatch):
     """A policy without sampling repeats episodes: then the whole arm is an object at rest in each of its poses."""
     sim = simulator("libero_object", 0, lean=True, fast=True)
     images, counts, original = np.zeros((1, 128, 128, 3), np.uint8), [], mujoco.mjr_render

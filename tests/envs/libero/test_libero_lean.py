@@ -117,7 +117,7 @@ def test_copies_of_textures_keep_the_srgb_chunk(marked, model, tmp_path):
     assert [int(m.tex_colorspace[0]) for m in models] == [SRGB if marked else LINEAR] * 2
 
 
-def test_constants_are_those_of_mujoco():
+def test_constants_match_mujoco():
     from embodyrl.envs.libero.rendering import LINEAR, SRGB
 
     assert (mujoco.mjtColorSpace.mjCOLORSPACE_LINEAR, mujoco.mjtColorSpace.mjCOLORSPACE_SRGB) == (LINEAR, SRGB)

@@ -32,7 +32,7 @@ def textures(model):
 
 
 @pytest.mark.parametrize("path", FRAMES, ids=lambda path: path.stem)
-def test_textures_and_frames_are_those_of_mujoco_3_3_2(path):
+def test_textures_and_frames_match_mujoco_3_3_2(path):
     from embodyrl.envs.libero.rendering import SRGB
     from embodyrl.envs.libero.simulator import TaskSimulator
 
@@ -98,7 +98,7 @@ def test_a_texture_is_rendered_with_the_values_of_its_file(tmp_path):
 
 @pytest.mark.parametrize("profile", ["lean", "full"])
 @pytest.mark.parametrize("space", list(TextureColorspace))
-def test_the_key_selects_the_colors(space, profile):
+def test_texture_colorspace_key_selects_the_colors(space, profile):
     from embodyrl.envs.libero.rendering import SRGB
 
     cfg = env_of("libero", task_suite_name="libero_object", render_profile=profile, texture_colorspace=space)

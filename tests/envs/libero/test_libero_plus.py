@@ -119,7 +119,7 @@ def test_image_noise_matches_the_package_exactly(noise):
 
 
 @pytest.mark.parametrize(("name", "what"), [("light", "lights"), ("background", "textures"), ("layout", "objects")])
-def test_categories_with_asset_files_are_refused(name, what):
+def test_categories_with_asset_files_are_rejected(name, what):
     (problem,) = FACTORY.validate(env_of("libero", task_suite_name=f"libero_spatial_{name}"))
     assert what in problem
     assert "no package contains" in problem

@@ -76,7 +76,7 @@ def test_simulated_arms_and_cameras_match_the_package(row):
         env.close()
 
 
-def test_slots_on_a_shared_model_have_separate_variants(env):
+def test_envs_on_a_shared_model_have_separate_variants(env):
     start(env, 13, 0)
     before = look(env).copy()
     start(env, 13, 1, env_index=1)
@@ -97,7 +97,7 @@ def test_slots_on_a_shared_model_have_separate_variants(env):
     assert [env.instruction(0), env.instruction(1)] == [change.instruction for change in changes]
 
 
-def test_variant_is_undone_after_its_episode(env):
+def test_perturbation_is_removed_after_its_episode(env):
     """Moved cameras, another arm pose and noise, in sequence in one model."""
     start(env, 3, 0)
     simulator, state = env._sims.pool.use(0), install.load_init_states("libero_object", 3)[0]

@@ -98,7 +98,7 @@ env.close()
 """
 
 
-def test_episode_is_bit_identical_in_other_slots(cube):
+def test_episode_is_bit_identical_in_every_parallel_env(cube):
     first = play(cube, 5)
     pushes = [play_expert(cube, 0) for _ in range(2)]
     assert same(*pushes), "contacts of the former episode leave no trace"
@@ -223,7 +223,7 @@ def test_batched_resets_match_single_resets():
     assert together.scene._reset_mask.all()
 
 
-def test_batched_simulation_matches_separate_slots(monkeypatch):
+def test_batched_simulation_matches_single_simulations(monkeypatch):
     """Actions, outcomes, states, videos and infos of four environments; a waiting environment is restarted."""
     from embodyrl.envs.maniskill import sims
 
@@ -360,7 +360,7 @@ def test_tasks_without_reward_use_success_as_reward():
     assert [(step.success, step.reward) for step in (outside, inside)] == [(False, 0.0), (True, 1.0)]
 
 
-def test_other_camera_settings_keep_the_image_size(cube):
+def test_fov_override_keeps_the_image_size(cube):
     def picture(env):
         env.reset([0], [start(3)])
         return look(env)[0]

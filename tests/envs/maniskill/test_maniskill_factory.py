@@ -86,7 +86,7 @@ def test_every_task_has_an_instruction():
     assert get_instruction("MS-CartpoleBalance-v1") == "ms cartpole balance"
 
 
-def test_gpu_batch_is_refused_for_tasks_with_randomly_chosen_objects():
+def test_gpu_batch_is_rejected_for_tasks_with_randomly_chosen_objects():
     batch = config(id="PegInsertionSide-v1", sim_backend=SimBackend.gpu)
     with pytest.raises(ConfigError, match="samples objects only when its scene is built"):
         described._build_spec(batch, replace(PANDA, samples_scene=True))

@@ -133,7 +133,7 @@ def _play(env, task: int, state: int, env_index: int = 0, action: float | None =
 
 
 @pytest.mark.sim
-def test_slots_can_change_tasks_in_any_order():
+def test_parallel_envs_can_change_tasks_in_any_order():
     """Tasks 0 (reach) and 2 (pick-place) of MT10; the simulator of an inactive task keeps its state."""
     pytest.importorskip("metaworld.policies")
     env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_envs=2))

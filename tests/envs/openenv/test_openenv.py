@@ -120,7 +120,7 @@ def test_missing_server_is_an_error_after_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE)
-def test_unusable_action_schema_is_refused(monkeypatch, parts: Parts) -> None:
+def test_unusable_action_schema_is_rejected(monkeypatch, parts: Parts) -> None:
     monkeypatch.setattr(session, "_MAX_BYTES", 1 << 22)
     with hostile_server(parts) as url, pytest.raises(EnvError, match=url):
         FACTORY.spec(env_of("openenv", url=url, connect_timeout_s=0.3), EnvContext())
@@ -129,7 +129,7 @@ def test_unusable_action_schema_is_refused(monkeypatch, parts: Parts) -> None:
 @pytest.mark.parametrize(
     "schema", ["[]", '{"properties": []}', '{"properties": [], "required": ["a"]}', '{"required": 1}']
 )
-def test_malformed_action_schema_is_refused(schema: str) -> None:
+def test_malformed_action_schema_is_rejected(schema: str) -> None:
     reply = json_reply(b'{"action": %s}' % schema.encode())
     with hostile_server(lambda: reply) as url, pytest.raises(EnvError, match="does not return the schema"):
         FACTORY.spec(env_of("openenv", url=url, connect_timeout_s=0.3), EnvContext())
@@ -150,7 +150,7 @@ def test_replies_must_match_the_action_schema_of_the_server(fields: dict, keys: 
         FACTORY.spec(env_of("openenv", url=place.url, **keys), EnvContext())
 
 
-def test_missing_openenv_address_is_refused() -> None:
+def test_missing_openenv_address_is_rejected() -> None:
     assert "env.url is not set" in FACTORY.validate(env_of("openenv"))[0]
 
 

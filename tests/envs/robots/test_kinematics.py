@@ -37,7 +37,7 @@ def arm(kinematics: ModuleType):
     return kinematics.Arm(model, "link5", [f"joint{index}" for index in range(6)], 0.1), mujoco.MjData(model)
 
 
-def test_pose_of_a_straight_arm_is_its_length(arm):
+def test_straight_arm_reaches_its_full_length_along_x(arm):
     arm, data = arm
     pose = arm.pose(data)
     np.testing.assert_allclose(pose.position, [1.1, 0, 0], atol=1e-12)

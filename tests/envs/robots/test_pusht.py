@@ -42,7 +42,7 @@ def test_expert_covers_the_target(seed: int, noise: float):
     assert episode(seed, noise)[1] > 0.95
 
 
-def test_expert_rarely_stops():
+def test_pusht_expert_rarely_stops_moving():
     """Stops depend on pixels that a policy cannot imitate: it would stop a few pixels away and never push."""
     gymnasium, _ = pytest.importorskip("gymnasium"), pytest.importorskip("gym_pusht")
 

@@ -42,7 +42,7 @@ def test_each_preset_is_an_option_with_its_install_command():
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_options_set_the_horizon_of_the_preset(name: str):
+def test_each_env_option_has_the_time_limit_of_its_preset(name: str):
     env = load_config("check-env", [f"env={name}"]).env
     assert env.title == name
     assert {env.train.max_episode_steps, env.eval.max_episode_steps} == {PRESETS[name].horizon}
@@ -82,7 +82,7 @@ def test_preset_supports_an_observation_history():
         (["env=pusht", "env.id=CartPole-v1"], "env.id is set by env.robot"),
     ],
 )
-def test_unusable_keys_of_a_preset_are_refused(words: list[str], said: str):
+def test_unusable_keys_of_a_preset_are_rejected(words: list[str], said: str):
     with pytest.raises(ConfigError, match=said):
         load_config("check-env", words)
 

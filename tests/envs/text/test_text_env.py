@@ -76,7 +76,7 @@ class Doubting:
         pass
 
 
-def test_reward_error_is_reported_for_its_slot():
+def test_reward_error_is_reported_for_its_env():
     context = EnvContext(num_envs=4, parts={"rows": two_digits(), "judge": Doubting()})
     env = FACTORY.make(env_of("text"), context)
     env.reset(range(4), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(4)])

@@ -126,10 +126,10 @@ def place(seen: Any, info: Any) -> str:
         ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "not supported, only Discrete"),
     ],
 )
-def test_unsupported_text_games_are_refused(keys: dict[str, Any], reason: str) -> None:
+def test_unsupported_text_games_are_rejected(keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         FACTORY.spec(lake(**keys), EnvContext())
 
 
-def test_missing_game_id_is_refused() -> None:
+def test_missing_game_id_is_rejected() -> None:
     assert "env.id is not set" in FACTORY.validate(lake(id=None))[0]

@@ -164,7 +164,7 @@ def planned(words: list[str]) -> None:
         (("algorithm.demonstrations=[nowhere]",), "nowhere is not a folder"),
     ],
 )
-def test_incompatible_filtered_bc_settings_are_refused(tmp_path, words, said):
+def test_incompatible_filtered_bc_settings_are_rejected(tmp_path, words, said):
     words = ["algorithm=filtered_bc", *words, f"runner.output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match=said):
         planned(words)

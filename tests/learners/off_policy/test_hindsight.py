@@ -232,7 +232,7 @@ QUIET = (
         (["reward.path=goal_env:careful"], "remove one of the two keys"),
     ],
 )
-def test_hindsight_is_refused_without_a_goal_interface(tmp_path, words, said):
+def test_hindsight_is_rejected_without_a_goal_interface(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
         build_run_plan(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 

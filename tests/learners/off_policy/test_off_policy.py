@@ -230,7 +230,7 @@ def test_image_shift_augmentation_repeats_the_edges(make):
         (["model.squashed=false"], "differentiable samples"),
     ],
 )
-def test_incompatible_sac_settings_are_refused_before_the_start(tmp_path, words, said):
+def test_incompatible_sac_settings_are_rejected_before_the_start(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
         build_run_plan(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 

@@ -279,7 +279,7 @@ def test_adapters_are_trained_on_replies_of_a_server(tmp_path: Path, folder: Pat
         assert len(row.warnings) == min(5, len(row.logprobs))
 
 
-def test_unsupported_server_options_are_refused() -> None:
+def test_unsupported_server_options_are_rejected() -> None:
     words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=server"]
     with pytest.raises(ConfigError, match=r"needs a URL, for example rollout\.url"):
         load_config("train", words)

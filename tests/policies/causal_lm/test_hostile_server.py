@@ -12,13 +12,13 @@ from embodyrl.policies.causal_lm import server
 
 
 @pytest.mark.parametrize("parts", HOSTILE.values(), ids=HOSTILE)
-def test_unusable_list_of_models_is_refused(monkeypatch, parts: Parts):
+def test_unusable_list_of_models_is_rejected(monkeypatch, parts: Parts):
     monkeypatch.setattr(server, "_MAX_BYTES", 1 << 22)
     with hostile_server(parts) as url, pytest.raises(EmbodyError, match=f"server at rollout.url={url}/v1"):
         server.ServerEngine(f"{url}/v1", None, None, dtype="float32", sampling=None)
 
 
-def test_server_without_models_is_refused():
+def test_server_without_models_is_rejected():
     with (
         hostile_server(lambda: json_reply(b'{"data": []}')) as url,
         pytest.raises(EmbodyError, match=f"rollout.url={url}/v1 serves no model"),
@@ -27,7 +27,7 @@ def test_server_without_models_is_refused():
 
 
 @pytest.mark.parametrize("logprobs", [None, {}, {"top_logprobs": None}, {"top_logprobs": [["a"]]}])
-def test_reply_without_top_tokens_is_refused(logprobs):
+def test_reply_without_top_tokens_is_rejected(logprobs):
     """A reply without tokens may have no log-probabilities either."""
     with pytest.raises(EmbodyError, match=r"does not return the 2 most probable tokens.*Set rollout\.logprobs=0"):
         server._parse_top_tokens({"token_ids": [], "logprobs": logprobs}, 2)
@@ -47,7 +47,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("answer", CHOICES.values(), ids=CHOICES)
-def test_unusable_completion_is_refused(answer):
+def test_unusable_completion_is_rejected(answer):
     body = json.dumps({"data": [{"id": "tiny"}], **answer}).encode()
     with hostile_server(lambda: json_reply(body)) as url:
         engine = server.ServerEngine(f"{url}/v1", None, None, dtype="float32", sampling=None)

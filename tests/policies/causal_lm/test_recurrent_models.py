@@ -82,7 +82,7 @@ def test_recurrent_model_is_rejected_at_the_start(tmp_path: Path):
         build_run_plan(cfg, training=True)
 
 
-def test_head_behind_another_layer_is_not_plain(tmp_path: Path):
+def test_output_matrix_behind_another_layer_is_evaluated_completely(tmp_path: Path):
     """The decoder of ModernBERT has a dense layer between its last hidden states and the output matrix."""
     policy = read(write(tmp_path, "modernbert-decoder", **ATTENTION))
     tokens = np.random.default_rng(0).integers(4, 12, (8, 6))

@@ -138,7 +138,7 @@ def test_vision_replies_and_log_probs_match_transformers(policy: CausalLMPolicy)
         np.testing.assert_allclose(greedy.logprob[row, : len(tokens)], logprob, atol=1e-5)
 
 
-def test_positions_match_those_of_transformers_generate(policy: CausalLMPolicy):
+def test_positions_match_transformers_generate(policy: CausalLMPolicy):
     net, obs = policy.module, observe()
     given: list[torch.Tensor] = []
     keep = lambda module, args, kwargs: given.append(kwargs["position_ids"])  # noqa: E731

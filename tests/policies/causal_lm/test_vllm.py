@@ -65,7 +65,7 @@ def test_vllm_top_tokens_match_the_module(policy):
         np.testing.assert_allclose(told, expected, atol=2e-3)
 
 
-def test_seeded_vllm_replies_to_prompts_of_more_tokens_than_a_batch():
+def test_seeded_vllm_handles_more_prompt_tokens_than_max_num_batched_tokens():
     """Prompts above `max_num_batched_tokens` in chunks would stop vLLM's CPU build."""
     engine = {"max_model_len": 64, "max_num_batched_tokens": 64}
     policy = build(TINY, backend="vllm", engine=engine)

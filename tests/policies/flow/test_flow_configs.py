@@ -105,7 +105,7 @@ def test_all_fields_of_published_configs_are_accepted(read):
         (OPENPI, "image_keys", ["base_0_rgb"]),
     ],
 )
-def test_fields_with_another_meaning_are_rejected_by_name(config, key, value, read):
+def test_error_names_the_unsupported_config_value(config, key, value, read):
     with pytest.raises(CheckpointError, match=f"{key}=.* is not supported"):
         read(config | {key: value})
 
@@ -122,7 +122,7 @@ def test_fields_with_another_meaning_are_rejected_by_name(config, key, value, re
         ("dit_config", "final_logit_softcapping", 30.0),
     ],
 )
-def test_other_transformers_fields_are_rejected_by_name(part, key, value, tmp_path):
+def test_error_names_the_unsupported_transformers_field(part, key, value, tmp_path):
     config = json.loads(PI0Config().to_json_string(use_diff=False))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_spec(tmp_path) == PI0
@@ -176,7 +176,7 @@ def test_flow_config_round_trips(name, read):
     ],
     ids=["variant", "attention", "experts", "backbone", "fields", "json", "list"],
 )
-def test_other_architectures_and_damaged_files_are_refused(config, match, read):
+def test_other_architectures_and_damaged_files_are_rejected(config, match, read):
     with pytest.raises(CheckpointError, match=match):
         read(config)
 

@@ -136,14 +136,14 @@ def test_batches_are_padded_on_the_right(tokenizer_file):
     assert wider.shape == (1, 16)
 
 
-def test_prompts_beyond_the_token_limit_are_refused(tokenizer_file):
+def test_prompts_beyond_the_token_limit_are_rejected(tokenizer_file):
     prompts = FlowPrompts(tokenizer_file, PromptFormat(template="{task}", max_tokens=48))
     assert prompts.batch(["x" * 48])[0].shape == (1, 48)
     with pytest.raises(ConfigError, match="has 49 tokens, but this model supports 48"):
         prompts.batch(["x" * 49])
 
 
-def test_unusable_tokenizers_are_refused(tokenizer_file, tmp_path):
+def test_unusable_tokenizers_are_rejected(tokenizer_file, tmp_path):
     with pytest.raises(CheckpointError, match="no token '<s>'"):
         FlowPrompts(tokenizer_file, PromptFormat(template="{task}", max_tokens=48, bos="<s>"))
     with pytest.raises(CheckpointError, match="PaliGemma's"):
@@ -209,7 +209,7 @@ def test_unnorm_key_is_optional_if_all_statistics_are_equal(tmp_path):
     assert read_lerobot(tensors, tmp_path)["state"].numbers == {"mean": (1.0, 2.0)}
 
 
-def test_unusable_flow_statistics_are_refused(tmp_path):
+def test_unusable_flow_statistics_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="missing or malformed"):
         read_openpi(tmp_path / "norm_stats.json")
     with pytest.raises(CheckpointError, match="no usable q01 and q99; found only: mean"):

@@ -89,7 +89,7 @@ def test_embedding_can_be_stored_as_the_output_matrix(names, tmp_path):
     same(load_file(tmp_path / "out" / "model.safetensors"), original)
 
 
-def test_untied_output_matrix_is_refused(tmp_path):
+def test_untied_output_matrix_is_rejected(tmp_path):
     original = stored("pi0")
     untied = original[OWN_EMBEDDING].clone()
     untied[3, 4] += 1e-3
@@ -160,7 +160,7 @@ def test_error_names_a_missing_embedding(tmp_path):
     refused(tensors, tmp_path / "in", rf"lacks 1 of \d+ weights: '{OWN_EMBEDDING}'")
 
 
-def test_each_missing_weight_is_refused():
+def test_each_missing_weight_is_rejected():
     model = model_of("smolvla")
     for key in stored("smolvla"):
         tensors = stored("smolvla")
@@ -177,7 +177,7 @@ def test_error_names_unexpected_weights(key, tmp_path):
     refused(stored("pi0") | {key: torch.zeros(2)}, tmp_path / "in", rf"has 1 unexpected weights: '{key}'")
 
 
-def test_weight_name_of_another_layout_is_refused(tmp_path):
+def test_weight_name_of_another_layout_is_rejected(tmp_path):
     stray = "vision.post_layernorm.bias"
     refused(stored("pi0") | {stray: torch.zeros(32)}, tmp_path / "in", rf"'{stray}' does not match the layout")
 
@@ -188,7 +188,7 @@ def test_error_names_weights_of_wrong_shape(tmp_path):
     )
 
 
-def test_truncated_weight_file_is_refused(tmp_path):
+def test_truncated_weight_file_is_rejected(tmp_path):
     folder = write(tmp_path / "in", stored("pi0"))
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -196,13 +196,13 @@ def test_truncated_weight_file_is_refused(tmp_path):
         load_weights(build(spec_of("pi0")).state_dict(), folder)
 
 
-def test_weights_of_another_flow_model_are_refused(tmp_path):
+def test_weights_of_another_flow_model_are_rejected(tmp_path):
     refused(stored("pi05"), tmp_path / "pi05", r"unexpected weights: .*layers.0.input_layernorm.dense.bias")
     refused(stored("smolvla"), tmp_path / "smolvla", "unexpected weights|lacks")
     refused({"a.weight": torch.zeros(1)}, tmp_path / "other", r"\(first name: 'a.weight'\) match no known layout")
 
 
-def test_a_folder_without_weights_is_refused(tmp_path):
+def test_a_folder_without_weights_is_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="contains no model"):
         load_weights(build(spec_of("pi0")).state_dict(), tmp_path)
 

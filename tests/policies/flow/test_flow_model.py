@@ -83,7 +83,7 @@ def test_state_input_is_used_except_by_pi05(model, data, name):
 
 
 @torch.no_grad()
-def test_actions_are_causal_in_smolvla_only(model, data, name):
+def test_action_attention_is_causal_only_in_smolvla(model, data, name):
     memory, changed = model.memory(model.prefix(inputs_of(data))), data["noise"].clone()
     changed[:, -1] += 1.0
     first, second = (model.denoise(memory, x, torch.ones(1)).velocity[:, :-1] for x in (data["noise"], changed))
@@ -196,7 +196,7 @@ def test_bfloat16_outputs_are_close_to_float32(model, data, cast):
     assert error.max() > 0
 
 
-def test_layers_are_called_by_their_forward_method_only(model, data):
+def test_layers_are_called_only_by_their_forward_method(model, data):
     """FSDP gathers a layer's weights around its `forward`: other methods must not use the weights."""
     inside, strays = [0], []
 

@@ -278,7 +278,7 @@ def test_flow_weights_round_trip(folder, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "surplus", "shape", "config"])
-def test_damaged_weights_are_refused_without_changes(folder, tmp_path, damage):
+def test_damaged_weights_are_rejected_without_changes(folder, tmp_path, damage):
     policy = build(folder)
     saved = tmp_path / "saved"
     saved.mkdir()
@@ -307,7 +307,7 @@ def test_damaged_weights_are_refused_without_changes(folder, tmp_path, damage):
         assert all(torch.equal(before[name], p) for name, p in policy.module.state_dict().items())
 
 
-def test_flow_weights_with_an_advantage_suffix_are_refused(folder, tmp_path):
+def test_flow_weights_with_an_advantage_suffix_are_rejected(folder, tmp_path):
     saved = tmp_path / "saved"
     saved.mkdir()
     build(folder).save(saved)
@@ -343,7 +343,7 @@ def test_spec_does_not_depend_on_statistics(folder):
     assert build(folder).spec == policy.spec
 
 
-def test_statistics_of_another_size_are_refused(folder):
+def test_statistics_of_another_size_are_rejected(folder):
     broken = folder / "dataset_statistics.json"
     broken.write_text(broken.read_text().replace("[-2.0, ", "["))
     with pytest.raises(CheckpointError, match="action has lists of different lengths"):

@@ -123,7 +123,7 @@ def test_dsrl_actor_is_saved_with_the_flow(folder, tmp_path):  # noqa: F811
     assert np.array_equal(*(p.act(observe(6), noise=None).actions for p in (policy, other)))
 
 
-def test_demonstrations_are_refused_for_dsrl(folder):  # noqa: F811
+def test_demonstrations_are_rejected_for_dsrl(folder):  # noqa: F811
     policy = steer(folder)
     with pytest.raises(ConfigError, match="outputs noise, not actions"):
         policy.imitate(observe(2), np.zeros((2, 3, 4), np.float32))

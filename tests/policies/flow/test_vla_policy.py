@@ -381,7 +381,7 @@ def test_random_initialization_needs_no_statistics(tmp_path):
     ],
     ids=["chunk", "delta", "statistics", "two", "own"],
 )
-def test_mismatched_environment_is_refused(keys, change, match, tmp_path):
+def test_mismatched_environment_is_rejected(keys, change, match, tmp_path):
     path = folder_of("pi0", tmp_path)
     if change:
         change(path)
@@ -389,7 +389,7 @@ def test_mismatched_environment_is_refused(keys, change, match, tmp_path):
         build("pi0", path, **keys)
 
 
-def test_statistics_with_too_few_dimensions_are_refused(tmp_path):
+def test_statistics_with_too_few_dimensions_are_rejected(tmp_path):
     path = write_checkpoint(tmp_path / "pi0", "pi0", state_dim=4, action_dim=7)
     with pytest.raises(CheckpointError, match="has 4 dimensions, but the environment has 5"):
         build("pi0", path)

@@ -125,14 +125,14 @@ def test_processors_of_lerobot_are_supported_and_saved(form, tmp_path):
         ("pi0", BEFORE, lambda s: named(s, "tokenizer_processor").update(task_key="plan"), "from 'plan'"),
     ],
 )
-def test_processors_that_behave_differently_are_refused(form, name, change, says, tmp_path):
+def test_processors_that_behave_differently_are_rejected(form, name, change, says, tmp_path):
     folder = lerobot_folder(form, tmp_path)
     edit(folder, name, change)
     with pytest.raises(CheckpointError, match=rf"{name}\.json.* .*{says}.*model=lerobot"):
         build(form, folder)
 
 
-def test_normalized_images_are_refused(tmp_path):
+def test_normalized_images_are_rejected(tmp_path):
     folder = lerobot_folder("smolvla", tmp_path)
     path = folder / f"{BEFORE}_step_5_normalizer_processor.safetensors"
     flat = load_file(path)
@@ -143,7 +143,7 @@ def test_normalized_images_are_refused(tmp_path):
         build("smolvla", folder)
 
 
-def test_different_statistics_of_the_postprocessor_are_refused(tmp_path):
+def test_different_statistics_of_the_postprocessor_are_rejected(tmp_path):
     folder = lerobot_folder("smolvla", tmp_path)
     path = folder / f"{AFTER}_step_0_unnormalizer_processor.safetensors"
     save_file({key: tensor + 1 for key, tensor in load_file(path).items()}, path)
@@ -187,7 +187,7 @@ def test_relative_actions_need_equal_delta_dims(name, tmp_path):
         build("pi0", folder, env=env)
 
 
-def test_cameras_in_another_order_are_refused(tmp_path):
+def test_cameras_in_another_order_are_rejected(tmp_path):
     folder = lerobot_folder("smolvla", tmp_path)
     for names, fits in ((["front", "wrist"], True), (["wrist", "front"], False), (["camera1", "camera2"], True)):
         images = {f"observation.images.{name}": FEATURES["observation.images.front"] for name in names}

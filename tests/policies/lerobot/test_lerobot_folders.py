@@ -173,7 +173,7 @@ def test_contradictory_lerobot_settings_are_reported(kind, tmp_path):
     assert "is not a folder" in factory.validate(model_of(kind, path=str(tmp_path / "none")))[0]
 
 
-def test_mismatched_environment_is_refused(tmp_path):
+def test_mismatched_environment_is_rejected(tmp_path):
     folder = folder_of("diffusion/state", tmp_path / "in")
     cfg, factory = model_of("diffusion", path=str(folder), num_action_chunks=3), POLICIES.get("diffusion")
     config, _ = read_config(folder, "diffusion", factory.config)
@@ -187,7 +187,7 @@ def test_mismatched_environment_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mismatched_checkpoint_is_described_by_its_inputs(kind, tmp_path):
+def test_mismatch_error_lists_state_and_image_sizes(kind, tmp_path):
     """Not by the features of config.json."""
     start = fresh(kind, tmp_path / "in")
     cfg = model_of(kind, path=str(start), num_action_chunks=4)
@@ -275,7 +275,7 @@ def test_processors_that_behave_differently_are_rejected(name, edit, says, tmp_p
         policy_of(folder)
 
 
-def test_different_action_statistics_of_the_processors_are_refused(tmp_path):
+def test_different_action_statistics_of_the_processors_are_rejected(tmp_path):
     folder = folder_of("act/state", tmp_path / "in")
     path = folder / "policy_postprocessor_step_0_unnormalizer_processor.safetensors"
     save_file({key: tensor + 1 for key, tensor in load_file(path).items()}, path)
@@ -303,7 +303,7 @@ def test_processors_without_statistics_leave_values_unchanged(tmp_path):
         ({"down_dims": [12, 24], "n_groups": 4}, "a multiple of 8"),
     ],
 )
-def test_sizes_that_lerobot_cannot_build_are_refused(changes, says, tmp_path):
+def test_sizes_that_lerobot_cannot_build_are_rejected(changes, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         policy_of(fresh("diffusion", tmp_path / "in", **changes), env=toy_env())
 
@@ -313,7 +313,7 @@ def test_sizes_that_lerobot_cannot_build_are_refused(changes, says, tmp_path):
     ("key", "value"),
     [("use_peft", True), ("temporal_agg", True), ("image_resize_mode", "letterbox"), ("proprio_dropout", 0.1)],
 )
-def test_unknown_fields_of_config_json_are_rejected_by_name(kind, key, value, tmp_path):
+def test_error_names_the_unknown_field_of_config_json(kind, key, value, tmp_path):
     folder = folder_of(f"{kind}/state", tmp_path / "in")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))

@@ -67,7 +67,7 @@ def test_spec_is_read_from_config_json(tmp_path):
         (("front",), {}, table("front", state_dim=5), "env 'table' has 5"),
     ],
 )
-def test_mismatched_cameras_chunks_and_state_sizes_are_refused(tmp_path, cameras, keys, env, fix):
+def test_mismatched_cameras_chunks_and_state_sizes_are_rejected(tmp_path, cameras, keys, env, fix):
     with pytest.raises(ConfigError, match=fix):
         FACTORY.spec(settings(write_config(tmp_path, *cameras), **keys), env, 0)
 
@@ -95,14 +95,14 @@ _NO_SHAPE = '{"type": "act", "output_features": {"action": {"type": "ACTION", "s
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"type": "act"}', _NO_SHAPE])
-def test_malformed_lerobot_config_is_refused(tmp_path, content):
+def test_malformed_lerobot_config_is_rejected(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     (problem,) = FACTORY.validate(settings(tmp_path))
     assert str(tmp_path / "config.json") in problem
 
 
 @pytest.mark.parametrize("name", ["policy_preprocessor.json", "policy_postprocessor.json"])
-def test_processor_that_imports_code_is_refused(tmp_path, name):
+def test_processor_that_imports_code_is_rejected(tmp_path, name):
     write_config(tmp_path, "front")
     steps = [{"registry_name": "to_batch_processor", "config": {}}]
     (tmp_path / name).write_text(json.dumps({"name": "p", "steps": steps}))
@@ -200,7 +200,7 @@ def test_policy_in_a_process_reads_each_observed_step(tmp_path, steps):
         FACTORY.build(settings(folder, python=str(python)), replace(request, trainable=True))
 
 
-def test_folder_with_an_actor_of_an_earlier_version_is_refused(tmp_path):
+def test_folder_with_an_actor_of_an_earlier_version_is_rejected(tmp_path):
     write_config(tmp_path, "front")
     (tmp_path / "steering.json").write_text("{}")
     (problem,) = FACTORY.validate(settings(tmp_path))

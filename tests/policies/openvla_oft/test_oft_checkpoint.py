@@ -77,7 +77,7 @@ def test_load_weights_updates_tensors_in_place(checkpoint, make_policy, tmp_path
         assert p.data_ptr() == pointers[name]
 
 
-def test_oft_weights_with_an_advantage_suffix_are_refused(checkpoint, make_policy):
+def test_oft_weights_with_an_advantage_suffix_are_rejected(checkpoint, make_policy):
     policy = make_policy(checkpoint)
     (checkpoint / "advantage.json").write_text('{"suffix": "Advantage: positive", "guidance": 1.0}')
     with pytest.raises(CheckpointError, match=r"advantage\.json: .* `embodyrl recap`, .* delete the file"):
@@ -156,7 +156,7 @@ def _break_index(folder):
 
 
 @pytest.mark.parametrize("damage", [_drop_key, _add_key, _reshape, _truncate, _cut_header, _lose_shard, _break_index])
-def test_damaged_checkpoints_are_refused_without_changes(checkpoint, make_policy, tmp_path, damage):
+def test_damaged_checkpoints_are_rejected_without_changes(checkpoint, make_policy, tmp_path, damage):
     policy = make_policy(checkpoint)
     before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_index_cannot_name_files_outside_its_folder(checkpoint):
         checkpoint_module.weight_files(checkpoint)
 
 
-def test_a_folder_without_weights_is_refused(checkpoint, make_policy, tmp_path):
+def test_a_folder_without_weights_is_rejected(checkpoint, make_policy, tmp_path):
     policy = make_policy(checkpoint)
     with pytest.raises(CheckpointError, match=r"contains no model\*\.safetensors"):
         policy.load_weights(tmp_path)

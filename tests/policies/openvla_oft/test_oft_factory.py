@@ -111,7 +111,7 @@ def test_unknown_statistics_are_an_error(checkpoint, env_spec):
         ({"do_center_crop": True}, "do_center_crop=true"),
     ],
 )
-def test_other_image_preprocessing_is_refused(checkpoint, edit_json, fields, part):
+def test_other_image_preprocessing_is_rejected(checkpoint, edit_json, fields, part):
     edit_json(checkpoint / "preprocessor_config.json", **fields)
     (message,) = problems(checkpoint)
     assert f"{part}" in message
@@ -128,7 +128,7 @@ def test_fields_that_transformers_adds_are_accepted(checkpoint, edit_json):
     assert read_config(checkpoint).llama.rope_theta == 20000.0
 
 
-def test_unknown_statistics_fields_are_refused(checkpoint):
+def test_unknown_statistics_fields_are_rejected(checkpoint):
     path = checkpoint / "dataset_statistics.json"
     sets = json.loads(path.read_text())
     (name, entry) = next(iter(sets.items()))
@@ -139,7 +139,7 @@ def test_unknown_statistics_fields_are_refused(checkpoint):
             read_config(checkpoint).statistics.bounds(name, part, "bounds_q99")
 
 
-def test_incomplete_checkpoint_folders_are_refused(checkpoint):
+def test_incomplete_checkpoint_folders_are_rejected(checkpoint):
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "action_head--100_checkpoint.pt").write_bytes(b"")
     for path in checkpoint.glob("model*"):
@@ -174,7 +174,7 @@ def test_incomplete_checkpoint_folders_are_refused(checkpoint):
         ({"type": "tdmpc"}, "Set model=lerobot."),
     ],
 )
-def test_configs_of_other_models_are_refused(checkpoint, edit_json, fields, part):
+def test_configs_of_other_models_are_rejected(checkpoint, edit_json, fields, part):
     edit_json(checkpoint / "config.json", **fields)
     (message,) = problems(checkpoint)
     assert part in message
@@ -198,7 +198,7 @@ def test_spec_declares_shapes_and_gripper(checkpoint, env_spec):
         ({}, {"cameras": CameraSpec(names=("a",), size=(64, 64), rotation_deg=90)}, r"cameras\.rotation_deg=90"),
     ],
 )
-def test_spec_refuses_mismatched_environments(checkpoint, env_spec, config, env, part):
+def test_spec_rejects_mismatched_environments(checkpoint, env_spec, config, env, part):
     with pytest.raises(ConfigError, match=part):
         FACTORY.spec(model_of(path=str(checkpoint), **config), dataclasses.replace(env_spec, **env), 0)
 

@@ -52,7 +52,7 @@ def test_missing_or_duplicate_component_is_an_error(full, make_policy, env_spec)
         make_policy(full, env=env, use_proprio=True)
 
 
-def test_pt_file_with_code_is_refused(full, make_policy, env_spec, tmp_path):
+def test_pt_file_with_code_is_rejected(full, make_policy, env_spec, tmp_path):
     class Evil:
         def __reduce__(self):
             return (open, (str(tmp_path / "ran"), "w"))
@@ -63,7 +63,7 @@ def test_pt_file_with_code_is_refused(full, make_policy, env_spec, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_statistics_of_another_robot_are_refused(full, make_policy, env_spec):
+def test_statistics_of_another_robot_are_rejected(full, make_policy, env_spec):
     with pytest.raises(ConfigError, match="have 8 dimensions, but env 'libero' gives 4"):
         make_policy(full, env=dataclasses.replace(env_spec, state_dim=4), use_proprio=True)
 

@@ -50,7 +50,7 @@ def test_exported_adapter_run_has_the_published_layout(checkpoint, make_policy, 
     assert (logits - want).abs().mean() < 0.05 * (base - want).abs().mean()
 
 
-def test_all_linear_selects_the_modules_of_the_published_adapter(checkpoint, make_policy, adapter):
+def test_all_linear_targets_the_modules_of_the_published_adapter(checkpoint, make_policy, adapter):
     policy = make_policy(checkpoint, is_lora=True, value_dim=1, lora=LoraSettings(r=4, lora_alpha=4))
     injected = {name.partition(".lora_A.")[0] for name in policy.module.state_dict() if ".lora_A." in name}
     assert injected == set(read_adapter(adapter).factors)
@@ -79,7 +79,7 @@ def test_initial_adapter_sets_the_trained_parameters(checkpoint, make_policy, ad
 
 
 @pytest.mark.parametrize(("init", "std"), [("gaussian", 0.25), ("kaiming", 0.144)])
-def test_initial_factors_match_the_settings(checkpoint, make_policy, init, std):
+def test_initial_lora_factors_match_the_settings(checkpoint, make_policy, init, std):
     policy = make_policy(checkpoint, is_lora=True, lora=LoraSettings(r=4, lora_alpha=4, init_lora_weights=init))
     state = policy.module.state_dict()
     # Gaussian: 1/r. Kaiming-uniform with a = sqrt(5): 1 / sqrt(3 * fan_in), here of 16 inputs.

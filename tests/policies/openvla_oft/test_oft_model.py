@@ -52,7 +52,7 @@ def test_only_used_weights_get_a_gradient(checkpoint, make_policy, golden):
 
 
 @pytest.mark.parametrize("append_stop", [True, False])
-def test_sharing_action_token_slots_does_not_change_outputs(checkpoint, make_policy, golden, monkeypatch, append_stop):
+def test_merging_action_placeholders_does_not_change_outputs(checkpoint, make_policy, golden, monkeypatch, append_stop):
     """Two prompts of different lengths: STOP and padding are at different positions in each row."""
     module, batch = make_policy(checkpoint, append_stop=append_stop, value_dim=1).module, inputs_of(golden)
     assert batch.prompt_lengths[0] != batch.prompt_lengths[1]

@@ -39,7 +39,7 @@ def test_prompts_are_lower_case(encoder):
     assert encoder.encode("Put The") == encoder.encode("put the")
 
 
-def test_batch_has_the_width_of_the_longest_task(encoder):
+def test_prompt_batch_is_padded_to_the_longest_task(encoder):
     ids, lengths = encoder.batch(["put the"])
     assert ids.shape == (1, 21)
     assert lengths.tolist() == [17]
@@ -53,7 +53,7 @@ def test_prompt_batch_width_is_a_multiple_of_16(encoder):
     assert ids[1, :29].tolist() == list(encoder.encode(next(iter(RECORDED))))
 
 
-def test_tokenizer_of_another_model_is_refused(tmp_path):
+def test_tokenizer_of_another_model_is_rejected(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(path))
     with pytest.raises(CheckpointError, match="not a Llama tokenizer"):

@@ -69,7 +69,7 @@ def _png(width: int, height: int) -> dict[str, object]:
     ],
     ids=["long", "nested", "maps", "numbers", "text", "pictures", "deep"],
 )
-def test_small_messages_with_many_parts_are_refused(message):
+def test_small_messages_with_many_parts_are_rejected(message):
     with pytest.raises(MessageError):
         unpack(message())
 
@@ -99,7 +99,7 @@ class Bomb:
         ("data", None, "data of the wrong size"),
     ],
 )
-def test_damaged_or_malicious_array_is_refused(field, value, says, tmp_path, monkeypatch):
+def test_damaged_or_malicious_array_is_rejected(field, value, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = encode_vla_eval_array(PICTURE)
     data = pickle.dumps(Bomb()) if value == "|O" else whole["data"]
@@ -109,12 +109,12 @@ def test_damaged_or_malicious_array_is_refused(field, value, says, tmp_path, mon
 
 
 @pytest.mark.parametrize("data", [b"\xc1", b"\x93\x01", b"", "text", b"\x91" * 10_000])
-def test_malformed_message_is_refused(data):
+def test_malformed_message_is_rejected(data):
     with pytest.raises(MessageError):
         unpack(data)
 
 
-def test_image_of_another_type_is_refused():
+def test_image_of_another_type_is_rejected():
     with pytest.raises(MessageError, match="neither PNG nor JPEG"):
         unpack(msgpack.packb({"__image__": True, "format": "png", "data": b"GIF89a", "shape": [1, 1, 3]}))
 
@@ -174,7 +174,7 @@ def test_message_field_names_are_configurable():
         ({"prompt": None}, "must be a string"),
     ],
 )
-def test_mismatched_observation_is_refused(change, says):
+def test_mismatched_observation_is_rejected(change, says):
     with pytest.raises(MessageError, match=says):
         OPENPI.read(OPENPI.write(SEEN) | change, images=2, states=8)
 

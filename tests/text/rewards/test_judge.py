@@ -65,7 +65,7 @@ def test_reward_function_can_return_named_components():
         ({"test_judge:two_parts": 0.5, "short": 0.1}, (0.5, 0.1, 0.0)),
     ],
 )
-def test_weight_of_a_function_applies_to_its_components(weights, expected):
+def test_weight_of_a_reward_function_applies_to_its_components(weights, expected):
     judge = build_reward_runner(TextRewardSettings(path="test_judge:two_parts", weights=weights), 8)
     assert judge.weights == expected
 

@@ -209,7 +209,7 @@ def test_tested_functions_may_have_names_of_builtins_and_modules():
     assert all(run_tests(program, tests, seconds=60))
 
 
-def test_refused_test_counts_as_a_reward_error():
+def test_rejected_unit_test_counts_as_a_reward_error():
     program = "class E:\n def __sub__(s, o): return 0\ndef f(x): return E()"
     judge = build_reward_runner(TextRewardSettings(name="code", timeout_s=60), 8)
     try:

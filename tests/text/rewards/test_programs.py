@@ -62,7 +62,7 @@ def test_program_that_reads_its_input_is_preferred_for_tests_of_output():
         ({"input": "1"}, "is neither a text nor"),
     ],
 )
-def test_tests_that_cannot_verify_a_program_are_named(test, why: str):
+def test_tests_that_cannot_verify_a_program_are_reported(test, why: str):
     (found,) = reference_problems(json.dumps([test]))
     assert found.startswith("test 1 ")
     assert why in found

@@ -118,7 +118,7 @@ def test_torch_that_cannot_use_the_gpu_fails(folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("typed", "problem"), [(["sped"], "there is no check 'sped'"), (["--out", "a.md"], "a name that ends in .json")]
 )
-def test_wrong_arguments_are_refused(typed: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_rejected(typed: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(typed)
     assert problem in capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_settings_that_affect_results_are_kept_or_reported(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "refused" in wanted])
-def test_unknown_components_are_refused_with_a_suggestion(name: str) -> None:
+def test_unknown_components_are_rejected_with_a_suggestion(name: str) -> None:
     _, _, why, _ = migrated(name)
     for part, words in EXPECTED[name]["refused"].items():
         lines = [line for line in why if line.startswith(f"{part}: ") and words in line]
@@ -104,7 +104,7 @@ def test_every_rlinf_config_belongs_to_one_family() -> None:
     assert len(names) == len(set(names)) == 197
 
 
-def test_rlinf_policies_and_simulators_without_counterpart_are_refused() -> None:
+def test_rlinf_policies_and_simulators_without_counterpart_are_rejected() -> None:
     # rlinf/envs/__init__.py: SupportedEnvType; rlinf/config.py: SupportedModel
     simulators = "maniskill robotwin isaaclab metaworld behavior calvin robocasa realworld frankasim habitat"
     for name in f"{simulators} opensora_wm wan_wm genesis embodichain roboverse d4rl polaris surprise".split():

@@ -63,7 +63,7 @@ def test_lerobot_result_needs_a_protocol(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [[], {"per_task": [{"metrics": {}}]}, {"harness_version": "0.8", "tasks": []}])
-def test_result_files_of_unknown_tools_are_refused(tmp_path: Path, content: object) -> None:
+def test_result_files_of_unknown_tools_are_rejected(tmp_path: Path, content: object) -> None:
     with pytest.raises(ConfigError):
         import_result(written(tmp_path, content), "p")
 

@@ -60,7 +60,7 @@ def test_evaluations_are_joined_in_one_result_of_vla_eval(tmp_path: Path, monkey
     assert (row["episodes"], row["value"]) == (6, pytest.approx(4 / 6))
 
 
-def test_runs_of_different_policies_or_equal_episodes_are_refused(tmp_path: Path) -> None:
+def test_runs_of_different_policies_or_equal_episodes_are_rejected(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", {"a": [True]})
     with pytest.raises(ConfigError, match="model differ"):
         vla_eval_result([one, write_run(tmp_path / "other", {"a": [True]}, first=1, model="cnn")])
