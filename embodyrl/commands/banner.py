@@ -74,7 +74,8 @@ def machine_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the line of `--dry-run` about this machine as (label, text)."""
     mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
     arena = f"shared arena {mib:.0f} MiB ({run_plan.capacity} records)"
-    return [("machine", f"{available_cores()} cores · {arena} · disk {_free_disk(run_plan.cfg) / GIB:.0f} GiB free")]
+    cores = f"{(count := available_cores())} core{'s' * (count != 1)}"
+    return [("machine", f"{cores} · {arena} · disk {_free_disk(run_plan.cfg) / GIB:.0f} GiB free")]
 
 
 def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:

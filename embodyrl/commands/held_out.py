@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from embodyrl.config.compose import flatten
@@ -15,7 +16,7 @@ from embodyrl.data.cards import read_card
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.episodes import eval_episodes
-from embodyrl.plan.initial_states import get_state_range, select_reset_ids, select_tasks
+from embodyrl.plan.initial_states import get_state_range, own_tasks, select_reset_ids, select_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import EXPORTED_CONFIG, read_saved, record_of
@@ -73,9 +74,10 @@ def _checkpoint_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) 
         # Only numbers are read; no component in it is loaded.
         saved = flatten(read_plain_yaml(file))
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
-        counts = {f"{use} of {name}": len(states & ids) for use, ids in _ids_by_use(saved, cfg, env).items()}
+        ids_by_use = _ids_by_use(saved, cfg, env)
+        counts = {f"{use} of {name}": len(states & ids) for use, ids in ids_by_use.items()}
         yield (
-            _overlap_text(len(states), counts)
+            _overlap_text(len(states), counts) + (_unused_states_text(env, ids_by_use) if any(counts.values()) else "")
             if counts
             else f"unknown: {name} used another environment, or lost its data"
         )
@@ -183,6 +185,15 @@ def _overlap_text(states: int, counts: dict[str, int]) -> str:
         return f"none of these initial states is used by {' or '.join(counts)}"
     uses = ", ".join(f"{use} uses {count}" for use, count in counts.items())
     return f"warning: of these {states} initial states {uses}; results on these states do not measure generalization"
+
+
+def _unused_states_text(env: EnvSpec, ids_by_use: Mapping[str, set[int]]) -> str:
+    """Return the key that selects the longest range of held-out states without a use; an empty text if none exists."""
+    used, tasks = set().union(*ids_by_use.values()), [env.get_reset_ids(task) for task in own_tasks(env)]
+    first, last = get_state_range(env, "eval") or (0, min(env.states_per_task) - 1)
+    unused = np.setdiff1d(np.arange(first, last + 1), [i - ids.start for ids in tasks for i in used.intersection(ids)])
+    longest = max(np.split(unused, np.flatnonzero(np.diff(unused) > 1) + 1), key=len)
+    return f"; env.eval.state_ids=[{longest[0]},{longest[-1]}] selects unused ones" if len(longest) else ""
 
 
 def _first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:

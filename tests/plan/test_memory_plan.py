@@ -146,7 +146,9 @@ def test_out_of_memory_plan_is_rejected_with_suggested_keys(tmp_path):
 
 
 def test_evaluation_is_planned_and_unused_settings_are_suggested(tmp_path, monkeypatch):
-    plan = build_run_plan(load_config("eval", ["env=tabletop", "model=flow_small"]), training=False)
+    plan = build_run_plan(
+        load_config("eval", ["env=tabletop", "model=flow_small", "launcher.env_workers=2"]), training=False
+    )
     ((_, first), _) = plan.resources.get_banner_lines(plan)
     assert "weights" in first
     assert "optimizer" not in first
