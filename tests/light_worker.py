@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -26,6 +27,8 @@ class LightWorker:
             os._exit(7)
         if request == "abort":
             os.abort()
+        if request == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return [os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if request == "gpus" else [request]
 
     def close(self) -> None:

@@ -3,11 +3,12 @@
 Each step adds the first action dimension to a position; the goal is at +2 (task 0) or -2 (task 1, ...). Settings in
 `env.kwargs`: `tasks`, `task_limit`, `lockstep`, `goal`, `echo` (the reward is the first action dimension, nothing
 ends), `reward` (given in every step instead of 1 at success), and one fault: {"fault":
-"raise|differ|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": the first
-call with the fault, or a list of calls, "once": path of a marker file that limits the fault (at each of these calls) to
-one process, "after": path of a file that must exist, "state": the initial state}.
+"raise|differ|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate|fill", "where": "init|reset|step|observe", "at": the
+first call with the fault, or a list of calls, "once": path of a marker file that limits the fault (at each of these
+calls) to one process, "after": path of a file that must exist, "state": the initial state}.
 "differ" raises an error with another message each time.
-A "gate" creates its marker and waits until the file "<marker>.open" exists.
+A "gate" creates its marker and waits until the file "<marker>.open" exists; "fill" fills the file system of its marker
+except for `left` bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -112,6 +114,10 @@ class ToySims(SequentialSimulators):
         if fault == "gate":
             assert self._once is not None
             wait_at_gate(self._once)
+        if fault == "fill":
+            assert self._once is not None
+            free = shutil.disk_usage(self._once.parent).free
+            self._once.write_bytes(bytes(free - int(self._kwargs.get("left", 0))))
         if fault == "raise":
             raise RuntimeError("the toy broke")
         if fault == "differ":

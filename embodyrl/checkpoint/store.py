@@ -376,9 +376,10 @@ def _flush_to_disk(path: Path) -> None:
 
 def _format_full_disk_error(target: Path, *, needed: int, free: int, cause: BaseException | None = None) -> str:
     reason = f"No space left on device for {target}" + (f" ({cause})" if cause else "")
-    requirement = f"needs {'more than ' if cause else ''}{needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+    requirement = f"needs {'more than ' if cause else ''}{needed / 2**20:.1f} MiB, " if needed >= 2**17 else ""
+    requirement += f"{free / 2**20:.1f} MiB are free"
     if needed <= free:
-        requirement = "the disk has free space, so a quota or file-size limit is reached"
+        requirement += ", or a quota or file-size limit is reached"
     other_folders = [folder for folder in target.parent.glob("step_*") if folder.name != target.name]
     hint = ", or set checkpoint.keep=1" if len(other_folders) > 1 else ""
     return f"{reason}: {requirement}; older checkpoints are intact. Free some space{hint}."

@@ -12,6 +12,7 @@ from embodyrl.channels.messages import Done, EnvReport, Request, WorkerReady
 from embodyrl.cluster.protocol import FaultSettings, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.errors import (
     PARENT_EXITED,
+    CheckpointError,
     ClusterLost,
     EmbodyError,
     Interrupted,
@@ -251,6 +252,7 @@ class Supervisor:
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
         # Only the ranks contain the training state. The error of a rollout process would occur again.
         final = spec.component == "actor" or (spec.component == "rollout" and died.raised)
+        final |= died.exit_code == CheckpointError.exit_code  # a full disk
         if final or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
             raise _build_worker_error(f"worker {name} {reason}.{where}", died)
         count = self._restarts.get(name, 0)

@@ -12,7 +12,7 @@ from embodyrl.commands.sft import MEMORY_KEYS, WEIGHT_KEYS, sft
 from embodyrl.commands.unchanged_data import check_unchanged
 from embodyrl.data.settings import EpisodeFilter, Labels
 from embodyrl.data.writer import read_episodes
-from embodyrl.errors import CheckpointError, Interrupted
+from embodyrl.errors import CheckpointError, Interrupted, WorkerError
 from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.experts import Expert, find_expert
 from embodyrl.plan.schema import Config
@@ -84,7 +84,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
                 expert = stack.enter_context(closing(find_expert(cfg.dagger.expert)(cfg)))
             try:
                 _run_round(cfg, expert, previous, run, data[: index + 1], overrides)
-            except (Interrupted, CheckpointError) as error:
+            except (Interrupted, CheckpointError, WorkerError) as error:
                 error.args = (f"{error}; to continue all rounds, run the same command again",)
                 raise
     return DaggerResult(run=runs[-1], data=tuple(data))

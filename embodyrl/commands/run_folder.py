@@ -27,7 +27,7 @@ from embodyrl.config.trust import find_user_modules, format_shell_command, pytho
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, WorkerError
 from embodyrl.files import available_cores, describe_full_disk, is_full_disk, remove_scratch, write_atomically
-from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
+from embodyrl.monitor.history import COSTS_FILE, METRICS_FILE, VIDEO_FOLDER
 from embodyrl.plan.saved import find_run_config, read_saved, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
@@ -115,7 +115,11 @@ class RunFolder:
         if error is not None and is_full_disk(error) and not isinstance(error, WorkerError):
             newest = CheckpointStore(self.checkpoints).latest()
             state = f"the newest checkpoint is {newest}; " if newest else ""
+            if not newest and (self.root / METRICS_FILE).exists():  # the steps of these rows are lost
+                state = f"there is no checkpoint: delete {METRICS_FILE} first; "
             raise CheckpointError(f"{describe_full_disk(error, self.root)}\n{state}{self.resume_line}") from error
+        if isinstance(error, WorkerError) and self.resume_line not in str(error):
+            error.args = (f"{error}\n{self.resume_line}",)
         if isinstance(error, OSError) and not self.root.is_dir():
             raise EmbodyError(f"{self.root} was deleted during the run. Start the command again.") from error
 
@@ -158,6 +162,8 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
             _release_lock(root / _LOCK_FILE, lock)
             raise
     except OSError as error:
+        if is_full_disk(error):
+            raise CheckpointError(describe_full_disk(error, root)) from error
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
     base = cfg.video_cfg.base_dir if cfg.acts else None
     videos = root / VIDEO_FOLDER if base is None else Path(base) / root.name

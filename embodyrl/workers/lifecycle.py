@@ -1,5 +1,6 @@
 """Lifecycle of a worker process: setup, request loop, cleanup."""
 
+import contextlib
 import ctypes
 import faulthandler
 import importlib
@@ -21,8 +22,8 @@ from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.messages import RankInfo, Reply, Request, WorkerFailed, WorkerReady
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.errors import PARENT_EXITED, ChannelClosed, EmbodyError
-from embodyrl.files import cap_log, read_tail
+from embodyrl.errors import PARENT_EXITED, ChannelClosed, CheckpointError, EmbodyError
+from embodyrl.files import cap_log, describe_full_disk, is_full_disk, read_tail
 from embodyrl.learners.settings import ActorSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
@@ -137,17 +138,19 @@ def describe_failure(error: BaseException) -> WorkerFailed:
     text = str(error) if isinstance(error, EmbodyError) else f"{type(error).__name__}: {error}"
     text += "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if note not in text)
     code = error.exit_code if isinstance(error, EmbodyError) else 1
+    if is_full_disk(error):
+        text, code = describe_full_disk(error), CheckpointError.exit_code
     return WorkerFailed(error=text, traceback=traceback.format_exc(), exit_code=code)
 
 
 def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) -> None:
     """Run a worker; entry point of a spawned process."""
-    _set_up_process(spec, log_path)
     channel = PipeChannel(connection)
     worker: Worker | None = None
     profiler = None if log_path is None else Profiler(spec.name, Path(log_path).parent)
     code = 0
     try:
+        _set_up_process(spec, log_path)
         worker = spec.build()
         channel.put(worker.ready())
         while (request := channel.get(_IDLE_LIMIT_S)) is not None:
@@ -160,7 +163,8 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     except ChannelClosed:
         pass  # the driver is dead: no process to report to
     except BaseException as error:  # process boundary: report every error, then exit
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the disk of the log may be full
+            traceback.print_exc()
         try:
             # Reported before exiting: an exit code does not contain the cause.
             channel.put(describe_failure(error))

@@ -341,7 +341,7 @@ def test_file_size_limit_is_reported_as_full_disk(writer: str, tmp_path: Path):
     )
     assert child.returncode == 1, (child.returncode, child.stderr)
     assert "No space left on device" in child.stderr
-    assert "the disk has free space, so a quota or file-size limit is reached" in child.stderr
+    assert "MiB are free, or a quota or file-size limit is reached" in child.stderr
     assert list(tmp_path.iterdir()) == [previous]
 
 

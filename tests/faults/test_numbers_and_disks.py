@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 from processes import run_cli
-from toy_runs import TOY_OFT, resume_toy, rows, toy_config, toy_words, train_toy, weights
+from test_killed_commands import LEARN, STEP_INDEX, TASKS, dagger_words
+from toy_runs import TOY_COLLECT, TOY_OFT, resume_toy, rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cli.main import main
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.session import OnStep
+from embodyrl.commands.sft import sft
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, NonFiniteError
+from embodyrl.plan.config import load_config
 
 EXPLODING = ("algorithm.normalize_advantages=false", "env.use_rel_reward=false", "env.kwargs.goal=0.7")
 """With the rewards below, advantages are finite and close to the maximum of float32."""
@@ -158,6 +161,79 @@ def test_evaluation_on_a_full_disk_exits_6_and_prints_the_resume_command(small_d
         assert "unexpected" not in errors[-1]
         assert not (small_disk / "run" / "lock").exists()
     assert any(f"embodyrl eval --resume {small_disk}/run" in text for text in errors)
+
+
+def collect_words(out: Path) -> list[str]:
+    places = (f"collect.out={out}/demos", f"runner.output_dir={out}/runs")
+    return [*TOY_COLLECT, *TASKS, *STEP_INDEX[:2], *places, "collect.episodes=4"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with demonstrations."""
+    folder = tmp_path_factory.mktemp("shared")
+    assert main(["collect", *collect_words(folder)]) == 0
+    return folder
+
+
+FILLING = [("train", -1), ("train", 0), ("train", 6), ("eval", -1), ("eval", 0)]
+FILLING += [("collect", -1), ("collect", 6), ("dagger", -1), ("dagger", 6)]
+
+
+@pytest.mark.parametrize(("command", "left"), FILLING)
+def test_disk_that_fills_during_episodes_exits_6_and_resumes(small_disk, shared, capsys, command, left):
+    """The environment fills the disk except for n pages, or with -1 raises the error of a full disk."""
+    out, ballast = small_disk / "out", small_disk / "ballast"
+    words = {
+        "train": toy_words(out, *STEP_INDEX, "runner.max_steps=3", "runner.save_interval=1"),
+        "eval": toy_words(out, *STEP_INDEX[:2], "video=none", "eval.episodes=12", command="eval"),
+        "collect": collect_words(out),
+        "dagger": [*dagger_words(shared, out), "dagger.rounds=1"],
+    }[command]
+    at = 40 if command == "train" else 9
+    fault = (f"env.kwargs.once={ballast}", f"env.kwargs.at={at}", f"env.kwargs.left={4096 * left}")
+    words = [command, *words, "env.kwargs.fault=fill", *fault]
+    code, error = main(words), capsys.readouterr().err
+    assert ballast.stat().st_size > 0
+    assert code == 6, error
+    assert "Free some space" in error or "free disk space" in error
+    assert ("worker env_0 raised Cannot write" in error) == (left == -1)
+    again = words
+    if command in ("train", "eval"):
+        again = [command, "--resume", str(out / "run"), "trust=true"]
+        assert f"embodyrl {' '.join(again)}" in error
+    assert command != "collect" or "run the same command to resume" in error
+    assert command != "dagger" or "to continue all rounds, run the same command again" in error
+    newest = CheckpointStore(out / "run" / "checkpoints").latest()
+    assert command != "train" or (newest is not None and str(newest) in error)
+    os.truncate(ballast, 0)
+    assert main(again) == 0, capsys.readouterr().err
+    assert not list(out.rglob("lock"))
+
+
+def test_run_without_any_checkpoint_prints_a_resume_command_that_works(small_disk, capsys):
+    words = toy_words(small_disk, *STEP_INDEX[:2], "runner.max_steps=3", "runner.save_interval=1")
+    fault = (f"env.kwargs.once={small_disk}/ballast", "env.kwargs.fault=fill", f"env.kwargs.left={1 << 16}")
+    assert main(["train", *words, *fault]) == 6
+    assert "there is no checkpoint: delete metrics.jsonl first; resume with" in capsys.readouterr().err
+    os.truncate(small_disk / "ballast", 0)
+    (small_disk / "run" / "metrics.jsonl").unlink()
+    assert main(["train", "--resume", f"{small_disk}/run", "trust=true"]) == 0
+
+
+@pytest.mark.parametrize("left", [0, 2**18])
+def test_sft_on_a_full_disk_exits_6_and_resumes(small_disk, shared, left):
+    often = ("runner.max_steps=3", "runner.save_interval=1", "runner.val_check_interval=1")
+    places = (f"data.path={shared}/demos", f"runner.output_dir={small_disk}", "runner.experiment_name=run")
+    cfg = load_config("sft", ["model=flow_small", *STEP_INDEX, *LEARN, *places, *often])
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        sft(cfg, on_step=fills(small_disk, left, at=2))
+    run = small_disk / "run"
+    newest = CheckpointStore(run / "checkpoints").latest()
+    assert f"the newest checkpoint is {newest}; resume with: embodyrl sft --resume {run}" in str(caught.value)
+    (small_disk / "ballast").unlink()
+    assert main(["sft", "--resume", str(run)]) == 0
+    assert CheckpointStore(run / "checkpoints").steps()[-1] == 3
 
 
 AVERAGED = ("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learning_starts=1")

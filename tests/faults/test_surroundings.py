@@ -237,3 +237,19 @@ def test_loggers_on_a_full_disk_are_dropped_with_one_warning(full_disk, caplog):
     assert "jsonl" not in monitor.names()
     assert sum("'jsonl' failed" in r.getMessage() for r in caplog.records) == 1
     monitor.close()
+
+
+@pytest.mark.integration
+def test_worker_with_a_full_disk_reports_the_cause(full_disk):
+    """The worker cannot write to its log either."""
+    launcher = LocalLauncher(full_disk)
+    launcher.start(WorkerSpec(name="w", entry="light_worker:LightWorker", init=""), timeout_s=60)
+    assert wait_until(lambda: launcher.wait(1.0), 60)
+    (full_disk / "ballast").write_bytes(bytes(shutil.disk_usage(full_disk).free))
+    launcher.send("w", "full", timeout_s=60)
+    events = []
+    assert wait_until(lambda: events.extend(launcher.wait(1.0)) or events, 60)
+    launcher.stop()
+    died = events[0].message
+    assert (died.exit_code, died.raised) == (6, True)
+    assert died.reason == "raised Cannot write to a file: No space left on device. Free some space."
