@@ -36,7 +36,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return True if this host computes in bfloat16: on a GPU, or a CPU with AVX-512, AMX or Arm's extension.
+    """Return True if this host supports bfloat16 natively: a GPU, or a CPU with AVX-512, AMX or Arm's extension.
 
     The result is also True for a CPU with unknown features.
     """

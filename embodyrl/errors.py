@@ -101,7 +101,7 @@ class ChannelTimeout(EmbodyError):
 
 
 class StaleRecordError(EmbodyError):
-    """The record of a record reference was freed or is not completely written, or the owner of the arena exited."""
+    """A record was freed or is not completely written, or the owner of the arena exited."""
 
     exit_code = 4
 

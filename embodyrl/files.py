@@ -92,7 +92,7 @@ def remove_scratch(folder: Path) -> None:
 
 
 def inside(folder: Path, name: str | Path) -> Path:
-    """Return the path of a file that metadata of a folder names; the metadata may be from an untrusted source.
+    """Return the path of a file in a folder; `name` may come from untrusted metadata of the folder.
 
     Links are followed. In the cache of the hub, the files of a snapshot are links to a folder next to the snapshots.
 

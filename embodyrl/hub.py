@@ -21,7 +21,7 @@ def download(key: str, path: str, kind: str, programs: bool = False, *, files: S
     Only files that match `files` are downloaded; with `programs`, all files, including code.
 
     Raises:
-        ConfigError: the repository does not exist, or the hub cannot be reached or names an invalid commit.
+        ConfigError: the repository does not exist, the hub cannot be reached, or the hub returns an invalid commit.
     """
     from huggingface_hub import snapshot_download
 

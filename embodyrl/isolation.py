@@ -39,7 +39,7 @@ _TIMEOUT_S = 180.0
 _LOG_BYTES = 65536
 """Maximum number of bytes that are read from the end of a log."""
 _QUIET_OPTIONS = ("-W", "ignore:resource_tracker:UserWarning")
-"""Options that keep the resource tracker's list of what it frees out of the log, whose last line is the reason."""
+"""Python options without warnings of the resource tracker: the last line of the log must be the reason of a failure."""
 _CALL_CODE = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -107,11 +107,11 @@ def run_isolated(
 
 
 def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
-    """Call `package.module:function` in a separate process; the function returns a dataclass `kind`.
+    """Call `package.module:function` in a separate process; the function returns an instance of the dataclass `kind`.
 
     Raises:
         EmbodyError: raised by the function.
-        NoAnswerError: the process crashed, exited or did not reply in time.
+        NoResultError: the process crashed, exited or did not reply in time.
     """
     input_data = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
     process_result = run_isolated(_CALL_CODE, input_data, timeout_s=timeout_s)
@@ -128,7 +128,7 @@ def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: floa
 
 
 def run_call() -> None:
-    """Call the function that standard input names, and write its result to standard output.
+    """Call the function named in standard input, and write its result to standard output.
 
     The function runs in a fork, because `multiprocessing` frees semaphores and temporary folders of its own processes.
     """

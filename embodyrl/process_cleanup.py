@@ -60,7 +60,7 @@ def mark_children(name: str) -> Iterator[None]:
 
 
 def kill_marked_children(name: str) -> None:
-    """Kill the processes that were started in the block `owning(name)` and still run, and their descendants."""
+    """Kill the processes that were started in the block `mark_children(name)` and still run, and their descendants."""
     mark, forks = _start_watchdog(os.getpid())
     _kill_marked(f"{mark}/{name}", forks)
 
@@ -71,7 +71,7 @@ def _start_watchdog(pid: int) -> tuple[str, int]:
 
     Returns:
         The mark for this process's children, and the descriptor of a file that lists forks. Forks need a list, because
-        their /proc/<pid>/environ is that of this process at its start, without the mark.
+        /proc/<pid>/environ of a fork shows the environment at the start of this process, without the mark.
     """
     mark, forks = f"{pid}-{secrets.token_hex(8)}", os.memfd_create("embodyrl-forks")
     command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
@@ -113,7 +113,7 @@ def _kill_marked(mark: str, forks: int) -> None:
     while time.monotonic() < deadline:
         pids = [*_running_forks(mark, forks)]
         for file in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            with contextlib.suppress(OSError):  # the process has just ended, or belongs to another user
                 is_marked = any(
                     f"{entry}/".startswith(owner_prefix) for entry in file.read_text(errors="replace").split("\0")
                 )
@@ -169,7 +169,7 @@ def format_counts(names: list[str]) -> str:
 
 def end_children() -> None:
     """Kill the child processes of this process, and wait for them."""
-    for child in multiprocessing.active_children():  # also those of a fork server
+    for child in multiprocessing.active_children():  # includes children of a fork server
         child.kill()
     for pid in list_remaining_children():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has just ended

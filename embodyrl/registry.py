@@ -119,7 +119,7 @@ def load(name: str, kind: str, *, wants: str, fits: Callable[[Any], bool], names
 
 
 def name_problems(key: str, names: Iterable[str], find: Callable[[str], Any]) -> list[str]:
-    """Return an error for each name in the value of `key` that `find` rejects with an UnknownNameError."""
+    """Return an error for each name in `names`, the value of the key `key`, that `find` cannot find."""
     problems: list[str] = []
     for name in names:
         try:
@@ -142,11 +142,11 @@ FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill
 """Parts by their name in configs of earlier versions."""
 
 FORMER_SETTINGS = {"libero": {"env.texture_colorspace": "auto"}}
-"""Keys that configs of earlier versions do not contain, with the values of those versions, by environment."""
+"""Values of keys that configs of earlier versions do not contain, as fixed in those versions, by environment."""
 
 
 def current_path(target: str) -> str:
-    """Return an import path of an earlier version with the present name of its module."""
+    """Return an import path in which a module name of an earlier version is replaced by the current name."""
     module, colon, attribute = target.partition(":")
     for old, new in MOVED_MODULES.items():
         if f"{module}.".startswith(f"{old}."):
@@ -161,7 +161,7 @@ def _import(target: str, kind: str) -> Any:
     try:
         value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # The plugin lacks a dependency: that is its author's error, and its traceback shows where.
+        # The plugin lacks a dependency, which its author must fix; the traceback shows the import.
         if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
         hint = _local_module_hint(module_name) if error.name == module_name.partition(".")[0] else ""
@@ -237,4 +237,4 @@ class Registry(Generic[T]):
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward", group="embodyrl.rewards", parts=parts.REWARDS, wants="a function", fits=takes(0)
 )
-"""Reward functions of replies and of simulator steps; their users check the number of arguments."""
+"""Reward functions of replies and of simulator steps; the callers of `get` check the number of arguments."""

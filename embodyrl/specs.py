@@ -334,7 +334,7 @@ class EnvCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCosts:
-    """Estimated size, memory and work of a policy; 0: unknown."""
+    """Estimated number of parameters, memory and compute of a policy; 0: unknown."""
 
     SHARED_FRACTION = 0.5
     """Equal prompts are computed once, in a separate pass, if deduplication leaves at most this fraction of tokens."""

@@ -150,7 +150,7 @@ class Episode:
     """A finished or cut episode: indices of its arena records, and the data that algorithms need."""
 
     spec: EpisodeSpec
-    records: IntArray  # [T] of the arena, one of each chunk step
+    records: IntArray  # [T] arena records, one per chunk step
     reward: FloatArray
     """[T, K] reward per action. This and the next two fields are 0 or False for actions that were not executed."""
     valid: BoolArray

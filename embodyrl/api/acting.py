@@ -53,9 +53,9 @@ class LoadedPolicy:
         """Return the next chunk of actions.
 
         Args:
-            obs: observation of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch of them, with
-                one more leading axis (a vector environment's). Parts that the policy does not read may be missing, and
-                the instruction if the environment has one task.
+            obs: observation of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch with one more
+                leading axis, as returned by a vector environment. Entries that the policy does not read may be missing.
+                The instruction may be missing if the environment has one task.
             instruction: replaces `obs["instruction"]`.
             noise: [B, L] uniform in [0, 1), one number per token, to sample as in training
                 (`algorithm.sampling_params`); None: greedy.

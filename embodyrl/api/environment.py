@@ -152,8 +152,8 @@ def make_env(env: str, *overrides: str, num_envs: int | None = None, config_dirs
     """Create a Gymnasium environment from an environment of embodyrl.
 
     >>> table = make_env("tabletop", "env.eval.task_ids=[0]")
-    >>> seen, info = table.reset(seed=0)
-    >>> seen["instruction"]
+    >>> observation, info = table.reset(seed=0)
+    >>> observation["instruction"]
     'touch the red block'
 
     Args:

@@ -90,7 +90,7 @@ class Arena:
 
     @classmethod
     def create(cls, layout: RecordLayout, capacity: int, fix: str = "Free memory on this host.") -> Arena:
-        """Create an arena with memory for `capacity` records; `fix` is the end of the error.
+        """Create an arena with memory for `capacity` records; `fix` is the last sentence of the error.
 
         Raises:
             EmbodyError: the host has not enough free memory; the message contains the required size.
@@ -115,7 +115,7 @@ class Arena:
         """Map an arena that another process owns.
 
         Raises:
-            StaleTicketError: the owner exited.
+            StaleRecordError: the owner exited.
         """
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
@@ -187,7 +187,7 @@ class Arena:
         """Check that the records of record references [n] are readable, and return the record indices [n].
 
         Raises:
-            StaleTicketError: a record was freed, or not completely written.
+            StaleRecordError: a record was freed, or not completely written.
         """
         records = self._check_record_refs(record_refs)
         not_ready = records[self._fields[STATE].take(records) != RecordState.READY]

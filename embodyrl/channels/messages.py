@@ -1,6 +1,6 @@
 """Messages between driver and workers. Messages are small, frozen and picklable; arrays stay in the arena.
 
-Messages have no environments: pickling frozen dataclasses with environments is several times slower.
+Messages have no `__slots__`: pickling frozen dataclasses with slots is several times slower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -130,7 +130,7 @@ class EnvRequest(Request):
 
     @property
     def observed(self) -> RecordRefs:
-        """Tickets of all records that receive an observation, after a chunk or a reset."""
+        """Record references of all records that receive an observation, after a chunk or a reset."""
         return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
 
@@ -225,7 +225,7 @@ class UpdateRequest(Request):
 
     @property
     def last(self) -> RecordRefs:
-        """Tickets of the final observations in `finals`."""
+        """Record references of the final observations in `finals`."""
         return np.array([record_ref for _, record_ref in self.finals], np.int64)
 
 

@@ -150,7 +150,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{path} has {size} bytes instead of {entry.size}: it is truncated or changed. Use another checkpoint."
             )
-    # Before hashing, which takes minutes: most damage shows in sizes and names.
+    # Before hashing, which takes minutes: sizes and names reveal most damage.
     if unlisted := sorted(existing.keys() - manifest.files.keys()):
         raise CheckpointError(
             f"{folder / unlisted[0]} is not listed in {MANIFEST_NAME} ({len(unlisted)} such files). "
@@ -223,7 +223,7 @@ class CheckpointStore:
         return read_manifest(self.path(step))
 
     def best(self) -> int | None:
-        """Return the step of the best validation according to the newest checkpoint; None if unknown or deleted."""
+        """Return the step of the best validation; None if the step is unknown or its checkpoint was deleted."""
         newest = self.latest()
         if newest is None or not (newest / LOOP_FILE).is_file():
             return None

@@ -44,7 +44,7 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
 
 
 def _verdict(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the last line of `--dry-run`: a run that does not fit has raised an error before."""
+    """Return the last line of `--dry-run`, which confirms that the run fits on this machine."""
     if run_plan.algorithm is None:
         return [("verdict", "fits on this machine")]
     rates, steps = predict(run_plan), run_plan.total_steps

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if "=" in resume and not Path(resume).exists():  # `--resume key=value` resumes the newest run
         args.words, args.resume = [args.resume, *args.words], NEWEST
     if args.json and args.dry_run:
-        raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or start the run.")
+        raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or remove --dry-run.")
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
             raise ConfigError("--resume, --print-config, --dry-run or --json cannot be combined with -m; remove one.")

@@ -13,7 +13,7 @@ from embodyrl.version import __version__
 def serve(args: argparse.Namespace) -> int:
     """Run `embodyrl serve`; with `--json`, standard output contains only the address and the protocol."""
     if args.json and args.dry_run:
-        raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or start the server.")
+        raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or remove --dry-run.")
     cfg = compose_with_ckpt(args)
     if handle_config_flags(args, cfg):
         return 0

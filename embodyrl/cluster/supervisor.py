@@ -166,7 +166,7 @@ class Supervisor:
         """Start workers in parallel; they are ready once `starting` is empty.
 
         Raises:
-            Interrupted: the run was signalled to stop; the remaining workers are not started.
+            Interrupted: the run received a stop signal; the remaining workers are not started.
         """
         for name, (spec, callback) in specs.items():
             self._check_stop()  # with launcher=inline, each start takes as long as building a simulator
@@ -186,7 +186,7 @@ class Supervisor:
         """Wait at most `timeout_s` for events and pass them to the callbacks.
 
         Raises:
-            Interrupted: the run was signalled to stop.
+            Interrupted: the run received a stop signal.
             WorkerError: a worker died and is not restarted, or its restarts are used up.
         """
         self._check_stop()

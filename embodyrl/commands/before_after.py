@@ -25,9 +25,10 @@ from embodyrl.types import Episode, EpisodeSpec
 def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
     """Select the episodes to record; return their episode numbers.
 
-    For each task, episodes that changed from failure to success alternate with episodes that still fail. Then follow
-    episodes that got worse, and episodes that succeeded twice. Longer episodes are first. If success is unknown,
-    the episode with the largest gain in return is first, followed by episodes in ascending order of their gain.
+    Order per task: episodes that changed from failure to success, alternating with episodes that still fail; next,
+    episodes that changed from success to failure; last, episodes that succeeded both times. Within each category,
+    longer episodes come first. If success is unknown, the episode with the largest gain in return is first, followed by
+    episodes in ascending order of their gain.
     """
     earlier = {row.episode: row for row in before}
     pairs = [(earlier[row.episode], row) for row in after if row.episode in earlier]

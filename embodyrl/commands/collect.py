@@ -321,7 +321,7 @@ class _Collection:
 
 
 def build_source(episode: Episode, *, trial: int, version: int) -> Source:
-    """Return the origin of an episode; `trial` and `version` are fields of `Source`."""
+    """Return the `Source` of an episode: initial state, seed, trial number and version of the weights."""
     spec = episode.spec
     return Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version)
 

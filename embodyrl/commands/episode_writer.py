@@ -16,7 +16,7 @@ from embodyrl.plan.settings import KeptEpisodes
 from embodyrl.types import ActionKind, Episode
 
 _IDS_PER_STEP = 10**6
-"""Factor of the training step in an episode's unique number: training step * _PER_STEP + episode id."""
+"""Factor of the training step in an episode's unique number: training step * _IDS_PER_STEP + episode id."""
 
 
 class EpisodeDatasetWriter:

@@ -186,7 +186,7 @@ def _print_matrix(result: EvalResult, score_title: str, write_line: Callable[[st
     """Print scores by task and suite, then each suite's score, interval and difference from the first suite."""
     suites = result.suites
     cells = {(row.number, row.suite): row for row in result.tasks}
-    names = {number: row.task for (number, _), row in reversed(cells.items())}  # in the words of the first suite
+    names = {number: row.task for (number, _), row in reversed(cells.items())}  # task names of the first suite
     head = ["task", *(suite.task for suite in suites)]
     rows = [
         [
@@ -266,7 +266,7 @@ def summarize(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
 
 
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
-    """Convert an episode to a row of `episodes.jsonl`; its return is divided by the reward factor of training."""
+    """Convert an episode to a row of `episodes.jsonl`, with the unscaled return: divided by `EnvSpec.reward.factor`."""
     task_id = episode.spec.task_id
     # An environment that does not declare success may report success at the end of an episode.
     has_success = env.reward.reports_success or episode.success_once

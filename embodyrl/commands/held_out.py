@@ -99,7 +99,7 @@ def _ids_by_use(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str
     """
     keys = ("env_type", "task_suite_name", "id", "axis")
     current = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
-    # Supervised training has no environment, earlier versions had fewer keys.
+    # SFT has no environment, and earlier versions had fewer keys.
     if "env.env_type" in saved and all(saved.get(key, value) == value for key, value in current.items()):
         row_spec, demonstration_ids = _with_row_split(saved, cfg, env), _demonstration_ids(saved, env)
         if row_spec is None or demonstration_ids is None:
@@ -156,7 +156,7 @@ def _possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across: bo
     try:
         values = EnvSplit(task_ids=saved.get(f"env.{split}.task_ids"), state_ids=ids)
     except ValidationError:
-        return set()  # no config that we wrote
+        return set()  # not a config written by embodyrl
     selected = _select_ids(env, values, across=across)
     total, per_task = saved.get("eval.episodes"), saved.get("eval.episodes_per_task")
     if split == "train" or not (isinstance(total, int) or isinstance(per_task, int)):

@@ -16,9 +16,10 @@ metrics to `time/*`, because comparisons of runs ignore the metrics `time/*`."""
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:
     """Return the metrics of a rollout: success, return and length of episodes, throughput, times and worker restarts.
 
-    To avoid a bias towards short episodes, only episodes that started with enough quota for the longest episode are
-    counted. Without such episodes, all finished episodes are counted; if no episode finished, all episodes are counted.
-    With `continue_episodes`, the whole episodes that end in this step are counted, possibly none.
+    To avoid a bias towards short episodes, an episode is counted only if, at its start, its environment had enough
+    steps left for an episode of maximum length. Without such episodes, all finished episodes are counted; if no episode
+    finished, all episodes are counted. With `continue_episodes`, the whole episodes that end in this step are counted,
+    possibly none.
     """
     stats = collection.tally
     # Work during an earlier update counts only for the time that this step waited for it.

@@ -289,7 +289,7 @@ def _release_lock(lock: Path, handle: int) -> None:
 
 
 def _elapsed_times() -> tuple[float, float]:
-    """Return the time of a clock that is never set, and the CPU time of this process and its children, in seconds."""
+    """Return the time of a monotonic clock, and the CPU time of this process and its children, in seconds."""
     times = os.times()
     return time.monotonic(), times.user + times.system + times.children_user + times.children_system
 
@@ -343,7 +343,8 @@ def resolve_initial_weights(cfg: Config, env: EnvSpec) -> Path | None:
     Returns None if `ckpt` is not set, or is the folder from which the policy is built.
 
     Raises:
-        ConfigError: the weights belong to another model or are for another environment, or would replace an adapter.
+        ConfigError: the weights belong to another model or environment, or would replace the weights that an adapter
+            (model.lora.path) is merged into.
         CheckpointError: the path contains no usable weights.
     """
     model = cfg.model

@@ -148,7 +148,7 @@ def _test_sizes(max_pairs: int) -> Iterator[int]:
 
 
 def _min_pairs() -> int:
-    """Return the number of pairs that decide if the same policy wins all of them."""
+    """Return the minimum number of pairs for a decision, which suffices if one policy wins all pairs."""
     return next(wins for wins in itertools.count() if math.exp(-log_e_value(wins, 0)) <= SIGNIFICANT)
 
 

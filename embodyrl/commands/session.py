@@ -347,7 +347,7 @@ class Session:
         return interruption
 
     def print_summary(self, checkpoint: Path, *commands: Sequence[str], more: BannerLines = ()) -> None:
-        """Print the checkpoint of a finished run and `more` lines, and suggest commands for the next steps."""
+        """Print the path of the final checkpoint and the lines `more`, and suggest commands for the next steps."""
         suggestions = [
             format_shell_command(command, self.cfg) for command in commands if command[0] in COMMANDS.names()
         ]

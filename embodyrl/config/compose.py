@@ -63,7 +63,7 @@ def compose(
     unused_groups: Container[str] = (),
     on_run: bool = False,
 ) -> tuple[dict[str, str], list[Setting], list[Setting]]:
-    """Return the options that arguments choose, by group, the values that arguments set, and the values of the files.
+    """Return the chosen option of each config group, the settings of the arguments, and the settings of the files.
 
     Arguments of the groups `unused_groups`, which have no options for this command, are returned as values. `on_run` is
     true if the config of a run becomes the base of the config. Invalid arguments are appended to `problems`.
@@ -292,7 +292,7 @@ def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
 
 @functools.cache
 def variants(group: str) -> dict[str, tuple[str | None, str, dict[str, Any]]]:
-    """Return the options of a group without files (`conf/variants.yaml`), each as base option, description and values.
+    """Return the options of a group defined in `conf/variants.yaml`, each as (base option, description, values).
 
     For example libero_pro_10_swap is libero_10 with the suite libero_10_swap.
     """

@@ -1,4 +1,4 @@
-"""Reading and writing of settings as YAML, where a plain word has the same value as on the command line."""
+"""Reading and writing of settings as YAML, in which unquoted text has the same value as on the command line."""
 
 from __future__ import annotations
 

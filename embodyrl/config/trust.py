@@ -1,4 +1,4 @@
-"""Code that the values of a config name: checks of untrusted configs, and source files of the user."""
+"""Code that config values refer to: checks of untrusted configs, and source files of the user."""
 
 import importlib.util
 import os
@@ -79,7 +79,7 @@ def trust_overrides(cfg: Settings, extra_values: Mapping[str, Any] | None = None
 
 
 def find_user_modules(cfg: Settings) -> dict[str, Path]:
-    """Return the source file of each module of the user that a value `package.module:attr` names, by module name.
+    """Return the source file of each user module that a value `package.module:attr` refers to, by module name.
 
     Modules of embodyrl, of the standard library and of installed packages are left out.
     """
@@ -95,7 +95,7 @@ def find_user_modules(cfg: Settings) -> dict[str, Path]:
 
 
 def python_path(cfg: Settings) -> list[str]:
-    """Return the folders that PYTHONPATH must contain for a command of this config; empty if no value names own code.
+    """Return the folders with user code that PYTHONPATH must contain for a command of this config.
 
     Installed packages need no entry, also if they are installed from a folder (`pip install -e`).
     """

@@ -63,7 +63,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
 
 
 def differences(first: EnvSpec, second: EnvSpec, *extra_fields: str) -> str:
-    """Describe the fields in which two environment specs differ; `alike` names additional fields to compare."""
+    """Describe the fields in which two environment specs differ; `extra_fields` names additional fields to compare."""
     getters = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*extra_fields, *_SHAPE)}
     differing = {name: (get(first), get(second)) for name, get in getters.items() if get(first) != get(second)}
     texts = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in differing.items()}

@@ -1,4 +1,4 @@
-"""Executed actions of demonstrations: the expert's recorded actions with the noise of the collection."""
+"""Executed actions of demonstrations: the expert's recorded actions plus the noise added during the collection."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

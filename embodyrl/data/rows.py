@@ -82,7 +82,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         else np.argsort(counters["index"], kind="stable")
     )
     sorted_counters = {name: values[order] for name, values in counters.items()}
-    # Data of other programs may lack deleted episodes; a repeated index stays, and is reported.
+    # Data of other programs may lack deleted episodes; the checks report a repeated index.
     has_file_per_episode = has_file_per_episode or (
         not is_embodyrl_dataset(root) and bool((np.diff(sorted_counters["index"]) > 0).all())
     )

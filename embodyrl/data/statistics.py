@@ -25,9 +25,9 @@ def vector_stats(values: np.ndarray) -> Stats:
 
 
 _RARE = 10.0
-"""Range from min to max, relative to that from q01 to q99, from which on quantiles do not describe a dimension."""
+"""A dimension counts as rarely different if max - min is more than this multiple of q99 - q01."""
 _CONSTANT = 1e-6
-"""Half of the range, relative to the value or to 1, up to which a dimension is constant."""
+"""A dimension counts as constant if half of its range is at most this fraction of max(1, |middle|)."""
 
 
 def scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, BoolArray]:

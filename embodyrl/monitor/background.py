@@ -32,7 +32,7 @@ class BackgroundMonitor(Monitor):
         """Start the thread, and wait until it has opened the logger.
 
         Raises:
-            TimeoutError: the logger is not open after `patience_s`.
+            TimeoutError: the logger is not open after `call_timeout_s`.
         """
         opened = threading.Event()
         self._calls.put(partial(self._monitor.open, run_dir, info))
@@ -57,7 +57,7 @@ class BackgroundMonitor(Monitor):
         """Close the logger after all queued calls.
 
         Raises:
-            TimeoutError: the queued calls did not finish within `close_s`.
+            TimeoutError: the queued calls did not finish within `close_timeout_s`.
         """
         if self._thread.ident is None:
             return

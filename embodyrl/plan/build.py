@@ -59,7 +59,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         raise ConfigError(problems)
     for name, split in cfg.env.splits.items():
         if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
-            # For its errors only: tasks and states that do not exist are refused now, not at the first validation.
+            # Called for its errors only: missing tasks and states are reported now, not at the first validation.
             select_reset_ids(env, split)
     num_envs = _count_envs(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)
@@ -231,7 +231,7 @@ def count_ranks(cfg: Config) -> int:
     has_engine = cfg.acts and cfg.rollout.backend != "hf"
     replay = cfg.trains and cfg.algorithm.transitions
     critic = cfg.trains and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
-    # Each of these works in one process only: further GPUs are left alone rather than the run refused.
+    # Each of these works in one process only, so additional GPUs stay unused.
     is_single_process = (
         cfg.model.compiled or replay or critic or (not num_rollout_processes and (asynchronous or has_engine))
     )
@@ -283,16 +283,16 @@ def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
 
 
 def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_envs: int) -> int:
-    in_flight = 2 * num_envs  # of each environment the record that is acted in and the one that is observed into
+    in_flight = 2 * num_envs  # per environment: the record of the current chunk and the record of the next observation
     if cfg is None or algorithm is None:
         return in_flight
     samples = _max_samples(cfg, algorithm)
     finals = 0
     if algorithm.needs_final_observations:
-        # One more record per episode that is truncated or cut, for its last observation; with hindsight of all of them.
+        # One more record for the last observation of each truncated or cut episode, or of each episode with hindsight.
         any_length = env.simulator.may_truncate or cfg.algorithm.needs_terminal_observations
         shortest = 1 if any_length else cfg.env.train.max_episode_steps
-        # The shortest episode leaves the most last observations.
+        # With the shortest possible episodes, the number of last observations is largest.
         per_episode = -(-shortest // cfg.model.num_action_chunks)
         finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
     return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight

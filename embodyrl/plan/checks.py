@@ -196,16 +196,16 @@ def find_contradictions(cfg: Config) -> Iterator[str]:
                 f"{key}={value} downloads a program from the hub and runs it on this host. Read its env.py; if you "
                 "trust the author, add trust=true."
             )
-    # The section exists only with a launcher that brings it along.
+    # The section exists only for a launcher that runs on several hosts.
     if cfg.has("cluster"):
         try:
             separate = cfg.rollout_processes > 0
             LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster, separate=separate)
         except ConfigError as error:
             yield str(error)
-    # A file serves training as well.
+    # Only the command line is checked: a file with this value may also be used for training.
     if cfg.is_set_by_user("video") and cfg.video.startswith("changed:") and (not cfg.trains or cfg.runner.only_eval):
-        yield f"video={cfg.video} compares two validations of a training. Use first:N, failures or all."
+        yield f"video={cfg.video} compares two validations of a training run. Use first:N, failures or all."
     if cfg.trains:
         yield from _training_problems(cfg)
     if cfg.has("checkpoint"):
@@ -256,8 +256,8 @@ def env_count_problems(split: TrainSplit, size: int, launcher: LauncherSettings)
             key=lambda divisor: (abs(divisor - size), divisor),
         )
         yield (
-            f"env.train.total_num_envs={num_envs} is not divisible by algorithm.group_size={size}: every group needs a "
-            f"environment for each member. Use env.train.total_num_envs={' or '.join(map(str, near_counts))}, "
+            f"env.train.total_num_envs={num_envs} is not divisible by algorithm.group_size={size}: every group needs "
+            f"one environment per member. Use env.train.total_num_envs={' or '.join(map(str, near_counts))}, "
             f"or algorithm.group_size={best_size}."
         )
     elif size > 1 and not split.use_fixed_reset_state_ids:

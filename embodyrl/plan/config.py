@@ -66,10 +66,10 @@ def load_config(
     groups, overrides, file_settings = compose(
         command, arguments, config_dirs, problems, unused_groups=unused_groups, on_run=base is not None
     )
-    if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
+    if base is not None and groups.get("experiment", "null") == "null":  # an experiment selects all settings
         file_settings = merge_with_base(base, command, groups, file_settings, overrides, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in overrides):
-        file_settings = [setting for setting in file_settings if setting.key != "eval.episodes"]  # which would win
+        file_settings = [setting for setting in file_settings if setting.key != "eval.episodes"]  # it would override
     weight_settings, warnings = get_weight_settings(command, [*file_settings, *overrides], problems, fetch=fetch)
     protocol_settings = _get_protocol_settings([*file_settings, *overrides], problems)
     settings = [*file_settings, *weight_settings, *protocol_settings, *overrides]
@@ -159,7 +159,7 @@ def _finish(
     fetch: bool = True,
     warnings: Sequence[str] = (),
 ) -> Config:
-    # The kind of data decides which keys exist; weights are downloaded once nothing else is wrong.
+    # Data are downloaded first, because their type determines the keys; weights are downloaded after all other checks.
     if fetch:
         latest = {setting.key: setting for setting in settings}
         settings = [
@@ -170,7 +170,7 @@ def _finish(
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
     values = _resolve(last, command, problems)
     schema, invalid_groups = choose_classes(command, values, problems)
-    # A typed empty mapping removes the values that files set under the key (names chosen by the user).
+    # An empty mapping on the command line removes the values that files set below the key.
     emptied = {setting.key for setting in settings if setting.is_set_by_user and setting.value == {}}
     used_values: dict[str, Any] = {}
     unknown: list[str] = []
@@ -179,7 +179,7 @@ def _finish(
         if key is None:
             unknown.append(name)
         elif key.name not in emptied or last[name].is_set_by_user:
-            # A number is a fine text, where it was not written as one by mistake.
+            # A key of type text accepts integers, and numbers on the command line as they were written.
             number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
             text = last[name].text if value is last[name].value else None
             used_values[name] = (text or str(value)) if number and (text or isinstance(value, int)) else value
@@ -218,7 +218,8 @@ def _resolve(last: Mapping[str, Setting], command: str, problems: list[str]) -> 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # Replaced by a resolver that records its values, so that no message or file shows a secret (`errors.masked`).
+    # Replaced by a resolver that records its values, so that no message or file shows a secret
+    # (`errors.mask_hidden_values`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
     schema, _ = choose_classes(command, {name: value for name, value in values.items() if name not in unresolved}, [])
     set_names = {part for name in values for part in (name, *get_parents(name))}

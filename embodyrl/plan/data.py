@@ -37,7 +37,7 @@ def derive_from_data(cfg: Config) -> Mapping[str, Any]:
     # Imported only if needed: pyarrow takes long.
     from embodyrl.data.cards import read_card
 
-    key = None  # found by the environment's name of its statistics
+    key = None  # null: the key of the statistics is that of the environment
     with suppress(EmbodyError):  # `sft` reports missing and damaged data
         env = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
         key = None if env.benchmark.unnorm_key else env.name

@@ -22,7 +22,7 @@ _EVAL_SEED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeBatch:
-    """A set of episodes that may run concurrently; waves run one after another."""
+    """A set of episodes (a wave) that may run concurrently; waves run one after another."""
 
     queues: tuple[Sequence[EpisodeSpec], ...]
     """One queue per environment, or a single queue shared by all environments."""
@@ -105,7 +105,7 @@ def refill_episodes(
 ) -> EpisodeList:
     """Return the episodes of `groups` additional groups, which replace filtered groups of a training step."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
-    # Behind all groups that the step could have planned: an episode id, which keys the noise, is used once a step.
+    # Numbers after all groups that the step could have planned, because ids of episodes determine the noise.
     index = np.arange(first * size, (first + groups) * size)
     if has_weights(cfg):
         seed = derive(cfg.seed, "curriculum-refill", step, attempt)
@@ -157,7 +157,7 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     for episode in range(num_requested):
         sample, place = divmod(episode, num_requested // cfg.eval.samples)
         task, reset_id, seed = eval_start(env, split, place)
-        # It would count one episode twice, and make an interval narrower than it is.
+        # A repetition would count one episode twice, and make the confidence interval too narrow.
         repeated = place // len(tasks) >= len(get_reset_ids(env, split, task))
         if (sample or repeated) and repeats_exactly(cfg, env, policy, task):
             continue
@@ -201,7 +201,7 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, outcomes: TaskOutcome
         return sample_weighted_ids(cfg, env, count, outcomes, derive(cfg.seed, "curriculum", step))
     ids = reset_id_array(env, cfg.env.train)
     stream: list[int] = []
-    # Computed, not remembered: a resumed run finds its place in the stream again.
+    # Computed from the step and not stored: a resumed run continues at the same position.
     position = step * count
     while len(stream) < count:
         epoch, offset = divmod(position + len(stream), len(ids))

@@ -104,7 +104,7 @@ def _component_settings(group: str) -> Iterator[tuple[str, type[Settings]]]:
     """Yield (name, settings class) of each component of a group."""
     for registry in _REGISTRIES.get(group, ()):
         for name in registry.names():
-            # A part may need a package that is not there, or is damaged.
+            # A component may need a package that is missing or damaged.
             with contextlib.suppress(ConfigError, ImportError):
                 yield name, registry.get(name).settings
 
@@ -165,7 +165,7 @@ def suggest(name: str, likely: Schema | None = None) -> str:
 
 def _nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
-    # From certain matches to vague ones: the first match is suggested, so the order may not change.
+    # From exact to vague matches: the first match is suggested.
     if typo_match := closest(
         name, [candidate for candidate in names if candidate.partition(".")[0] == group], cutoff=0.9
     ):
@@ -208,7 +208,7 @@ def describe_component(command: str, name: str, values: Mapping[str, Any]) -> st
         if names & get_keys(settings, f"{group}.").keys()
     ]
     if group in _REGISTRIES and not components and name.startswith(f"{group}."):
-        return f"`embodyrl {command}`"  # no part has it, so it is another command's
+        return f"`embodyrl {command}`"  # no component has the key, so it belongs to another command
     return component_text + (f" (unlike {', '.join(components)})" if 0 < len(components) < 5 else "")
 
 

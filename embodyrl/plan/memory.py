@@ -100,7 +100,7 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in names}
 
     def host(self, ranks: int) -> int:
-        """Return the additional peak host memory of policy processes on GPUs."""
+        """Return the bytes of host memory that policy processes on GPUs need for replay, checkpoints and offloading."""
         return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
@@ -111,7 +111,7 @@ class MemoryPlan:
         size_text += "; vLLM sleeps while weights are trained" * self.sleeps
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
-        inference = f"{self.inference / GIB:.2f} GiB for each process that acts · " if self.inference else ""
+        inference = f"{self.inference / GIB:.2f} GiB for each rollout process · " if self.inference else ""
         inference += (
             f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
         )
@@ -148,7 +148,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
     is_half, adapters, is_separate = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
     trained = total if costs.num_trained is None else costs.num_trained
-    if critic := _second_model_costs(run_plan, cfg.critic.path):  # all of it is trained
+    if critic := _second_model_costs(run_plan, cfg.critic.path):  # all its parameters are trained
         trained += critic.num_parameters
     weight_bytes = total * (2 if is_half else 4)
     # With adapters the base weights keep the compute precision; trained weights are float32.
@@ -162,7 +162,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     copies = is_half and not adapters and not sharded
     activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole_gradients=whole_gradients)
     if critic:
-        critic_costs = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # it has no probabilities
+        critic_costs = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # critics have no log-probs
         activations += _activations(
             cfg, critic_costs, critic.num_parameters, prompts=math.inf, copies=is_half, whole_gradients=True
         )
@@ -198,7 +198,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         offloaded=(stored_bytes + average_bytes + 12 * trained) // shards if offloaded else 0,
         inference=process + max(stored_bytes, weight_bytes + inference_batch + engine)
         if is_separate
-        else 0,  # it is built like an actor
+        else 0,  # its construction needs as much memory as that of an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
         env_worker=_env_worker(run_plan),
@@ -295,12 +295,12 @@ def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
         return 0, 0
     policy, size = run_plan.policy, {field.name: field.record_bytes for field in run_plan.layout.fields}
     stored = record_bytes = sum(size[name] for name in (*OBSERVATION, Record.action))
-    if policy.steering:  # noise: two numbers to a token
+    if policy.steering:  # a noise token consists of two numbers
         action_bytes = size[Record.action if policy.steering.is_residual else Record.tokens]
         stored = 4 * run_plan.policy_costs.steering_features + action_bytes
     data_infos = [read_json(resolve_asset(str(folder)) / INFO_PATH) for folder in cfg.algorithm.demonstrations]
     frames, length = sum(info["total_frames"] for info in data_infos), policy.num_action_chunks
-    chunks = frames // length + (sum(info["total_episodes"] for info in data_infos) if length > 1 else 0)  # at most
+    chunks = frames // length + (sum(info["total_episodes"] for info in data_infos) if length > 1 else 0)  # upper bound
     if not cfg.algorithm.transitions:
         longer = (policy.imitated or length) / length  # chunks are stored with the imitated length
         chunk_bytes = record_bytes - size[Record.action] + int(longer * size[Record.action])
@@ -354,7 +354,7 @@ def _whole_at_a_time(costs: PolicyCosts) -> int:
 
 def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
     """Return the bytes of weights that FSDP gathers simultaneously: two layers and all weights outside the layers."""
-    # The model has no layers to inspect: a quarter of all weights is a guess.
+    # Without known layers, a quarter of all weights is assumed.
     if not costs.largest_layer[0]:
         return total // 4
     return (2 if half else 4) * 2 * costs.largest_layer[0] + (2 if half and adapters else 4) * costs.outside_layers

@@ -19,7 +19,7 @@ def require_devices(run_plan: RunPlan) -> None:
     if missing := run_plan.gpus.missing:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: this host has no GPU {', '.join(missing)}. "
-            "Name GPUs that `nvidia-smi -L` lists, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
+            "Use GPUs that `nvidia-smi -L` lists, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
         )
     ranks = Counter(
         (run_plan.policy_node(number), run_plan.devices.get_policy_gpu(number)) for number in range(run_plan.ranks)
@@ -27,7 +27,7 @@ def require_devices(run_plan: RunPlan) -> None:
     if run_plan.devices.policies and max(ranks.values()) > 1:
         raise ConfigError(
             f"actor.fsdp.size={run_plan.ranks}: each process needs its own GPU, but only {len(ranks)} are visible. Set "
-            f"actor.fsdp.size={len(ranks)}, or name more GPUs in CUDA_VISIBLE_DEVICES."
+            f"actor.fsdp.size={len(ranks)}, or list more GPUs in CUDA_VISIBLE_DEVICES."
         )
 
 

@@ -133,7 +133,7 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
 
 
 def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
-    """Yield the reasons why hindsight relabelling is impossible for an environment and policy."""
+    """Yield the reasons why hindsight relabeling is impossible for an environment and policy."""
     key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
     if env.goal is None:
         yield (

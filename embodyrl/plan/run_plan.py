@@ -87,7 +87,7 @@ class RunPlan:
 
     @property
     def policy_costs(self) -> PolicyCosts:
-        """Estimated size, memory and work of the policy."""
+        """Estimated number of parameters, memory and compute of the policy."""
         return policy_costs(self.cfg.model, self.env, self.policy.value_dim)
 
     @property

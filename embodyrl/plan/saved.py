@@ -43,7 +43,7 @@ _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 
 
 def find_run_config(path: Path) -> Path | None:
-    """Return the config of the run that contains a path or exported a folder; None: the path is of no run."""
+    """Return the config of the run that contains a path or exported a folder; None: the path belongs to no run."""
     exported = path / EXPORTED_CONFIG
     if exported.is_file() and "launcher" in read_plain_yaml(exported):
         return exported
@@ -54,14 +54,14 @@ def find_run_config(path: Path) -> Path | None:
 
 
 def record_of(path: Path) -> Path | None:
-    """Return `find_run_config`, or the record of an included checkpoint, which contains a part of the config."""
+    """Return the saved config of a checkpoint: that of its run, or the partial config of an included checkpoint."""
     return path / EXPORTED_CONFIG if (path / EXPORTED_CONFIG).is_file() else find_run_config(path)
 
 
 def find_ckpt_config(arguments: Sequence[str]) -> Path | None:
     """Return the path of the config.yaml of the run that `ckpt=` selects; None: `ckpt=` selects no run."""
     ckpt_arguments = [argument for argument in arguments if argument.startswith("ckpt=")]
-    with suppress(ConfigError):  # words that cannot be read are refused where all of them are
+    with suppress(ConfigError):  # invalid arguments are reported later, with all other errors
         return (
             find_run_config(_resolve_weights_folder("ckpt", str(parse_override(ckpt_arguments[-1])[1])))
             if ckpt_arguments
@@ -252,7 +252,7 @@ def get_weight_settings(
 ) -> tuple[list[Setting], list[str]]:
     """Return the images' size and colors, chunk length, time limit and tasks of the weights, and a warning.
 
-    The warning is about typed values that differ.
+    The warning lists command-line values that differ.
 
     These settings replace values of presets, but not values of the file that sets `model.path`. Time limit, tasks and
     images are those of the same environment. With `fetch`, the description of weights on the hub is downloaded.
@@ -302,7 +302,7 @@ def get_weight_settings(
 
 
 def _resolve_weights_folder(key: str, path: str) -> Path:
-    """Return the folder of weights; of a hub repository, the files that describe the weights are downloaded.
+    """Return the folder of weights; for a hub repository, the files that describe the weights are downloaded.
 
     Raises:
         ConfigError: the repository does not exist, or the hub cannot be reached.

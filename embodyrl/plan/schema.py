@@ -1,4 +1,4 @@
-"""The config of all commands: its sections, and the choice of their settings classes."""
+"""Config of every command: its sections, and the selection of their settings classes."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class Config(TopSettings):
 
 def get_selectors(command: str) -> dict[str, str]:
     """Return the name of the key that selects the settings class, by group; other groups have a fixed class."""
-    sections = get_command_sections(command).sections.split()  # acting alone takes keys that all algorithms have
+    sections = get_command_sections(command).sections.split()  # without training, the keys of all algorithms suffice
     return {
         group: key
         for group, (key, _) in SELECTORS.items()

@@ -27,7 +27,7 @@ def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
     key = [zlib.crc32(p.encode()) if isinstance(p, str) else p for p in path]
     words = [word for number in (seed, *key) for word in _split_into_32_bit(number)]
     words += [0] * (_POOL - len(words))
-    # Each use of a constant takes the next value, so the order of the calls below is a part of the function.
+    # Each use of a constant takes the next value, so the order of the calls below must not change.
     constants = iter(_MIXING)
     constant = next(constants)
 

@@ -222,4 +222,4 @@ class CheckpointSettings(Settings):
     """Finish checkpoints in the background: once the files are written, training continues during hashing, syncing and
     renaming."""
     on_error: OnSaveError = OnSaveError["continue"]
-    """Response if an intermediate checkpoint cannot be written (full disk): continue with a warning, or stop."""
+    """Action if an intermediate checkpoint cannot be written (full disk): continue with a warning, or stop."""

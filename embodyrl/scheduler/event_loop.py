@@ -295,7 +295,7 @@ class EventLoop:
         """Process events until `condition()` is True.
 
         Raises:
-            Interrupted: the run was signalled to stop.
+            Interrupted: the run received a stop signal.
             WorkerError: a worker died and is not restarted.
         """
         wait_s = self.advance()

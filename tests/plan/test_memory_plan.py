@@ -130,7 +130,7 @@ def test_rollout_processes_hold_full_weights(tmp_path):
     plan = plan_memory(run_plan)
     assert plan.gathered == 0
     assert plan.inference - plan.process == 4 * run_plan.policy_costs.num_parameters, "float32 until it is halved"
-    assert "for each process that acts" in plan.lines(2, 1)[1][1]
+    assert "for each rollout process" in plan.lines(2, 1)[1][1]
     with pytest.raises(ConfigError, match="of memory"):
         require_memory(run_plan, replace(plan, inference=10_000 * GIB))
 

@@ -73,7 +73,7 @@ def diagnose(
 
     Args:
         folder: path, name of a run in ./runs, or `owner/name[@revision]` of the hub.
-        overrides: arguments as for `embodyrl eval`, for example env= and model= for a folder without a record.
+        overrides: arguments as for `embodyrl eval`, for example env= and model= for a folder without a saved config.
         config_dirs: additional folders with YAML groups.
 
     Returns:
@@ -122,7 +122,7 @@ def _build_plan(cfg: Config) -> tuple[RunPlan, Path]:
 
 
 def _find_options(folder: str, overrides: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
-    """Return env=, model= and model.path= of a folder without the config of its training, if they are not given."""
+    """Return the missing overrides env=, model= and model.path= for a folder without the config of its training."""
     groups = {override.partition("=")[0] for override in overrides}
     if find_run_config(resolve_run(folder)) or "experiment" in groups:
         return []
@@ -160,7 +160,7 @@ def _find_options(folder: str, overrides: Sequence[str], config_dirs: Sequence[P
 
 
 def _read_record(folder: Path, weights: Path) -> Mapping[str, Any]:
-    """Return the settings of the training by config key, from the record of the run and the file of the inputs."""
+    """Return the settings of the training by config key, from the saved config and the file of policy inputs."""
     file = record_of(folder)
     inputs = {INPUTS_FILE: ""} if (weights / INPUTS_FILE).is_file() else {}
     settings = () if file is None else read_saved(file)
@@ -173,9 +173,9 @@ def _find_name(problem: str) -> str:
 
 
 def _compare(mistake: Mistake, run_plan: RunPlan, recorded: Mapping[str, Any]) -> list[Finding]:
-    """Compare settings with those of the training, for mistakes that the checks of a run allow.
+    """Compare the settings of a run plan with those of the training, to find mistakes that pass the checks of a run.
 
-    The result is empty if no setting of the run is about the mistake.
+    The result is empty if the run has no key of the mistake.
     """
     model, env = run_plan.cfg.model, run_plan.env
     values = {key: value for key, value in run_plan.cfg.leaves() if key in mistake.keys}

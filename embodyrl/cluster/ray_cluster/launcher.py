@@ -139,7 +139,7 @@ class RayLauncher(OpenRequests[_Handle]):
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         self._node_monitor = ray_nodes.NodeMonitor()
         self._bucket: tuple[int, Any] = (0, None)
-        """Ticket of the last weight bucket sent, and the Ray object reference to its content."""
+        """Record reference of the last weight bucket sent, and the Ray object reference to its content."""
         self._lost: set[str] = set()
         """Ids of unreachable nodes, which are not used again."""
         self.where = ray_nodes.describe(self._nodes)
