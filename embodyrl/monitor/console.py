@@ -46,7 +46,7 @@ _FIELDS: tuple[tuple[str, str], ...] = (
     ("train/accuracy", "training accuracy {:.1%}"),
     ("train/action_error", "training action error {:.4g}"),
     ("actor/loss", "training loss {:.4f}"),
-    ("actor/kl", "kl {:.4f}"),
+    ("actor/kl", "kl {:z.4f}"),
     ("actor/grad_norm", "grad norm {:.2g}"),
     ("env/steps_per_s", "{:.0f} steps/s"),
     ("env/restarts", "{:.0f} worker restarts"),

@@ -32,7 +32,7 @@ _LEARNING_ROWS: tuple[tuple[str, str, str], ...] = (
     ("action error", "eval/action_error", "{:.4g}"),
     ("loss", "actor/loss", "{:.4f}"),
     ("value loss", "actor/value_loss", "{:.4f}"),
-    ("KL", "actor/kl", "{:.4f}"),
+    ("KL", "actor/kl", "{:z.4f}"),
     ("clip fraction", "actor/clip_fraction", "{:.3f}"),
     ("entropy", "actor/entropy", "{:.3f}"),
     ("gradient norm", "actor/grad_norm", "{:.3f}"),
