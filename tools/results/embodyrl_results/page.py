@@ -9,13 +9,13 @@ from embodyrl_results.table import AFTER, BEFORE, CARDS, Card, Recipe, Row, Tabl
 PAGE = "index.md"
 _INTRO = """# Table of results
 
-Every row is one recipe; all values are from result cards.
+Each row is one recipe; all values come from result cards.
 
-- Before, after: success (or return) in the first and the last evaluation of the training command, on test states that
-  training does not use. Several seeds: mean with the 95 % interval of Student's t over seeds, then each seed. One seed:
-  Wilson interval over initial states.
-- CPU-s: CPU-seconds of each seed, with both evaluations and without preparations.
-- Cards: command, test states, commit, machine, wall time and memory of each seed.
+- The columns "before" and "after" show the success rate (or the return) in the first and last evaluation of the training command,
+  on test states that training does not use. With several seeds, the cell shows the mean with its 95 % interval (Student's t over
+  seeds), then each seed; with one seed, the Wilson interval over initial states.
+- CPU-s is the number of CPU-seconds of each seed, with both evaluations and without preparations.
+- A card lists command, test states, commit, machine, wall time and memory of one seed.
 
 [recipes.toml](recipes.toml) contains all commands. `embodyrl-results run NAME` runs a recipe again
 ([guide](../howto/results.md)). See also the [coverage of the intervals](statistics.md).
