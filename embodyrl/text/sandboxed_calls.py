@@ -83,7 +83,9 @@ class Link(Values):
         # As in a generator (PEP 479): StopIteration from a call would end a loop of the test early.
         follows = operation == "await" or (operation == "special" and parts[1] == "next")
         is_stop = isinstance(error, StopIteration | StopAsyncIteration) and not follows
-        is_unusual = is_stop or not isinstance(error, Exception)
+        # unittest takes its own exceptions, such as SkipTest, for a result of the test.
+        is_unittest = any(kind.__module__.partition(".")[0] == "unittest" for kind in type(error).__mro__)
+        is_unusual = is_stop or is_unittest or not isinstance(error, Exception)
         raise RuntimeError(f"the program raised {type(error).__name__}: {error}") if is_unusual else error
 
     def handle(self, request):

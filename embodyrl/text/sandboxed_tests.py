@@ -33,6 +33,8 @@ _FUNCTIONS = {
 """Module of each function or constant that a test may apply to results, by name.
 
 Tests use the real functions: a program could define a function that accepts any result."""
+_RUNS_CODE = {"ctypes", "marshal", "pickle", "runpy", "shelve"}
+"""Modules that could execute a result of the program in the process of the test."""
 _OUT_OF_REACH = ("patch", "getsource", "signature", "getfullargspec", "iscoroutinefunction")
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension, ast.withitem)
 
@@ -53,6 +55,11 @@ def find_problems(source):
             name = node.func.id
             if name.startswith("assert") and name not in analysis.defined and name not in _FUNCTIONS:
                 reasons.append(f"calls {name}, which the program could define to accept anything; import {name}")
+            if name in ("eval", "exec") and name not in analysis.defined:
+                reasons.append(f"applies {name} to a result, which could execute code in the process of the test")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imported = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+            reasons += [f"imports {name}, which could execute a result" for name in sorted(_RUNS_CODE & imported)]
         elif isinstance(node, ast.ClassDef):
             reasons += [
                 f"derives class {node.name} from {base.id}, a class of the program in another process"
@@ -196,6 +203,7 @@ class _Analysis:
         return {name for part in ast.iter_child_nodes(node) for name in self._names_outside_calls(part)}
 
 
+_TYPE_CHECKS = ("isinstance", "issubclass")
 _NEUTRAL = ("all", "any", "bool", "print", "range", "type")
 
 
@@ -248,6 +256,10 @@ class _TestTransformer(ast.NodeTransformer):
 
     def __init__(self, test, kinds):
         self._test, self._kinds, self._copied = test, kinds, test.find_conflicts()
+        calls = [node for node in ast.walk(test.tree) if isinstance(node, ast.Call)]
+        # The program may define a class such as `Counter`: tests of its own functions and classes mean this class.
+        checks = [node.args[1] for node in calls if ast.unparse(node.func) in _TYPE_CHECKS and len(node.args) == 2]
+        self._own = {part for node in checks for part in ast.walk(node)} | {node.func for node in calls}
         self.trusted = {}
 
     def visit_Compare(self, node):
@@ -283,9 +295,9 @@ class _TestTransformer(ast.NodeTransformer):
         return node
 
     def visit_Name(self, node):
-        analysis = self._test
-        if node.id in ("inf", "pi", "nan", "tau") and analysis.is_program_name(node.id) and node.id in self._kinds:
-            self.trusted[node.id] = getattr(importlib.import_module("math"), node.id)
+        is_trusted = node.id in _FUNCTIONS and node not in self._own and isinstance(node.ctx, ast.Load)
+        if is_trusted and node.id in self._kinds and self._test.is_program_name(node.id):
+            self.trusted[node.id] = getattr(importlib.import_module(_FUNCTIONS[node.id]), node.id)
         return node
 
     def visit_Attribute(self, node):
@@ -307,8 +319,10 @@ def _find_trusted_modules(tree, kinds):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
             attributes.setdefault(node.value.id, set()).add(node.attr)
     for name, attribute_names in attributes.items():
-        real = str(kinds[name] or {"np": "numpy"}.get(name, name))
-        if real in _MODULES or (kinds[name] and real.partition(".")[0] in (*sys.stdlib_module_names, "numpy")):
+        # The name of a module means this module, whatever the program imports under the name.
+        is_module = name in _MODULES or name in sys.stdlib_module_names
+        real = {"np": "numpy"}.get(name, name if is_module else kinds[name])
+        if real in _MODULES or (kinds[name] and real == name and name not in _RUNS_CODE):
             module = importlib.import_module(real)
             # A variable of the program may have the name of a module.
             if kinds[name] or all(hasattr(module, attribute) for attribute in attribute_names):

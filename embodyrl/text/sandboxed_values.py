@@ -236,8 +236,10 @@ class Values:
             return self._objects[self.register(instance, parts[0])]
         if name == "error":
             return self._build_error(*parts)
-        if name in ("exception", "builtin"):
-            return self.check_class(self._unpack_class(packed))
+        if name == "builtin":
+            return self.check_class(_get_builtin_type(*parts))
+        if name == "exception":
+            return self.check_class(self._unpack_exception_class(packed))
         if name in ("tuple", "frozenset"):
             return (tuple if name == "tuple" else frozenset)(self._unpack_all(parts[0]))
         if name in _VIEWS:
@@ -256,29 +258,31 @@ class Values:
         """Return a class that a name of the other process means."""
         return kind
 
-    def _unpack_class(self, packed):
-        """Return the local class for an exception class or a built-in type."""
+    def _unpack_exception_class(self, packed):
+        """Return the local class for an exception class.
+
+        Raises:
+            TypeError: the class is not an exception class, whose methods could decide about values of this process.
+        """
         name, *parts = packed
-        if name == "builtin":
-            local = getattr(builtins, parts[0])
-            if not isinstance(local, type):
-                raise TypeError(f"{local!r} is not a type.")
-            return local
-        if name == "there" or parts[0] in self._objects:
-            return self._objects[parts[0]]
+        if name == "builtin" or name == "there" or parts[0] in self._objects:
+            kind = _get_builtin_type(*parts) if name == "builtin" else self._objects[parts[0]]
+            if not issubclass(type(kind), type) or not issubclass(kind, BaseException):
+                raise TypeError(f"A {type(kind).__name__} is not an exception class.")
+            return kind
         number, title, bases, module = parts
         if module.partition(".")[0] in sys.stdlib_module_names:
             local = getattr(sys.modules.get(module), title, None)
             if isinstance(local, type) and issubclass(local, BaseException):
                 return self._objects[self.register(local, number)]
-        bases = tuple(self._unpack_class(base) for base in bases)
+        bases = tuple(self._unpack_exception_class(base) for base in bases)
         bases = bases if any(issubclass(base, RemoteException) for base in bases) else (RemoteException, *bases)
         created = type(str(title), bases, {"_link": self, "_number": number})
         return self._objects[self.register(created, number)]
 
     def _build_error(self, number, kind, text, args):
         """Build an exception of the other process."""
-        kind, args = self._unpack_class(kind), self._unpack_all(args)
+        kind, args = self._unpack_exception_class(kind), self._unpack_all(args)
         if issubclass(kind, RemoteException):
             builtin_base: Any = next(base for base in kind.__mro__ if not issubclass(base, RemoteException))
             error = builtin_base.__new__(kind)
@@ -290,6 +294,13 @@ class Values:
             except TypeError:
                 error = kind.__new__(kind, *args)
         return self._objects[self.register(error, number)]
+
+
+def _get_builtin_type(name):
+    kind = getattr(builtins, name)
+    if not isinstance(kind, type):
+        raise TypeError(f"{kind!r} is not a type.")
+    return kind
 
 
 def _is_builtin(kind):

@@ -129,6 +129,19 @@ def f(x):
  l.read()
  return 1
 """,
+    "built-in type as the class of an exception": """
+import json, os, sys
+def send(**m): os.write(4, json.dumps(m | {"news": news}).encode() + b"\\n")
+incoming = os.fdopen(3, "rb", buffering=0)
+news = [{}, []]
+send(names={"f": ""})
+incoming.readline()
+send(value=["here", 1000, "call", "", ""])
+members, made = ["dict", [["__eq__", ["builtin", "type"]]], None], ["builtin", "type"]
+news = [{"500": members, "506": ["list", [["error", 502, made, "", ["T", ["tuple", []], ["ref", 500]]]], None]}, []]
+while incoming.readline(): send(value=["error", 504, ["there", 502], "", []])
+os._exit(0)
+""",
     "assertion replaced": """
 import builtins
 class A(Exception): pass

@@ -12,6 +12,14 @@ from embodyrl.text.sandbox import run_tests
 
 pytestmark = pytest.mark.integration  # each program runs in a process of its own
 
+TEST_CASE = """
+import unittest
+class T(unittest.TestCase):
+    def test_a(self): self.assertEqual(f(2), 4)
+r = unittest.TestResult()
+T("test_a").run(r)
+assert r.wasSuccessful()
+"""
 REPLACED = {
     "StopIteration ends a loop of the test": (
         "def f(x): raise StopIteration",
@@ -39,6 +47,25 @@ REPLACED = {
             "assert (f(2) == np.array([4])).all()",
             "assert collections.Counter(f(2)) == collections.Counter('ab')",
         ],
+    ),
+    "modules under the names of others": (
+        "import pickle as json, pickle as m, pickle as numpy\nclass E:\n"
+        " def __reduce__(s): return exec, (\"import os; os.write(5, b'passed'); os._exit(0)\",)\n"
+        "def f(x): return json.dumps(E())",
+        ["json.loads(f(2))", "m.loads(f(2))", "numpy.loads(f(2))", "import json\njson.loads(f(2))"],
+    ),
+    "functions passed to others": (
+        "isclose = allclose = approx = lambda *a, **k: True\ndef f(x): return [1]",
+        [
+            *("assert all(map(isclose, f(2), [4]))", "check = isclose\nassert check(f(2)[0], 4)"),
+            "from functools import partial\nassert partial(isclose, 4)(f(2)[0])",
+            *("assert [allclose][0](f(2)[0], 4)", "assert (lambda c: c(f(2)[0], 4))(isclose)"),
+        ],
+    ),
+    "exceptions of unittest": (
+        "import unittest\nclass Skip(unittest.SkipTest): pass\ndef f(x): raise unittest.SkipTest('no')\n"
+        "def g(x): raise Skip('no')",
+        [TEST_CASE, TEST_CASE.replace("f(2)", "g(2)")],
     ),
     "own functions named as imported ones": (
         "def isclose(*a, **k): return True\ndef Counter(x): return {}\nDecimal = Counter\ndef f(x): return 'b'",
@@ -196,7 +223,8 @@ def test_printing_the_correct_answer_passes_the_test():
 
 def test_tested_functions_may_have_names_of_builtins_and_modules():
     program = "def sum(a, b): return a + b\ndef f(x): return x * x\nclass Queue:\n def push(self): return 1\n"
-    program += "queue = random = Queue()\ndef Counter(n): return n + 1\nfrom collections import deque\nimport math as m"
+    program += "queue = random = Queue()\ndef Counter(n): return n + 1\nfrom collections import deque\n"
+    program += "import math, math as m\nclass Fraction:\n def __init__(self, n): pass"
     tests = [
         "def g(x): return f(x)\nassert g(2) == 4",
         "assert sum(1, 2) == sum([1, 2])",
@@ -205,6 +233,8 @@ def test_tested_functions_may_have_names_of_builtins_and_modules():
         "assert queue.push() == 1 and random.push() == 1",
         "assert Counter(1) == 2",
         "x = deque([f(2)])\nassert list(x) == [4] and m.isclose(f(2), 4)",
+        "import functools\nassert functools.reduce(math.gcd, [f(2), 6]) == 2 and isinstance(Fraction(1), Fraction)",
+        TEST_CASE,
     ]
     assert all(run_tests(program, tests, seconds=60))
 

@@ -59,6 +59,8 @@ def test_program_that_reads_its_input_is_preferred_for_tests_of_output():
         ("class B(A):\n    pass\nassert B().f() == 1", "derives class B from A"),
         ("match f(1):\n    case P(x=1): pass", "matches a pattern of P"),
         ("from unittest.mock import patch\nwith patch('builtins.input'):\n    f(1)", "uses patch"),
+        ("assert eval(f(2)) == 4", "applies eval to a result"),
+        ("from pickle import loads\nassert loads(f(2)) == 4", "imports pickle"),
         ({"input": "1"}, "is neither a text nor"),
     ],
 )
