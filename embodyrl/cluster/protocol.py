@@ -39,14 +39,14 @@ class FaultSettings(Settings):
     update_timeout_s: Seconds = 3600.0
     """Time limit in seconds for the actor to finish an update, a checkpoint, or log-probabilities."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
-    """Response to a crashed env worker or a killed rollout process: restart (its episodes start again), or fail."""
+    """Action when an env worker crashes or a rollout process is killed: restart (its episodes start again), or fail."""
     max_restarts_per_worker: Index = 3
     """Maximum number of restarts of a worker before the run fails with exit code 4; also the maximum number of attempts
     at an episode that crashes its worker."""
     on_video_error: OnVideoError = OnVideoError.warn
-    """Response to a failed video recording: warn and continue, or stop."""
+    """Action when a video recording fails: warn and continue, or stop."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
-    """Response to non-finite numbers in an update: stop with exit code 5, or skip and count the update."""
+    """Action when an update has non-finite numbers: stop with exit code 5, or skip and count the update."""
 
 
 class LauncherSettings(Settings):

@@ -39,7 +39,8 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         clip = f", clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
         groups = f", groups of {settings.group_size}" if settings.group_size > 1 else ""
         lines["algorithm"] = (
-            f"{settings.method}{clip}{groups} · {_episodes_per_step(run_plan)} per step, sampled actions · {run_plan.total_steps} steps"
+            f"{settings.method}{clip}{groups} · {_episodes_per_step(run_plan)} per step, sampled actions · "
+            f"{run_plan.total_steps} steps"
         )
     if policy.gripper and env.action.gripper and convention(policy.gripper) != convention(env.action.gripper):
         lines["gripper"] = (

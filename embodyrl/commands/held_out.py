@@ -79,7 +79,7 @@ def _checkpoint_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) 
         yield (
             _overlap_text(len(states), counts) + (_unused_states_text(env, ids_by_use) if any(counts.values()) else "")
             if counts
-            else f"unknown: {name} used another environment, or lost its data"
+            else f"unknown: {name} used another environment, or its data are missing"
         )
         initial_weights = saved.get("model.path")
         if isinstance(saved.get("ckpt"), str):

@@ -74,7 +74,7 @@ def require_match(model: ModelSettings, env: EnvSpec, policy: PolicySpec) -> Non
     """
     if model.weights is None and policy.untrainable:
         raise ConfigError(
-            f"model_type '{model.model_type}' needs a trainable checkpoint folder (model.path) for SFT. Use, for "
+            f"SFT cannot train model_type '{model.model_type}' without a checkpoint. Set model.path, or use, for "
             f"example, model=openvla_oft_tiny."
         )
     if problems := mismatches(env, policy):

@@ -38,8 +38,8 @@ class DemonstrationSettings(DataSettings):
     skip_nonfinite: bool = False
     """If true, skip episodes with NaN or infinite numbers; if false, report an error."""
     actors: list[Literal["policy", "expert", "person", "unknown"]] = []
-    """Train only on chunks whose actions were all chosen by these actors; default: all chunks. unknown: third-party
-    data or data without recorded actors."""
+    """Train only on chunks whose actions all come from these sources (policy, expert, person or unknown); default: all
+    chunks. unknown: third-party data or data without recorded sources."""
     needs = {"gripper": "gripper_index"}
 
     image_aug: bool = True
@@ -105,7 +105,7 @@ class DaggerSettings(Settings):
     port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Local port of the page for corrections; 0: any free port."""
     correction_timeout_s: Seconds = 3600.0
-    """Maximum time without input on the page, in seconds; then the command exits, and the same command resumes."""
+    """Time in seconds without input on the page after which the command exits; run the same command again to resume."""
     needs = {"expert!=scripted": "corrections port correction_timeout_s"}
 
 

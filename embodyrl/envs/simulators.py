@@ -89,11 +89,11 @@ class Simulators(ABC):
 
     def save(self, env_index: int) -> Any:
         """Return a copy of the environment's state for `load`; called only if `spec.simulator.saves_state`."""
-        raise EnvError(f"env '{self.spec.name}' cannot save its state: its simulators have no method save.")
+        raise EnvError(f"env '{self.spec.name}' cannot save its state: its simulator class does not implement `save`.")
 
     def load(self, env_index: int, state: Any) -> None:
         """Restore a saved state of the environment's episode."""
-        raise EnvError(f"env '{self.spec.name}' cannot load a state: its simulators have no method load.")
+        raise EnvError(f"env '{self.spec.name}' cannot restore a state: its simulator class does not implement `load`.")
 
     def close(self) -> None:
         """Free the simulators; idempotent."""

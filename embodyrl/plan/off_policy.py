@@ -85,14 +85,14 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
         *(env.action.dim, env.state_dim, env.cameras.names, env.cameras.size),
     ):
         yield (
-            f"algorithm.demonstrations: {folder} is of env '{data_env.name}': {data_env.action.dim} numbers per "
-            f"action, {data_env.state_dim} of state, cameras {list(data_env.cameras.names)} of "
-            f"{data_env.cameras.size}; this run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of "
-            f"{env.cameras.size}. Collect data with the settings of this run."
+            f"algorithm.demonstrations: {folder} was recorded in env '{data_env.name}' (action size "
+            f"{data_env.action.dim}, state size {data_env.state_dim}, cameras {list(data_env.cameras.names)} of "
+            f"{data_env.cameras.size}), but this run has {env.action.dim}, {env.state_dim} and "
+            f"{list(env.cameras.names)} of {env.cameras.size}. Collect data with the settings of this run."
         )
     elif not {*data_env.tasks} & {*env.tasks}:
         yield (
-            f"algorithm.demonstrations: {folder} is of env '{data_env.name}' with none of the tasks of env "
+            f"algorithm.demonstrations: {folder} was recorded in env '{data_env.name}', which has no task of env "
             f"'{env.name}'. Collect demonstrations of these tasks, or train on that folder with `embodyrl sft`."
         )
 

@@ -51,7 +51,7 @@ class RunnerSettings(Settings):
     experiment_name: Name | None = None
     """Name of the run folder; default: time, environment, model and algorithm."""
     on_existing: OnExisting = OnExisting.error
-    """Response to an existing run folder: error, resume (continue the run), or rename (choose a new name)."""
+    """Action when the run folder exists: error, resume (continue the run), or rename (choose a new name)."""
     max_steps: Count = 100
     """Number of training steps."""
     max_epochs: CountOrAll = -1
@@ -222,4 +222,4 @@ class CheckpointSettings(Settings):
     """Finish checkpoints in the background: once the files are written, training continues during hashing, syncing and
     renaming."""
     on_error: OnSaveError = OnSaveError["continue"]
-    """Action if an intermediate checkpoint cannot be written (full disk): continue with a warning, or stop."""
+    """Action when an intermediate checkpoint cannot be written (full disk): continue with a warning, or stop."""

@@ -21,7 +21,7 @@ def inputs_to_action(action: ActionSpec, amounts: Mapping[int, float], last: Flo
 
     Args:
         action: the action space.
-        amounts: how far each input is pressed, from 0 to 1, by the index of the input in `controls_of`.
+        amounts: how far each input is pressed, from 0 to 1, by the index of the input in `get_controls`.
         last: the last executed action [A], whose gripper command is kept.
     """
     controls, result = get_controls(action), neutral_action(action)

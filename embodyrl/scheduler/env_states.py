@@ -89,13 +89,13 @@ class EnvStates:
         self._phases = bytearray(count)
         self.phase = np.frombuffer(self._phases, np.int8)
         self.min_version, self.noise_seed, self.chunks, self._remaining_quota = np.zeros((4, count), np.int64)
-        # `not_before`: minimum weight version for actions; `chunks`: number of executed chunks.
+        # `min_version`: minimum weight version for actions; `chunks`: number of executed chunks.
         self._started, (self.keeps, self.stale, self.solved) = np.zeros(count), np.zeros((3, count), np.bool_)
         # `stale`: the worker died while the policy was reading the environment's record; `solved`: the goal was already
         # reached when the running episode began.
         self.current, self.target = np.zeros((2, count), np.int64)
-        # Tickets of the current and of the next observation. `taken`: record references of the chunks taken so far [N,
-        # longest]; `store_chunks` doubles its width for longer episodes.
+        # Record references of the current and of the next observation. `_executed`: record references of the chunks
+        # executed so far [N, longest]; `store_chunks` doubles its width for longer episodes.
         self._executed = np.zeros((count, 32), np.int64)
 
     def phases(self, rows: range) -> bytearray:

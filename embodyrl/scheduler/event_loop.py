@@ -57,8 +57,9 @@ class PolicyClient:
     """Non-blocking client that sends requests to the policy processes and tracks replies; `EventLoop.run_until` waits.
 
     A process replies to requests in order; a reply that does not match its oldest open request is a bug. A restarted
-    rollout process first receives all weights, then the requests without a reply; other processes keep acting. All its
-    weights must have one version, so no weights are sent between the start of an update and the next `publish`.
+    rollout process first receives all weights, then the requests without a reply; other processes keep acting. All
+    weights of a process must have one version, so no weights are sent between the start of an update and the next
+    `publish`.
     """
 
     def __init__(
@@ -331,7 +332,7 @@ _TOKEN_COUNT_FIELDS = (Record.cost, Record.valid)
 
 
 class Actors:
-    """Client of the actor ranks: computes log-probabilities, trains, saves, loads. Batches are record references."""
+    """Client of the actor ranks, which train, save, load and compute log-probabilities on batches of records."""
 
     def __init__(self, loop: EventLoop, arena: Arena, algorithm: Algorithm, run_plan: RunPlan) -> None:
         self._loop, self._arena, self._algorithm = loop, arena, algorithm

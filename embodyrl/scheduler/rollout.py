@@ -38,7 +38,7 @@ class RolloutStats:
     inferred: int = 0
 
     def add(self, other: RolloutStats) -> None:
-        """Add the counts and times of another tally."""
+        """Add the counts and times of another rollout."""
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
@@ -49,7 +49,7 @@ class RolloutResult:
 
     episodes: list[Episode] = field(default_factory=list)
     record_refs: dict[int, IntArray] = field(default_factory=dict)
-    """Tickets (handles of arena records) of each episode, by episode id; empty if records are not kept."""
+    """Record references of each episode, by episode id; empty if records are not kept."""
     dropped: int = 0
     """Number of planned episodes that were dropped after repeated worker crashes."""
     filtered: list[Episode] = field(default_factory=list)

@@ -85,8 +85,8 @@ class RolloutScheduler(EventLoop):
     def finish(self, rollout: Rollout) -> RolloutResult:
         """Run all open rollouts until `rollout` is done, and return its result.
 
-        Episodes are returned in plan order, independent of their order of completion. The tally contains all work since
-        the last call.
+        Episodes are returned in plan order, independent of their order of completion. The statistics contain all work
+        since the last call.
         """
         start = time.perf_counter()
         self.run_until(lambda: rollout.done)

@@ -1,4 +1,4 @@
-"""Busy time of workers, measured in the driver: utilisation metrics, and a trace for Perfetto."""
+"""Busy time of workers, measured in the driver: utilization metrics, and a trace for Perfetto."""
 
 import json
 import time
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records a span for each request, for utilisation metrics and a trace (see `RequestObserver`).
+    """Records a span for each request, for utilization metrics and a trace (see `RequestObserver`).
 
     A worker runs one request at a time, so a span starts when the previous span ends. The trace of a profiled step
     (runner.profile) also contains Python functions and torch operators.
@@ -112,9 +112,9 @@ class Timeline:
             self._add(Span(worker, f"{name} (died)", sent_at, self._now(), size, {}))
 
     def metrics(self) -> dict[str, float]:
-        """Return the utilisation during the rollout of the step, and the staleness of the training data.
+        """Return the utilization during the rollout of the step, and the staleness of the training data.
 
-        Utilisation is measured up to the end of the last chunk.
+        Utilization is measured up to the end of the last chunk.
 
         `policy_waits_for_env`: fraction of time in which the policy was idle while an env worker was busy.
         `env_waits_for_policy`: fraction of time in which an env worker was idle while the policy was busy, averaged

@@ -26,7 +26,7 @@ class LimitedServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle one connection, then release its environment for other connections."""
+        """Handle one connection, then make its place available to another connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:

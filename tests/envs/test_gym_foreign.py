@@ -83,7 +83,7 @@ def test_nested_success_key_is_read():
         ("Rgba", "one RGBA image;"),
         ("RgbaFirst", "one RGBA image with its channels first"),
         ("TrueStack", ""),
-        ("ColorStack", "6 grey cameras and looks like 2 RGB images"),
+        ("ColorStack", "6 gray cameras and looks like 2 RGB images"),
         ("InfoTask", "fix: env.instruction_key=task"),
         ("EmptyWords", "'mission' is empty"),
         ("GreyStack", ""),

@@ -58,7 +58,8 @@ def open_source(path: Path, data: ConversionSettings) -> Source:
         raise ConfigError(f"{path} does not exist. Pass a file or folder with demonstrations.")
     if (path / INFO_PATH).is_file():
         raise ConfigError(
-            f"{path} is a LeRobot data set, which needs no conversion: embodyrl sft {shlex.quote(f'data.path={path}')}."
+            f"{path} is a LeRobot data set, which needs no conversion. "
+            f"Train on it: embodyrl sft {shlex.quote(f'data.path={path}')}."
         )
     if path.is_dir() and (folder := find_rlds(path)):
         return RldsSource(folder, data)

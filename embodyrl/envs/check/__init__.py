@@ -66,7 +66,7 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
     Raises:
         UnknownNameError: there is no environment with this name.
     """
-    # No other process has environments: an environment that divides memory among environments may use all of it.
+    # There is only one process: an environment that divides the memory among processes may use all of it.
     harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
     levels: dict[str, str] = {}
     try:

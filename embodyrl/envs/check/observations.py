@@ -19,7 +19,7 @@ _MAX_EXACT_INTEGER = 2**24
 _MIN_CHANGE = 1e-6
 """Changes of a value above this threshold cause a warning if they are lost in float32."""
 _MIN_IMAGE_SIZE = 32
-"""Minimum height and width of an array that is probably a greyscale image."""
+"""Minimum height and width of an array that is probably a grayscale image."""
 
 
 def warnings(space: Space[Any], observations: Sequence[Any], env: Any) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _channel_warnings(name: str, shape: tuple[int, ...], values: Sequence[np.nda
     kind = "RGBA" if shape[axis] == 4 else "RGB"
     fix = "transposes it to [H, W, 3]" if channels_first and kind == "RGB" else "makes it [H, W, 3]"
     yield (
-        f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like one {kind} image"
+        f"'{name}' {shape} is read as {shape[axis]} gray cameras and looks like one {kind} image"
         f"{' with its channels first' if channels_first else ''}; fix: a function in env.wrappers that "
         f"{fix} (gymnasium.wrappers.TransformObservation); ignore this for a stack of frames"
     )
@@ -192,7 +192,7 @@ def _stack_warnings(name: str, shape: tuple[int, ...], values: Sequence[np.ndarr
         return
     if not all(np.array_equal(a[1:], b[:-1]) for a, b in changed_pairs):
         yield (
-            f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like {count} RGB images; fix: a "
+            f"'{name}' {shape} is read as {shape[axis]} gray cameras and looks like {count} RGB images; fix: a "
             "function in env.wrappers that makes it [n, H, W, 3] (gymnasium.wrappers.TransformObservation)"
         )
 

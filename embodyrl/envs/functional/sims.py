@@ -73,7 +73,7 @@ class FunctionalSims(Simulators):
 def to_numpy(array: Array) -> np.ndarray:
     """Return a JAX array as numpy: a view if the array is on the CPU and not boolean, otherwise a copy."""
     on_cpu = next(iter(array.devices())).platform == "cpu"
-    if not on_cpu or array.dtype == jnp.bool_:  # older NumPy releases refuse flags through DLPack
+    if not on_cpu or array.dtype == jnp.bool_:  # older NumPy releases reject boolean arrays through DLPack
         return np.asarray(array)
     return np.from_dlpack(array)
 

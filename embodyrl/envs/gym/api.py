@@ -87,7 +87,7 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
     try:
         result = env.reset(**options)
     except TypeError as error:
-        # Raised deep inside, it is a bug of the environment and not of our call.
+        # An error raised deeper is a bug of the environment, not of this call.
         if "unexpected keyword argument 'seed'" not in str(error) or len(traceback.extract_tb(error.__traceback__)) > 8:
             raise
         raise EnvError(f"env '{env_id}': reset does not accept a seed. {_OLD_API_FIX}") from error
@@ -106,9 +106,9 @@ def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple
     Raises:
         EnvError: see `reset_env`.
     """
-    with contextlib.suppress(AttributeError):  # some generators cannot be set
+    with contextlib.suppress(AttributeError):  # some environments have a read-only generator
         # Some wrappers sample (a task, an initial state) before they pass the seed on.
-        if isinstance(env.unwrapped.np_random, np.random.Generator):  # some use RandomState, with other methods
+        if isinstance(env.unwrapped.np_random, np.random.Generator):  # not RandomState
             env.unwrapped.np_random = seeding.np_random(seed)[0]
     return reset_env(env_id, env, seed=seed)
 

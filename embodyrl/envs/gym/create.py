@@ -27,7 +27,7 @@ def find_wrapper(name: str) -> Callable[..., AnyEnv]:
     """Return the wrapper class or function at an import path.
 
     Raises:
-        UnknownNameError: the path names no wrapper.
+        UnknownNameError: there is no wrapper at the path.
     """
     expected = "a Gymnasium wrapper, or a function from environment to environment"
     return load(name, "wrapper", wants=expected, fits=_is_wrapper)

@@ -1,8 +1,8 @@
 """Conversion between Gymnasium's spaces and flat arrays.
 
-Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these, grey ones also [H, W,
-n]) becomes a camera, or n cameras. All other parts are concatenated to the state vector: numbers unchanged, categories
-one-hot; members of Dict and Tuple in their space's order. Texts are instructions.
+Observations: an image (uint8; [H, W, 3], gray [H, W, 1] or [H, W], or a stack [n, ...] of such images, for gray images
+also [H, W, n]) becomes a camera, or n cameras. All other parts are concatenated to the state vector: numbers unchanged,
+categories one-hot; members of Dict and Tuple in their space's order. Texts are instructions.
 """
 
 import copy

@@ -20,7 +20,7 @@ from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, 
 
 
 class VectorSims(GymSimulators):
-    """Simulators whose environments are the environments of one vector environment; all environments step together.
+    """Simulators of one vector environment, whose environments step together.
 
     Episodes start with `reset_mask`. After an automatic reset, the final observation is restored for the ended episode.
     """
@@ -40,7 +40,7 @@ class VectorSims(GymSimulators):
         self._store(self._vector.reset(seed=[0] * num_envs)[0], range(num_envs))
 
     def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Reset the environments of the given environments, with the reset ids as seeds."""
+        """Reset the given environments, with the reset ids as seeds."""
         starts = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
         self._ended_envs -= starts.keys()
         observations, infos = self._restart(starts)
@@ -127,7 +127,7 @@ class VectorSims(GymSimulators):
         return self._vector.render()[env_index] if self._vector.render_mode == "rgb_array" else None
 
     def _restart(self, seeds: Mapping[int, int]) -> tuple[Any, dict[str, Any]]:
-        """Reset the environments of the given environments; return observation and info of the whole batch."""
+        """Reset the environments in `seeds`; return observation and info of the whole batch."""
         mask = np.zeros(len(self._actions), np.bool_)
         mask[list(seeds)] = True
         env_seeds = [seeds.get(env_index, 0) for env_index in range(len(mask))]

@@ -161,8 +161,8 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     physics."""
     texture_colorspace: TextureColorspace = TextureColorspace.linear
     """Interpretation of texture colors. linear: as in MuJoCo up to 3.3.2, with which published data and checkpoints
-    were made; auto: as in MuJoCo from 3.3.3, which renders PNG files with an sRGB chunk darker (two floors and the
-    salad dressing)."""
+    were made; auto: as in MuJoCo 3.3.3 and later, which decode the sRGB chunk of PNG textures, so that these textures
+    are darker (two floors and the salad dressing)."""
     fast_physics: bool | None = None
     """If true, the physics loop omits redundant computations; results equal the benchmark's up to rounding. null: true
     with render_profile=lean."""

@@ -255,7 +255,7 @@ def _factorise(matrix: DoubleArray) -> bool:
 
 @numba.njit(cache=True)
 def _solve_lower(root: DoubleArray, rhs: DoubleArray) -> None:
-    """Solve L x = right in place."""
+    """Solve L x = rhs in place."""
     for i in range(len(root)):
         for k in range(i):
             rhs[i] -= root[i, k] * rhs[k]
@@ -264,7 +264,7 @@ def _solve_lower(root: DoubleArray, rhs: DoubleArray) -> None:
 
 @numba.njit(cache=True)
 def _solve(root: DoubleArray, rhs: DoubleArray) -> None:
-    """Solve L L^T x = right in place."""
+    """Solve L L^T x = rhs in place."""
     _solve_lower(root, rhs)
     for i in range(len(root) - 1, -1, -1):
         for k in range(i + 1, len(root)):

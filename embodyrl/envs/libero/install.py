@@ -91,7 +91,7 @@ def _can_load(library: str) -> bool:
 def prepare_process() -> None:
     """Select the renderer and import the simulator silently; call once per process, before rendering.
 
-    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasteriser) keep the user's values, but one thread is the
+    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasterizer) keep the user's values, but one thread is the
     calling thread. EGL renders on the first visible GPU.
 
     Raises:

@@ -111,7 +111,7 @@ def _generate_plasma(decay: float, rng: np.random.RandomState) -> DoubleArray:
 
 
 def _apply_glass_blur(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """Apply glass blur: blur, replace pixels with neighbouring pixels, and blur again.
+    """Apply glass blur: blur, replace pixels with neighboring pixels, and blur again.
 
     The original code overwrites the second pixel of a swap before reading it, so that pixels are copied, not swapped.
     """

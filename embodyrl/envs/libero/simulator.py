@@ -129,9 +129,9 @@ class TaskSimulator:
     def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> bool:
         """Start an episode from a stored state [1 + nq + nv]; return True if the goal is already reached.
 
-        `seed` determines the fixture poses, which are not part of the state. `variant`: changes of LIBERO-Plus. As in
-        the benchmark, the stored state moves the arm back to its default pose, and the controller, whose goal is still
-        the variant's pose, moves it again.
+        `seed` determines the fixture poses, which are not part of the state. `variant`: LIBERO-Plus perturbation to
+        apply. As in the benchmark, the stored state moves the arm back to its default pose, and the controller, whose
+        goal is still the variant's pose, moves it again.
 
         The result is bit-identical to a newly built task with the same seed, in a fraction of the time: the gripper's
         last command and the visible sites, which a robosuite soft reset keeps, are reset here.

@@ -27,7 +27,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     control_mode: str | None = None
     """Control mode of the robot; default: the control mode of the task."""
     reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] | None = None
-    """Reward of the task: normalized_dense, dense, sparse, or none (the success is the reward); default: the task's
+    """Reward of the task: normalized_dense, dense, sparse, or none (1 on success, else 0); default: the task's
     own."""
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: simplified meshes for software rendering, same physics."""
@@ -50,7 +50,7 @@ TASK_IDS = {
     f"ManiSkill-{name}": ("maniskill_bridge" if name in BRIDGE_EPISODES else "maniskill", f"env.id={name}")
     for name in _TASKS["instructions"]
 }
-"""Config overrides that select a task with an instruction in `tasks.toml`, by Gymnasium id."""
+"""Config overrides by Gymnasium id, one entry for each task that has an instruction in `tasks.toml`."""
 
 HAND_CAMERA = "hand_camera"
 

@@ -179,7 +179,7 @@ def describe(cfg: ManiSkillSettings) -> Description:
     try:
         agent, space = env.agent, env.single_action_space
         if not hasattr(space, "low"):
-            raise ConfigError(f"env.id={cfg.id}: the actions are {space}, but only tasks with one robot are supported.")
+            raise ConfigError(f"env.id={cfg.id}: the action space is {space}; only tasks with one robot are supported.")
         return Description(
             control_mode=agent.control_mode,
             action_low=tuple(float(bound) for bound in space.low),

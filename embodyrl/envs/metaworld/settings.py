@@ -39,7 +39,7 @@ class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
     id: Annotated[str, ChangesStateIds] = "MT50"
     """Task (reach-v3), benchmark (MT10, MT50, ML45), or difficulty group of MT50: easy, medium, hard, very_hard."""
     pixels: bool = True
-    """If true, observe camera images, hand position and gripper; false: the 39-dimensional state and a one-hot task
+    """Observations. true: camera images, hand position and gripper; false: the 39-dimensional state and a one-hot task
     id."""
     render_profile: RenderProfile = RenderProfile.lean
     """full: pixel-identical to the package; lean: without multisampling and shadows, same physics."""

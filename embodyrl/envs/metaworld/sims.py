@@ -110,7 +110,7 @@ class MetaWorldSims(SequentialSimulators):
         env._partially_observable = False
         vars(env).pop("sawyer_observation_space", None)  # cached for hidden goals, which it would clip to 0
         env.max_path_length = 10**9  # the run sets the time limit
-        # Half of a step of push-v3, and only for the package's `info`, which is unused.
+        # This method takes half of the time of a step of push-v3, only for values in `info`, which is unused.
         env.touching_object = lambda _: False
         env.model.camera("corner2").pos = _CORNER2
         if self._cfg.render_profile is RenderProfile.lean:

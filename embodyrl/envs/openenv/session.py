@@ -1,4 +1,4 @@
-"""Sessions on an OpenEnv server: JSON messages over a WebSocket, one connection for each episode environment.
+"""Sessions on an OpenEnv server: JSON messages over a WebSocket, one connection per parallel environment.
 
 Wire format of openenv-core 0.3 and openenv 0.10: `{"type": "reset", "data": {"seed": 0}}` and `{"type": "step",
 "data": ACTION}`, answered by `{"type": "observation", "data": {"observation", "reward", "done"}}` or `"error"`.
@@ -102,7 +102,7 @@ def read_action_key(cfg: OpenEnvSettings) -> str:
     """Return the name of the action field that contains the reply, from the settings or from the server's schema.
 
     Raises:
-        EnvError: no server answers at the address, or it has no schema.
+        EnvError: no server answers at the address, or the server has no schema.
         ConfigError: the schema has no such field, or several text fields, or requires fields that are not set.
     """
     schema = _fetch_action_schema(cfg)
@@ -121,8 +121,8 @@ def read_action_key(cfg: OpenEnvSettings) -> str:
     unknown = [name for name in (key, *cfg.action) if name not in fields]
     missing = [name for name in required if name != key]
     if fields and (unknown or missing):
-        problem = f"no field {unknown[0]}" if unknown else f"the required field {missing[0]}; set env.action"
-        raise ConfigError(f"env.url={cfg.url}: actions of this server have {problem}. Fields: {field_list}.")
+        problem = f"have no field {unknown[0]}" if unknown else f"require {missing[0]}. Set its value in env.action"
+        raise ConfigError(f"env.url={cfg.url}: actions of this server {problem}. Fields: {field_list}.")
     return key
 
 
@@ -216,8 +216,8 @@ def _format_server_error(data: Any) -> str:
 
 def _no_server_error(cfg: OpenEnvSettings) -> EnvError:
     return EnvError(
-        f"No server answered at env.url={cfg.url} for {cfg.connect_timeout_s:g} s (env.connect_timeout_s). Start the "
-        "OpenEnv server, or correct the address."
+        f"No server answered at env.url={cfg.url} within {cfg.connect_timeout_s:g} s (env.connect_timeout_s). Start "
+        "the OpenEnv server, or correct the address."
     )
 
 

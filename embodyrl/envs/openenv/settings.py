@@ -21,8 +21,8 @@ class OpenEnvSettings(EnvSettings):
     action: dict[str, Any] = {}
     """Values of additional fields that every action contains."""
     observation_key: str | None = None
-    """Field of the observation that the prompt contains, for example a.b for a nested field.
-    null: all fields except metadata, as JSON."""
+    """Observation field to include in the prompt, for example a.b for a nested field. null: all fields except metadata,
+    as JSON."""
     observation_bytes: Annotated[int, Field(ge=16, le=1 << 20)] = 1 << 11
     """Maximum size of an observation in the prompt, in bytes; longer observations are truncated."""
     prompt: str = ""

@@ -47,7 +47,7 @@ class RobotFactory(SimFactory[RobotSettings]):
         return [("robot", f"{preset.meaning} · {preset.rate_hz:g} actions/s · success: {preset.success}")]
 
     def simulators(self, cfg: RobotSettings, context: EnvContext) -> Simulators:
-        """Build the simulators; each environment's environment is built at its first reset."""
+        """Build the simulators; each Gymnasium environment is built at its first reset."""
         sims = GYM.simulators(cfg.gym, context)
         sims.spec = _apply_preset(cfg, sims.spec)
         return sims

@@ -173,7 +173,7 @@ class _Child:
             started, clock = time.monotonic(), RunClock()
             line = self._read_line(self._timeout_s + _GRACE_S, clock)
             if time.monotonic() - started - clock.now() > _FREEZE_S and freezes < _ATTEMPTS:
-                freezes += 1  # the child's alarm, or a program's limit, counted that time: repeat
+                freezes += 1  # timeouts of the child included the suspended time, so repeat the batch
                 self.stop()
                 self.send(self._pending)
                 continue
@@ -182,7 +182,7 @@ class _Child:
                 self._pending = self._pending[1:]
                 continue
             code = self.stop()
-            # The child's own alarm ends it; if that fails, the parent's clock does.
+            # The child is ended by its own alarm, or else by the timeout of this process.
             timed_out = line is None or code == -signal.SIGALRM
             problem = f"no result within {self._timeout_s:g} s" if timed_out else f"the reward process exited ({code})"
             replies.append(problem)

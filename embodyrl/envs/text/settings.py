@@ -13,8 +13,8 @@ class TextSettings(EnvSettings):
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
     """Maximum number of replies per episode; values above 1 need tools."""
     tools: list[str] = []
-    """Tools that a reply may call: calculator, python, or package.module:function that takes a text and returns a
-    text (at most 1024 bytes, or the number in its attribute answer_bytes)."""
+    """Tools that a reply may call: calculator, python, or package.module:function that takes and returns a string (at
+    most 1024 bytes, or the number in its attribute answer_bytes)."""
     tool_role: Literal["tool", "user"] = "tool"
     """Role of a tool's answer; use user if the model's chat template has no tool role."""
     reward_coef: RewardFactor = 1.0

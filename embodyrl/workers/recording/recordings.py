@@ -52,7 +52,7 @@ class Mp4Recordings:
         return None
 
     def end(self, env_index: int) -> Recording:
-        """Complete the recording of an ended episode."""
+        """Complete the recording of a finished episode."""
         recorder, keep = self._recorders.pop(env_index)
         if keep == "failures" and recorder.success:
             recorder.discard()

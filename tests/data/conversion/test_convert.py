@@ -342,8 +342,8 @@ def test_unknown_sources_and_existing_outputs_are_rejected(tmp_path: Path, capsy
     for source, out, error in (
         ("none", "out", "does not exist"),
         ("empty", "out", "contains no demonstrations of a known format: expected features.json"),
-        ("new", "out", "needs no conversion: embodyrl sft data.path="),
-        ("old", "out", "needs no conversion: embodyrl sft data.path="),
+        ("new", "out", "needs no conversion. Train on it: embodyrl sft data.path="),
+        ("old", "out", "needs no conversion. Train on it: embodyrl sft data.path="),
         ("new", "empty", "already exists"),
     ):
         assert convert(tmp_path / source, tmp_path / out) == 2

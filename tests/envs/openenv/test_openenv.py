@@ -141,7 +141,11 @@ def test_malformed_action_schema_is_rejected(schema: str) -> None:
         (ACTION, {"action_key": "mesage"}, "no field mesage. Fields: message, tone"),
         (ACTION, {"action": {"tune": "calm"}}, "no field tune"),
         (ACTION | {"required": ["message", "tone"]}, {}, "Set env.action_key"),
-        (ACTION | {"required": ["message", "tone"]}, {"action_key": "message"}, "required field tone; set env.action"),
+        (
+            ACTION | {"required": ["message", "tone"]},
+            {"action_key": "message"},
+            "require tone. Set its value in env.action",
+        ),
         ({"properties": {"n": {"type": "integer"}}, "required": ["n"]}, {}, "0 required text fields"),
     ],
 )
