@@ -32,7 +32,7 @@ _SAFE_KEYS = (
 )
 """Keys whose values are never code or addresses."""
 _PROGRAM_KEYS = ("env.id",)
-"""Keys whose value may be a hub repository (owner/name@revision) with code that the run executes."""
+"""Keys whose value may be a hub repository (owner/name@revision) or a module with code that the run executes."""
 EXECUTABLE_KEYS = ("env.python", "model.python")
 """Keys whose value is the path of a program that a run starts."""
 
@@ -58,7 +58,7 @@ def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]
         if key not in overrides and not any(key == name or key.startswith(f"{name}.") for name in _SAFE_KEYS)
         for text in (key, *_iter_texts(value))
         if (key in EXECUTABLE_KEYS and text == value)
-        or _is_hub_program(key, text)
+        or (key in _PROGRAM_KEYS and _may_import(text))
         or (_may_execute_code_or_connect(text) and not _is_known(text))
     ]
 
@@ -136,8 +136,13 @@ def _find_source(module: str) -> Path | None:
     return None if source is None or {"site-packages", "dist-packages"} & set(source.parts) else source
 
 
-def _is_hub_program(key: str, text: str) -> bool:
-    return key in _PROGRAM_KEYS and HUB_NAME.fullmatch(text) is not None and "@" in text
+def _may_import(env_id: str) -> bool:
+    """Return True for a hub program, a `module:Id-v0`, and a `namespace/Id-v0` whose module is not installed."""
+    namespace, slash, _ = env_id.partition("/")
+    is_local = slash != "" and namespace.isidentifier() and _find_source(namespace) is not None
+    return (
+        is_local or (":" in env_id and not _is_known(env_id)) or (HUB_NAME.fullmatch(env_id) and "@" in env_id) is True
+    )
 
 
 def _may_execute_code_or_connect(text: str) -> bool:

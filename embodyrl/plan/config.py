@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.compose import Setting, compose, compose_groups, flatten, parse_override, split_overrides
+from embodyrl.config.compose import Setting, compose, compose_groups, parse_override, split_overrides
 from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.settings import find_key, get_parents, nested, to_builtin
 from embodyrl.config.shared import Precision
@@ -21,6 +21,7 @@ from embodyrl.plan.keys import unused_keys
 from embodyrl.plan.saved import (
     check_trust,
     find_ckpt_config,
+    get_protocol_settings,
     get_weight_settings,
     infer_command,
     merge_with_base,
@@ -71,7 +72,7 @@ def load_config(
     if any(setting.key == "eval.episodes_per_task" for setting in overrides):
         file_settings = [setting for setting in file_settings if setting.key != "eval.episodes"]  # it would override
     weight_settings, warnings = get_weight_settings(command, [*file_settings, *overrides], problems, fetch=fetch)
-    protocol_settings = _get_protocol_settings([*file_settings, *overrides], problems)
+    protocol_settings = get_protocol_settings([*file_settings, *overrides], problems)
     settings = [*file_settings, *weight_settings, *protocol_settings, *overrides]
     return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
 
@@ -132,23 +133,6 @@ def _no_group(command: str, group: str, option: str) -> str:
         ):
             example = f"{key}={option}"
     return f"{group}={option}: a saved run accepts no group options; override single keys, for example {example}."
-
-
-def _get_protocol_settings(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Return the settings in `eval.protocol.settings`, which override values from files."""
-    entries = [entry for entry in settings if entry.key == "eval.protocol.settings"][-1:]
-    protocol_settings = [Setting("eval.episodes", None, entry.source) for entry in entries if entry.value]
-    for entry in entries:
-        for override in entry.value if isinstance(entry.value, list) else ():
-            try:
-                key, value = parse_override(str(override))
-            except ConfigError as error:
-                problems += error.problems
-                continue
-            protocol_settings += [
-                Setting(name, leaf, entry.source, entry.override) for name, leaf in flatten({key: value}).items()
-            ]
-    return protocol_settings
 
 
 def _finish(

@@ -136,12 +136,35 @@ def merge_with_base(
 ) -> list[Setting]:
     """Return the settings inherited from the run with the initial weights, merged with the selected group options."""
     saved = _base_settings(base, command, groups, file_settings, problems)
-    check_trust(saved, overrides, base, problems)
+    # A protocol's settings are overrides, so they may name code as well.
+    check_trust([*saved, *get_protocol_settings(saved, [])], overrides, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
     unsaved = [s for s in file_settings if s.key.partition(".")[0] not in sections]
     # Cameras and frozen base weights stay those that the weights were trained with.
     fixed_keys = {s.key for s in saved if s.key.startswith("env.init_params.") or s.key in _BASE_WEIGHTS}
     return [*unsaved, *saved, *(s for s in file_settings if _is_set_by(s, groups) and s.key not in fixed_keys)]
+
+
+def get_protocol_settings(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
+    """Return the settings in `eval.protocol.settings`, which override values from files."""
+    entries = [entry for entry in settings if entry.key == "eval.protocol.settings"][-1:]
+    protocol_settings = [Setting("eval.episodes", None, entry.source) for entry in entries if entry.value]
+    for entry in entries:
+        for override in entry.value if isinstance(entry.value, list) else ():
+            try:
+                key, value = parse_override(str(override))
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            if not is_key_or_subkey(key, _PROTOCOL_KEYS):
+                problems.append(
+                    f"{entry.where}{override}: a protocol sets only {', '.join(_PROTOCOL_KEYS)}. Remove it."
+                )
+                continue
+            protocol_settings += [
+                Setting(name, leaf, entry.source, entry.override) for name, leaf in flatten({key: value}).items()
+            ]
+    return protocol_settings
 
 
 def find_start_folder(run: Path) -> Path | None:
@@ -239,6 +262,7 @@ def _is_set_by(setting: Setting, groups: Mapping[str, str]) -> bool:
     return fits_weights and any(group in folders for group in groups)
 
 
+_PROTOCOL_KEYS = ("env", "eval", "runner.val_suites")
 _IMAGES = [*(f"env.init_params.camera_{part}" for part in ("heights", "widths", "names")), "env.texture_colorspace"]
 _CHUNK, _NUM_IMAGES = "model.num_action_chunks", "model.num_images_in_input"
 _HORIZONS = ["env.train.max_episode_steps", "env.eval.max_episode_steps"]

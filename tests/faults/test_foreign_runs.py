@@ -92,6 +92,27 @@ def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeyp
     assert not list(tmp_path.glob("*.ran"))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("env.id", "gym payload:Thing-v0", "add trust=true"),
+        ("env.id", "gympayload/Thing-v0", "add trust=true"),
+        ("eval.protocol.settings", ["env.env_type=gympayload:PART"], "add trust=true"),
+        ("eval.protocol.settings", ["trust=true", "env.env_type=gympayload:PART"], "add trust=true"),
+        ("eval.protocol.settings", ["trust=true"], "a protocol sets only"),
+    ],
+)
+def test_evaluations_do_not_run_code_named_indirectly(key, value, problem, tmp_path, monkeypatch, capsys):
+    for name in ("gym payload", "gympayload"):
+        (tmp_path / f"{name}.py").write_text(PAYLOAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = foreign_run(tmp_path / "theirs", key, value)
+    assert main(["eval", f"ckpt={run}", "--dry-run"]) == 2
+    assert problem in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.ran"))
+
+
 def test_resumed_evaluation_rejects_untrusted_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = foreign_run(tmp_path / "theirs", "env.env_type", "subprocess:Popen")
