@@ -11,9 +11,9 @@ _INTRO = """# Table of results
 
 Each row is one recipe; all values come from result cards.
 
-- The columns "before" and "after" show the success rate (or the return) in the first and last evaluation of the training command,
-  on test states that training does not use. With several seeds, the cell shows the mean with its 95 % interval (Student's t over
-  seeds), then each seed; with one seed, the Wilson interval over initial states.
+- The columns "before" and "after" show the success rate (or the return) in the first and last evaluation of the
+  training command, on test states that training does not use. With several seeds, the cell shows the mean with its 95 %
+  interval (Student's t over seeds), then each seed; with one seed, the Wilson interval over initial states.
 - CPU-s is the number of CPU-seconds of each seed, with both evaluations and without preparations.
 - A card lists command, test states, commit, machine, wall time and memory of one seed.
 
