@@ -52,7 +52,7 @@ def test_overrides_of_gymnasium_ids_are_valid(name: str) -> None:
     assert ENVS.get(cfg.env_type).validate(cfg) == []
 
 
-def test_ids_cover_all_tasks_of_the_tabletop() -> None:
+def test_gymnasium_ids_cover_all_tabletop_tasks() -> None:
     cfg = load_config("eval", ["env=tabletop", "model=random"]).env
     tasks = ENVS.get(cfg.env_type).spec(cfg, EnvContext()).tasks
     assert len(tasks) == sum(name.startswith("Tabletop-") for name in TASK_IDS)

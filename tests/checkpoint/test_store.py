@@ -403,7 +403,7 @@ def test_training_state_of_an_older_version_loads(tmp_path: Path):
     assert read_loop(tmp_path) == (3, [0.5], 2)
 
 
-def test_flipped_bits_of_a_manifest_are_noticed(tmp_path: Path):
+def test_flipped_bits_of_a_manifest_are_detected(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     manifest = write_to(store, 4, fill, {"env": "toy", "score": 0.25}) / "manifest.json"
     content = manifest.read_bytes()

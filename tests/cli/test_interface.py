@@ -66,7 +66,7 @@ def interface() -> list[str]:
     return sorted(lines + [key_line(name, key) for name, key in all_keys().items() if name not in of_parts])
 
 
-def test_interface_equals_the_recorded_lines():
+def test_command_line_interface_matches_the_recorded_lines():
     recorded = RECORDED.read_text(encoding="utf-8").splitlines()
     difference = [*difflib.unified_diff(recorded, interface(), "recorded", "today", lineterm="", n=0)]
     advice = "name each difference in CHANGELOG.md, then run: python tests/cli/test_interface.py"

@@ -157,7 +157,7 @@ def test_malformed_adapter_numbers_are_rejected(fields: dict[str, object], tmp_p
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_replaced_weights_of_an_adapter_are_used(trained: bool, base: Path, tmp_path: Path) -> None:
+def test_full_weights_in_an_adapter_folder_are_used(trained: bool, base: Path, tmp_path: Path) -> None:
     """An adapter folder may contain the full weights of an adapted module, as peft stores a resized output matrix."""
     folder = write_adapter(tmp_path / "a")
     tensors = load_file(folder / "adapter_model.safetensors")

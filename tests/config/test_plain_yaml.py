@@ -86,7 +86,7 @@ def test_random_texts_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", [*NUMBERS.split(), *WORDS.split()])
-def test_option_file_agrees_with_the_command_line(word: str, tmp_path: Path) -> None:
+def test_yaml_values_match_command_line_values(word: str, tmp_path: Path) -> None:
     def read_file() -> Any:
         (tmp_path / "env").mkdir(exist_ok=True)
         (tmp_path / "env" / "mine.yaml").write_text(f"defaults: [gym]\nkwargs:\n  x: {word}\n", encoding="utf-8")

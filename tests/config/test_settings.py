@@ -86,7 +86,7 @@ def test_key_has_description_type_and_expected_value() -> None:
     assert found.is_mapping
 
 
-def test_updated_changes_one_value_only() -> None:
+def test_updated_changes_only_one_value() -> None:
     assert Paint().updated({"inner.depth": 7, "color": Color.blue}) == Paint(color=Color.blue, inner=Inner(depth=7))
     assert Paint().updated({"inner.depth": 7, "inner.width": 8}) == Paint(inner=Inner(depth=7, width=8))
     assert to_builtin(Paint()) == {"color": "red", "inner": {"depth": 2, "width": 3}}

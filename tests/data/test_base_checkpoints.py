@@ -217,7 +217,7 @@ def check_actions(folder: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("model", ["openvla_oft", "smolvla"])
-def test_adapters_on_a_base_of_other_robots_are_exported(model: str, data: Path, tmp_path: Path) -> None:
+def test_adapters_on_a_base_model_of_other_robots_are_exported(model: str, data: Path, tmp_path: Path) -> None:
     base, assets = tmp_path / "base", {"openvla_oft": "openvla_oft_tabletop", "smolvla": "smolvla_tiny_tabletop"}
     shutil.copytree(ASSETS / assets[model], base)
     entries = {key: {"action": rows(key, 14), "proprio": rows(key, 14)} for key in ("aloha", "other")}

@@ -337,7 +337,7 @@ def test_value_of_another_type_in_the_card_is_an_error(key: str, value: object, 
         read_card(tmp_path)
 
 
-def test_statistics_of_another_type_are_a_problem(tmp_path: Path) -> None:
+def test_statistics_of_a_wrong_type_are_reported(tmp_path: Path) -> None:
     write(tmp_path, [demonstration(0)])
     path = tmp_path / "meta/stats.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"action": "x"}))

@@ -105,7 +105,7 @@ READERS = [
 
 
 @pytest.mark.parametrize(("reader", "mode"), READERS, ids=[f"{reader.__name__}-{mode}" for reader, mode in READERS])
-def test_rare_and_constant_dimensions_are_scaled(reader, mode: str, folder: Path) -> None:
+def test_rarely_changing_and_constant_dimensions_are_scaled(reader, mode: str, folder: Path) -> None:
     """Every action of the data can be represented, and no later state or target is far outside the range of training.
 
     Only values beyond q01 and q99 of the uniform dimension are clipped.

@@ -39,7 +39,7 @@ def wrong_frames(demos: Demonstrations, episodes: tuple[int, ...] = (0, 1, 2)) -
 
 
 @pytest.mark.parametrize("fps", [9.0, 9.8, 9.99, 10.2, 5.0, 15.0])
-def test_frames_and_steps_of_equal_number_correspond_in_order(tmp_path: Path, fps: float) -> None:
+def test_videos_with_one_frame_per_step_are_read_in_order(tmp_path: Path, fps: float) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     encode(root, fps)
     demos = load_demonstrations(root)

@@ -66,7 +66,7 @@ def numbers_of(cards: tuple[Card, ...], header: str) -> set[float]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_results_equal_the_cards(name: str) -> None:
+def test_result_pages_match_the_cards(name: str) -> None:
     header, cells, cards = ROWS[name]
     checked = 0
     for title, cell in zip(header, cells, strict=True):
@@ -78,7 +78,7 @@ def test_results_equal_the_cards(name: str) -> None:
     assert checked
 
 
-def test_metaworld_tasks_equal_the_cards() -> None:
+def test_metaworld_tasks_match_the_cards() -> None:
     counts = []
     for name in ("metaworld_mt10", "metaworld_mt10_pixels_rl"):
         (card,) = TABLE.stored(TABLE.recipes[name])
@@ -95,5 +95,5 @@ def test_gpu_memory_in_the_recipe_guide_matches_the_measurements() -> None:
     assert len(shown) == 4
 
 
-def test_many_rows_are_compared_with_cards() -> None:
+def test_more_than_45_result_rows_are_compared_with_cards() -> None:
     assert len(ROWS) > 45

@@ -110,7 +110,7 @@ def test_after_step_is_called_for_executed_steps_only():
     assert (env.instruction(2), env.instruction(0)) == ("do thing 0", "do thing 1")
 
 
-def test_observation_is_written_into_the_given_views():
+def test_observation_is_written_into_the_provided_arrays():
     _, env = make(steps_of([0.0]), steps_of([0.0]), env_indices=2)
     env.reset([0, 1], [start(0), start(1)])
     env.step_chunk([1], chunk(1, 3))

@@ -347,7 +347,7 @@ def test_folder_without_weights_does_not_query_the_hub(tmp_path):
             loading.load(folder, dtype=None)
 
 
-def test_loops_of_links_and_an_empty_config_are_reported(tmp_path, capsys):
+def test_symlink_loops_and_an_empty_config_are_reported(tmp_path, capsys):
     run = write_run(tmp_path / "theirs")
     for name in ("env.txt", "overrides.txt", "logs/events.log"):
         (run / name).unlink()

@@ -283,7 +283,7 @@ def test_a_dry_run_starts_nvidia_smi_once(tmp_path, monkeypatch):
     assert len((tmp_path / "starts").read_text()) == 1
 
 
-def test_printed_parts_of_memory_add_up_to_the_printed_sum():
+def test_printed_memory_parts_sum_to_the_printed_total():
     for file in GOLDEN.glob("*.txt"):
         line = re.search(r"memory +([\d.]+) GiB for each of \d+ policy processes at its peak: (.*)", file.read_text())
         assert line is not None, file

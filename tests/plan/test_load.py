@@ -176,7 +176,7 @@ def test_env_and_model_pair_sets_matching_weights() -> None:
     assert load_config("eval", ["model.path=mine"]).model.path == "mine"
 
 
-def test_command_line_overrides_experiment_overrides_group() -> None:
+def test_command_line_takes_precedence_over_experiment_and_group() -> None:
     cfg = load_config("train", ["experiment=libero_laptop", "env=libero_goal", "runner.max_steps=7"])
     assert cfg.env.task_suite_name == "libero_goal"
     assert cfg.env.train.max_episode_steps == 200
@@ -199,7 +199,7 @@ def test_env_kwargs_accept_any_nested_key() -> None:
         ("env=gym env.kwargs.a={} env.kwargs.a.b=1", "env.kwargs", {"a": {"b": 1}}),
     ],
 )
-def test_later_of_two_overrides_is_used(words: str, key: str, value: object) -> None:
+def test_last_of_two_overrides_is_used(words: str, key: str, value: object) -> None:
     assert dict(load_config("train", words.split()).leaves())[key] == value
 
 
@@ -209,7 +209,7 @@ def test_updated_rejects_keys_that_the_command_does_not_use(name: str) -> None:
         load_config("sft", ()).updated({name: None})
 
 
-def test_section_must_be_set() -> None:
+def test_config_section_must_be_set() -> None:
     with pytest.raises(ConfigError, match=r"^algorithm is not set\.$"):
         apply_overrides(load_config("train", ()), {"algorithm": None})
 

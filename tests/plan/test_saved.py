@@ -114,7 +114,7 @@ def test_copied_checkpoint_keeps_its_images_and_chunk_length(run: Path) -> None:
     assert found(load(*PAIR, f"model.path={run.parent / 'copy'}"))[:3] == (112, ["front"], 6)
 
 
-def test_own_preset_with_weights_replaces_start_file(run: Path) -> None:
+def test_user_preset_with_weights_replaces_the_start_file(run: Path) -> None:
     folder = run.parent / "conf" / "model"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(f"defaults: [flow_small]\npath: {run.parent / 'exported'}\n")
@@ -143,7 +143,7 @@ def test_command_line_value_overrides_saved_inputs_with_one_warning(
 
 
 @pytest.mark.parametrize("words", [[*PAIR, "model.path=exported"], [*PAIR, "model.path=copy"], ["ckpt=run"]])
-def test_chunk_longer_than_that_of_the_weights_is_rejected(
+def test_chunk_length_above_that_of_the_weights_is_rejected(
     words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
@@ -170,9 +170,7 @@ def test_included_checkpoint_has_its_settings_with_other_presets() -> None:
     assert found(cfg) == (56, ["front"], 4, 24)
 
 
-def test_copy_of_an_included_checkpoint_has_the_tasks_of_its_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copied_included_checkpoint_keeps_its_training_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(assets_dir() / "flow_small_tabletop", tmp_path / "copy")
     for key in ("model.path=", "ckpt="):
         copy = load(*PAIR, f"{key}{tmp_path / 'copy'}")

@@ -45,7 +45,7 @@ def test_run_that_learns_gives_no_warning():
         (lambda s: {"actor/entropy": 2.0 * 0.001**s, "train/success_once": 0.3}, "entropy collapse: "),
     ],
 )
-def test_collapse_gives_one_warning(changed, said):
+def test_collapse_of_a_training_metric_gives_one_warning(changed, said):
     (line,) = warnings(lambda share: healthy(share) | changed(share))
     assert said in line
     assert line.startswith("warning: step ")

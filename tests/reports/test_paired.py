@@ -105,7 +105,7 @@ def test_difference_interval_counts_repeated_states_once(states: int, wins: int,
     assert rate_difference(changes) == pytest.approx((max(won - lost - half, -1), min(won - lost + half, 1)))
 
 
-def test_discordant_pairs_are_counted_per_side() -> None:
+def test_discordant_pairs_are_counted_for_each_evaluation() -> None:
     found = compare_episodes([row(0, 1.0), row(1, 1.0), row(2, 0.0)], [row(0, 0.0), row(1, 0.0), row(2, 1.0)])
     assert (found.only_first, found.only_second) == (2, 1)
 

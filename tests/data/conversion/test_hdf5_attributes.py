@@ -44,7 +44,7 @@ def env_args(**values: Any) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("flag", [False, np.bool_(False), 0, np.int64(0), "False", b"false", np.array([0.0])])
-def test_failed_attempts_are_left_out_and_counted(tmp_path: Path, capsys: Any, flag: Any) -> None:
+def test_failed_demonstrations_are_excluded_and_counted(tmp_path: Path, capsys: Any, flag: Any) -> None:
     source = write_libero(tmp_path / "libero", demos=3)
     change(source, FIRST, lambda file: file["data/demo_1"].attrs.__setitem__("success", flag))
     change(source, SECOND, lambda file: file["data/demo_0"].attrs.__setitem__("success", True))

@@ -59,7 +59,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
             file.write(head + crc[0] + record + crc[1])
 
 
-def test_last_step_inside_a_record_is_rejected(tmp_path: Path, capsys: Any) -> None:
+def test_rlds_record_with_is_last_before_its_end_is_rejected(tmp_path: Path, capsys: Any) -> None:
     def swap(record: bytes) -> bytes:
         place = record.index(bytes([0, 0, 1]), record.index(b"steps/is_last"))
         return record[:place] + bytes([0, 1, 0]) + record[place + 3 :]

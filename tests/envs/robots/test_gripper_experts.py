@@ -57,7 +57,7 @@ def test_panda_expert_lifts_the_cube_and_ends_the_episode():
     env.close()
 
 
-def test_panda_actions_are_position_steps_and_closing():
+def test_panda_actions_are_position_steps_and_a_gripper_command():
     """The base environment reads changes in meters of up to 1 m; rotations have no effect."""
     pytest.importorskip("gym_hil")
     from embodyrl.envs.gym.create import create

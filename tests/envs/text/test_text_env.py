@@ -163,7 +163,7 @@ XML = "<function=python><parameter=code>\nprint(6 * 7)\n</parameter></function>"
         (f"<think>Perhaps <tool_call>{CALL}</tool_call>", None),
     ],
 )
-def test_tool_calls_in_usual_formats_are_executed(reply: str, expected: str | None):
+def test_tool_calls_in_common_formats_are_executed(reply: str, expected: str | None):
     tools = ["calculator", "python"]
     calls = find_calls(reply, tools)
     assert (None if calls is None else execute_calls(calls, tools)) == expected

@@ -386,7 +386,7 @@ def test_target_uses_the_minimum_of_random_critics(make, count, minima):
     assert len(seen) > len(minima) / 2
 
 
-def test_target_contains_the_entropy_unless_it_is_turned_off(make):
+def test_target_contains_the_entropy_unless_backup_entropy_is_false(make):
     """Critics without weights: the target is the reward, plus the entropy of the next action."""
     losses = []
     for words in ((), ("algorithm.backup_entropy=false",)):
@@ -417,7 +417,7 @@ def test_critic_warmup_leaves_policy_and_temperature_unchanged(make):
     assert changed == [{"policy": False, "critics": True}, {"policy": True, "critics": True}]
 
 
-def test_target_needs_no_more_critics_than_exist(make):
+def test_critics_in_target_cannot_exceed_critics(make):
     with pytest.raises(ConfigError, match=r"critics_in_target=3 exceeds algorithm\.critics=2"):
         make("algorithm.critics_in_target=3")
 

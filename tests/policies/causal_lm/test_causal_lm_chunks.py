@@ -70,7 +70,7 @@ def test_backward_pass_stores_the_logits_of_one_chunk(bonus, monkeypatch):
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_models_with_soft_capped_logits_do_not_use_chunks(cap):
+def test_soft_capped_logits_are_not_computed_in_chunks(cap):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma2Config(
         vocab_size=32, num_key_value_heads=1, head_dim=8, final_logit_softcapping=cap, pad_token_id=0, **sizes

@@ -48,7 +48,7 @@ def read(folder: Path) -> CausalLMPolicy:
 
 
 @pytest.mark.parametrize("kind", HYBRID)
-def test_hybrid_model_replies_as_in_a_plain_forward_pass(tmp_path: Path, kind: str):
+def test_hybrid_model_replies_match_a_plain_forward_pass(tmp_path: Path, kind: str):
     policy = read(write(tmp_path, kind, **ATTENTION, **HYBRID[kind]))
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(*PROMPTS), out.tokens).logprob.detach().numpy()

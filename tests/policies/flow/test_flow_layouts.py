@@ -221,7 +221,7 @@ def test_sharded_weights_are_loaded(tmp_path):
         load_weights(model.state_dict(), tmp_path)
 
 
-def test_fresh_model_has_all_weights_of_its_layout():
+def test_new_model_has_all_weights_of_each_layout():
     """One copy of the embedding, and zeros for the unused output matrix."""
     weights = model_of("pi0").state_dict()
     for layout in (OPENPI, LEROBOT, TRANSFORMERS):

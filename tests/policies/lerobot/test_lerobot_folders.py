@@ -324,7 +324,7 @@ def test_error_names_the_unknown_field_of_config_json(kind, key, value, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranges_of_own_statistics_are_kept_after_saving(kind, tmp_path):
+def test_saved_policy_clips_states_to_the_same_range(kind, tmp_path):
     """States beyond the data are clipped, in a saved folder too; folders of LeRobot have no range."""
     env = toy_env(4, ())
     start = fresh(kind, tmp_path / "start")

@@ -46,7 +46,7 @@ def measure(source, target):
 
 
 @pytest.mark.integration
-def test_peak_memory_is_the_model_and_one_shard(checkpoint, edit_json, tmp_path):
+def test_peak_memory_of_loading_is_the_model_plus_one_shard(checkpoint, edit_json, tmp_path):
     text = json.loads((checkpoint / "config.json").read_text())["text_config"]
     text |= {"hidden_size": 768, "intermediate_size": 1920, "num_hidden_layers": 16, "num_attention_heads": 16}
     edit_json(checkpoint / "config.json", text_config=text | {"num_key_value_heads": 16}, embodyrl_init="random")

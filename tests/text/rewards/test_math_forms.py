@@ -327,7 +327,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("reference", sorted({reference for _, reference in RIGHT + WRONG}))
-def test_math_reward_compares_values_of_usual_notation(reference: str):
+def test_math_reward_compares_values_in_common_notations(reference: str):
     worth = {row: float(row in RIGHT) for row in RIGHT + WRONG if row[1] == reference}
     assert {row: math("A bag has 8 red balls. Find the answer.", *row) for row in worth} == worth
 

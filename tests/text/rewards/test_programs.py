@@ -39,7 +39,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_usual_forms_of_a_program_are_found(form: str):
+def test_common_program_formats_are_extracted(form: str):
     names: dict = {}
     exec(find_program(FORMS[form], ["assert f(1) == 2"]), names)
     assert names["f"](1) == 2

@@ -117,7 +117,7 @@ def test_smaller_batch_limits_trials_to_their_initial_states(run: Any) -> None:
     assert outcome.settings["env"]["train"]["state_ids"] == [0, 3]
 
 
-def test_the_experiment_does_not_repeat_defaults(run: Any, tmp_path: Path) -> None:
+def test_written_experiment_does_not_repeat_defaults(run: Any, tmp_path: Path) -> None:
     outcome = run(DATA / "simplevla_rl_libero.sh")
     assert outcome.settings is not None
     assert "clip_ratio_low" not in outcome.settings.get("algorithm", {})

@@ -166,7 +166,7 @@ def test_every_preset_that_names_a_system_is_compared_with_its_recipe() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_preset_decides_the_result_like_the_recipe_of_its_system(preset: str) -> None:
+def test_preset_has_the_same_settings_as_its_source_recipe(preset: str) -> None:
     words, recipe, reasons = PRESETS[preset]
     result = replace(migrated(recipe), config=embodyrl.compose("train", *words))
     differ = {fact.what: (fact.theirs, fact.ours) for fact in compare(result) if fact.mark}
@@ -174,7 +174,7 @@ def test_preset_decides_the_result_like_the_recipe_of_its_system(preset: str) ->
 
 
 @pytest.mark.parametrize("preset", EVALS)
-def test_protocol_evaluates_like_the_recipe_of_its_system(preset: str) -> None:
+def test_protocol_has_the_same_evaluation_settings_as_its_source_recipe(preset: str) -> None:
     words, recipe, more, reasons = EVALS[preset]
     theirs = migrated(recipe, more).flat
     ours = flatten(to_builtin(embodyrl.compose("eval", *words, f"eval={Path(preset).name}")))
@@ -185,7 +185,7 @@ def test_protocol_evaluates_like_the_recipe_of_its_system(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", MODELS)
-def test_model_preset_is_the_policy_of_its_system(preset: str) -> None:
+def test_model_preset_matches_the_policy_of_its_source_system(preset: str) -> None:
     result = migrated(MODELS[preset])
     assert result.groups["model"] == Path(preset).name
     unset = flatten(to_builtin(embodyrl.compose("train", f"env={result.groups['env']}", f"model={Path(preset).name}")))

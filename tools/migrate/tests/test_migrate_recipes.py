@@ -200,7 +200,7 @@ CASES: dict[str, tuple[tuple[str, ...], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rlinf_settings_without_counterpart_are_named(case: str) -> None:
+def test_rlinf_settings_without_counterpart_are_reported(case: str) -> None:
     overrides, wanted = CASES[case]
     assert sorted(dict.fromkeys(map(subject, migrated(LIBERO_GRPO, *overrides)[2]))) == wanted
 
@@ -228,7 +228,7 @@ def test_keys_unused_by_rlinf_do_not_change_the_result() -> None:
     ],
     ids=["algorithm", "rollout", "the older section is not read", "rollout_epoch"],
 )
-def test_sampling_keys_are_read_by_config_layout_version(
+def test_sampling_keys_depend_on_the_config_layout_version(
     layout: str, words: tuple[str, ...], temperature: float
 ) -> None:
     result, _, why, _ = migrated(LIBERO_GRPO, *words)
@@ -285,7 +285,7 @@ RECIPES: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "recipes.yaml").read
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_published_recipes_have_the_values_worked_out_by_hand(name: str) -> None:
+def test_migrated_recipes_match_hand_computed_values(name: str) -> None:
     wanted = RECIPES[name]
     result, _, why, _ = migrated(wanted["base"], *wanted["overrides"])
     assert list(dict.fromkeys(map(subject, why))) == wanted.get("reasons", [])

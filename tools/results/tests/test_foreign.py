@@ -75,7 +75,7 @@ def test_success_must_be_a_boolean(tmp_path: Path) -> None:
         import_result(written(tmp_path, content), "p")
 
 
-def test_episodes_of_equally_named_tasks_are_joined(tmp_path: Path) -> None:
+def test_episodes_of_tasks_with_equal_names_are_merged(tmp_path: Path) -> None:
     content = vla_eval()
     content["tasks"][1]["task"] = "a"  # type: ignore[index]
     rows = import_result(written(tmp_path, content), "p")["figures"][0]["rows"]
@@ -97,7 +97,7 @@ def test_vla_eval_result_without_parameters_is_imported(tmp_path: Path, config: 
     assert card["protocol"]["name"] == "LIBEROBenchmark, sync mode"
 
 
-def test_missing_keys_of_a_result_file_are_named(tmp_path: Path) -> None:
+def test_missing_keys_of_a_result_file_are_reported(tmp_path: Path) -> None:
     content = vla_eval()
     del content["mode"]
     path = written(tmp_path, content)

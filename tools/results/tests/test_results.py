@@ -83,7 +83,7 @@ def test_score_of_several_seeds_has_an_interval_over_seeds() -> None:
     assert score_text(cards, 0) == "-", "without an evaluation before training"
 
 
-def test_equal_seeds_have_the_interval_of_one_seed() -> None:
+def test_seeds_with_equal_rates_have_the_interval_of_one_seed() -> None:
     row = {"kind": "success", "value": 1.0, "low": 0.963, "high": 1.0, "episodes": 100, "text": "100.0 %"}
     cards = [{"figures": [{"rows": [row]}]}] * 3
     assert score_text(cards, -1) == "100.0 % [96.3, 100.0] (100.0, 100.0, 100.0)"
@@ -111,7 +111,7 @@ def test_return_without_an_interval_has_an_infinite_prediction_interval() -> Non
     assert prediction_interval(rows, 1) == (-np.inf, np.inf)
 
 
-def test_conditions_that_differ_are_named() -> None:
+def test_differing_conditions_are_reported() -> None:
     stored = {"command": "embodyrl train", "config_sha256": "0", "sources": {"mine": "1"}, "model": {"weights": "w"}}
     stored |= {"commit": "c", "machine": {}, "costs": {}}
     assert differences([stored], [stored | {"command": "embodyrl train seed=3 runner.output_dir=runs"}]) == []
@@ -215,7 +215,7 @@ def test_preparation_runs_once_for_all_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_preparation_without_run_folder(tmp_path: Path) -> None:
+def test_preparation_may_be_a_command_without_a_run_folder(tmp_path: Path) -> None:
     (tmp_path / "recipes.toml").write_text(
         '[own]\ntitle = "Own"\nprepare = ["list envs"]\ncommand = "train env=no_such_env"\n'
     )
@@ -241,7 +241,7 @@ def test_changed_preparation_runs_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_failed_run_is_named_and_has_no_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_run_is_reported_and_has_no_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lost = '[lost]\ntitle = "Lost"\nprepare = ["collect env=no_such_env"]\ncommand = "train env=tabletop"\n'
     (tmp_path / "recipes.toml").write_text(f'[bad]\ntitle = "Bad"\ncommand = "train env=no_such_env"\n{lost}')
     place = ["--table", str(tmp_path), "--out", str(tmp_path / "out")]

@@ -43,7 +43,7 @@ def write_run(folder: Path, outcomes: dict[str, list[bool | None]], *, first: in
     return folder
 
 
-def test_evaluations_are_joined_in_one_result_of_vla_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_are_merged_into_one_vla_eval_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     one = write_run(tmp_path / "one", {"a": [True, False], "b": [True]})
     other = write_run(tmp_path / "other", {"a": [True, True, False]}, first=2)
