@@ -28,7 +28,7 @@ from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, WorkerError
 from embodyrl.files import available_cores, describe_full_disk, is_full_disk, remove_scratch, write_atomically
 from embodyrl.monitor.history import COSTS_FILE, METRICS_FILE, VIDEO_FOLDER
-from embodyrl.plan.saved import find_run_config, read_saved, save_config
+from embodyrl.plan.saved import START_FOLDER, find_run_config, read_saved, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
@@ -140,7 +140,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     """Create (or reopen) and lock the run folder.
 
     Raises:
-        ConfigError: the folder exists and `runner.on_existing=error`.
+        ConfigError: the folder exists and `runner.on_existing=error`, or a link in the folder leads outside.
         EmbodyError: another process uses the run, or a folder is not writable.
         CheckpointError: `model.path` is inside a damaged checkpoint.
     """
@@ -154,11 +154,12 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         # Before anything is written: the folder may contain the files of an active run.
         lock = _acquire(root / _LOCK_FILE, root)
         try:
+            _check_links(root)
             remove_scratch(root)
             is_new = os.listdir(root) == [_LOCK_FILE]
             logs = _write_records(cfg, root, [command, *overrides])
             records = {name: (root / name).read_bytes() for name in (CONFIG_FILE, _OVERRIDES_FILE, _MACHINE_FILE)}
-        except OSError:
+        except (OSError, ConfigError):
             _release_lock(root / _LOCK_FILE, lock)
             raise
     except OSError as error:
@@ -237,6 +238,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     Raises:
         EmbodyError: another process uses the folder.
+        ConfigError: a file in the folder would be written outside the folder.
     """
     is_run = (folder / CONFIG_FILE).is_file()
     lock = folder / _LOCK_FILE if is_run else folder.with_name(f".{folder.name}.lock")
@@ -246,6 +248,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise EmbodyError(f"Cannot write to {lock.parent}: {error.strerror}. Choose another folder.") from error
     try:
+        _check_links(folder)
         yield
     finally:
         _release_lock(lock, handle)
@@ -258,7 +261,7 @@ def _acquire(lock: Path, folder: Path) -> int:
         EmbodyError: another process holds the lock; the message names the process.
     """
     while True:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -275,6 +278,23 @@ def _acquire(lock: Path, folder: Path) -> int:
         _release_lock(lock, handle)
         raise
     return handle
+
+
+def _check_links(folder: Path) -> None:
+    """Check that no link in a folder, possibly from an untrusted source, leads outside, and no file is a pipe.
+
+    Links in `START_FOLDER` lead to weights, which are only read. Deeper levels contain links of trackers to their logs.
+
+    Raises:
+        ConfigError: a file or folder is such a link, or a pipe, socket or device.
+    """
+    root, start = os.path.realpath(folder), folder / START_FOLDER
+    for path in (path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern)):
+        is_link = path.is_symlink() and start not in path.parents
+        if is_link and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise ConfigError(f"{path} is a link to {os.readlink(path)}, outside {folder}. Replace it by its content.")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"{path} is not a regular file. Delete it.")
 
 
 def _is_locked_by(lock: Path, handle: int) -> bool:

@@ -32,7 +32,7 @@ from embodyrl.data.settings import DemonstrationSettings, Objective
 from embodyrl.data.statistics import describe_constant_dimensions, scaling_stats
 from embodyrl.data.tables import read_episodes
 from embodyrl.errors import ConfigError
-from embodyrl.files import available_bytes, read_json
+from embodyrl.files import available_bytes, read_json, write_atomically
 from embodyrl.plan.build import count_ranks, mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import open_checked_rows
@@ -231,7 +231,7 @@ def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dic
             # Weights are large and read-only; only the statistics change.
             copy.symlink_to(path.resolve())
     text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
-    (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
+    write_atomically(target / STATISTICS_FILE, text)
     return model.with_statistics(str(target), key)
 
 

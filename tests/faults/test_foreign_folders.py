@@ -1,0 +1,61 @@
+"""Links, pipes and damaged values in folders from untrusted sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from toy_runs import resume_toy, train_toy
+
+from embodyrl.cli.main import main
+from embodyrl.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train_toy(tmp_path_factory.mktemp("trained"), "runner.max_steps=1")
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "theirs"))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name", ["env.txt", "overrides.txt", "costs.jsonl", "logs/events.log", "lock", "logs", "checkpoints", "tensorboard"]
+)
+def test_resume_and_prune_write_nothing_outside_the_run(name, run, tmp_path, capsys):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    if (run / name).exists():
+        (run / name).rename(victim / "file")
+    else:
+        (victim / "file").write_text("precious")
+    (run / name).symlink_to(victim / "file")
+    before = contents(victim)
+    assert main(["train", "--resume", str(run), "trust=true", "runner.max_steps=2"]) != 0
+    assert str(run) in capsys.readouterr().err
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) != 0
+    assert contents(victim) == before
+    assert name == "lock" or not (run / "lock").exists()
+
+
+@pytest.mark.parametrize("name", ["overrides.txt", "logs/events.log", "env.txt"])
+def test_resume_does_not_open_pipes(name, run):
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        resume_toy(run, "runner.max_steps=2")
+
+
+def test_links_inside_the_run_are_accepted(run, tmp_path):
+    (run / "wandb").mkdir()
+    (run / "wandb" / "latest-run").symlink_to("../logs")
+    resume_toy(run, "runner.max_steps=2")
+    assert (run / "checkpoints" / "step_000002").is_dir()
