@@ -171,7 +171,7 @@ def test_clip_cov_drops_tokens_of_large_covariance():
     np.testing.assert_allclose(terms.loss.detach().flatten(), [0.0, 0.5, -0.5, 0.0])
 
 
-def test_kl_cov_penalises_tokens_of_large_covariance():
+def test_kl_cov_penalizes_tokens_of_large_covariance():
     units = covariance_units()
     moved = replace(units, old_logprob=units.old_logprob - 0.1)
     cfg = algorithm_of(loss_type="kl_cov", cov_share=0.5, log_ratio_coef=10.0)
@@ -180,7 +180,7 @@ def test_kl_cov_penalises_tokens_of_large_covariance():
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.01, 1), (0.5, 2)])
-def test_kl_cov_penalises_a_fixed_fraction_for_equal_advantages(share: float, count: int):
+def test_kl_cov_penalizes_a_fixed_fraction_for_equal_advantages(share: float, count: int):
     units = covariance_units()
     tied = replace(units, old_logprob=units.old_logprob - 0.1, advantage=torch.ones(4, 1, 1))
     cfg = algorithm_of(loss_type="kl_cov", cov_share=share, log_ratio_coef=10.0)

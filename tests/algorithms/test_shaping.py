@@ -76,7 +76,7 @@ def test_outcome_shaping_changes_the_last_action_only():
         (RewardNorm.batch, (np.array(REWARDS) - np.mean(REWARDS)) / (np.std(REWARDS, ddof=1) + 1e-6)),
     ],
 )
-def test_reward_norm_standardises_outcomes(norm: RewardNorm, expected):
+def test_reward_norm_standardizes_outcomes(norm: RewardNorm, expected):
     np.testing.assert_allclose(outcomes(algorithm_of(reward_norm=norm)), expected, atol=1e-5)
 
 

@@ -259,7 +259,7 @@ def test_images_and_image_stacks_become_cameras(shape, frames, colors):
     np.testing.assert_array_equal(writer.image(picture), expected[-1])
 
 
-def test_grey_frames_can_be_stacked_on_the_last_axis():
+def test_gray_frames_can_be_stacked_on_the_last_axis():
     writer = ObservationWriter("eyes", spaces.Box(0, 255, (6, 8, 4), np.uint8))
     assert (writer.image_size, writer.cameras[-1], writer.grey) == ((6, 8), "observation.3", True)
     picture = np.random.default_rng(0).integers(0, 256, (6, 8, 4), dtype=np.uint8)

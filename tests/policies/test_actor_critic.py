@@ -120,7 +120,7 @@ def test_policy_uses_its_own_number_of_cameras():
     assert np.abs(both - policy.act(turned, noise=None).actions).max() > 1e-4
 
 
-def test_grey_images_use_one_channel(tmp_path):
+def test_gray_images_use_one_channel(tmp_path):
     colored = env_spec("discrete", cameras=2, state_dim=0)
     grey = replace(colored, cameras=replace(colored.cameras, grey=True))
     policy = shake(build("cnn", env=grey), 0.05)
@@ -198,7 +198,7 @@ def test_gaussian_gradients_match_torch_distributions(rows, asked):
     torch.testing.assert_close((ours, slopes), (theirs, usual), rtol=1e-10, atol=1e-12)
 
 
-def test_bounded_dimensions_span_minus_one_to_one():
+def test_only_bounded_action_dimensions_are_scaled_to_minus_one_to_one():
     np.testing.assert_array_equal(build(space="box")._net.head.from_actions(np.float32([[-2.0, 10.0]])), [[-1.0, 1.0]])
     np.testing.assert_array_equal(build(space="open")._net.head.from_actions(np.float32([[5.0, 7.0]])), [[5.0, 7.0]])
 

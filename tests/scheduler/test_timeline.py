@@ -41,7 +41,7 @@ REPORT = EnvReport(sequence=1, stage=0, sim_s=1.0, render_s=0.5, reset_s=0.0)
 DONE = Done(sequence=1, seconds=1.0, metrics={})
 
 
-def test_utilisation_of_a_step_matches_hand_computed_values(arena):
+def test_utilization_of_a_step_matches_hand_computed_values(arena):
     """Seconds 0 to 10; environments: two on each of two workers.
 
     env_0 works 0-2 and 6-10, env_1 works 0-4; the policy acts 2-3 (two environments) and 4-6 (four environments).
@@ -95,7 +95,7 @@ def test_staleness_is_measured_at_training_time(arena):
     }
 
 
-def test_run_logs_utilisation_and_writes_a_trace(tmp_path):
+def test_run_logs_utilization_and_writes_a_trace(tmp_path):
     run = train_toy(tmp_path, "runner.trace=true", "env.kwargs.goal=0.7")
     for row in rows(run):
         assert all(0 <= row[name] <= 1 for name in CLOCK_METRICS)

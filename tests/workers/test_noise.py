@@ -11,7 +11,7 @@ def test_noise_depends_on_episode_and_chunk_only():
     assert len({row.tobytes() for row in batch}) == 3
 
 
-def test_noise_is_uniform():
+def test_token_noise_is_uniform():
     noise = token_noise(range(2000), [0] * 2000, 7)
     assert noise.min() >= 0.0
     assert noise.max() < 1.0

@@ -37,7 +37,7 @@ def test_component_placement_replaces_the_default():
     ("world", "nodes", "placed"),
     [(16, 2, "0" * 8 + "1" * 8), (4, 4, "0123"), (6, 4, "001223"), (3, 1, "000"), (2, 4, "02")],
 )
-def test_neighbouring_ranks_share_a_node(world, nodes, placed):
+def test_neighboring_ranks_share_a_node(world, nodes, placed):
     """Ranks of a shard group are neighbours, and links within a node are the fastest."""
     names = [f"node {number}" for number in range(nodes)]
     assert [place_rank(rank, world, names) for rank in range(world)] == [f"node {node}" for node in placed]

@@ -148,7 +148,7 @@ def test_image_convention_attribute_sets_the_image_rotation(tmp_path: Path) -> N
         ({"20_percent": [0]}, (), [4, 5, 6]),
     ],
 )
-def test_masks_select_episodes(
+def test_robomimic_masks_select_episodes(
     tmp_path: Path, masks: dict[str, list[int]], words: tuple[str, ...], lengths: list[int]
 ) -> None:
     source = write_libero(tmp_path / "libero", demos=3)

@@ -72,14 +72,14 @@ def example(name: str, kind: int, values: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_integers_of_all_sizes_are_parsed(packed: bool) -> None:
+def test_tfrecord_integers_of_all_sizes_are_parsed(packed: bool) -> None:
     values = [0, 1, 127, 128, 300, 2**31, -1, 2**63 - 1, -(2**63)]
     body = message((1, b"".join(map(varint, values)))) if packed else b"".join(b"\x08" + varint(v) for v in values)
     assert parse_example(example("n", 3, body))["n"].tolist() == values  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_floats_are_parsed(packed: bool) -> None:
+def test_tfrecord_floats_are_parsed(packed: bool) -> None:
     parts = [struct.pack("<f", value) for value in (0.5, -2.0, 1e30)]
     body = message((1, b"".join(parts))) if packed else b"".join(b"\x0d" + part for part in parts)
     np.testing.assert_array_equal(parse_example(example("n", 2, body))["n"], np.float32([0.5, -2.0, 1e30]))

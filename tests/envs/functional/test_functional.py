@@ -63,7 +63,7 @@ def test_missing_jax_error_names_the_install_command():
         FACTORY.spec(cfg_of("gymnax:CartPole-v1"), EnvContext())
 
 
-def test_an_id_without_a_library_is_rejected():
+def test_functional_env_id_without_a_library_is_rejected():
     assert "gymnax:NAME" in FACTORY.validate(cfg_of("CartPole-v1"))[0]
 
 

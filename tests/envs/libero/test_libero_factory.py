@@ -180,7 +180,7 @@ def test_missing_libero_error_contains_the_install_command():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_other_libero_package_is_rejected_before_import(monkeypatch):
+def test_wrong_libero_package_is_rejected_before_import(monkeypatch):
     real = install.metadata.version
 
     def version(name):

@@ -81,7 +81,7 @@ def test_iql_transitions_match_a_hand_computed_table():
     assert found.discount.tolist() == [0.5, 0.0, 0.0, 0.5, 0.5]
 
 
-def test_values_fit_the_smaller_target_critic():
+def test_iql_values_fit_the_smaller_target_critic():
     """The loss of V by hand, and of the advantages: expectile of min(Q1, Q2) - V."""
     rng, rules = torch.Generator().manual_seed(0), IqlSettings(expectile=0.8, critic_width=8)
     inputs = torch.randn(60, 3, generator=rng), torch.randn(60, 2, generator=rng)

@@ -38,7 +38,7 @@ def test_failed_engine_start_removes_its_folder(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_engine_starts_are_serialised(tmp_path, monkeypatch):
+def test_engines_start_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen, first_in = [], threading.Event()
 

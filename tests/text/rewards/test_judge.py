@@ -127,7 +127,7 @@ def test_suspended_time_does_not_count_towards_the_reward_timeout(tmp_path: Path
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_overlong_replies_are_penalised():
+def test_overlong_replies_are_penalized():
     """Reference values of the penalty at lengths 5, 6, 7, 9, 10, 12 with limit 10 and buffer 4."""
     lengths = (5, 6, 7, 9, 10, 12)
     found = [compute_overlong_penalty(n, limit=10, buffer=4, factor=1.0) for n in lengths]

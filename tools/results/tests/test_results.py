@@ -183,7 +183,9 @@ def test_unchanged_recipe_does_not_drift(table: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_changed_learning_rate_is_drift(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_learning_rate_is_reported_as_drift(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipes = table / "recipes.toml"
     saved = recipes.read_text()
     recipes.write_text(saved.replace(TINY, TINY + " actor.optim.lr=1e-7 actor.optim.value_lr=1e-7"))
