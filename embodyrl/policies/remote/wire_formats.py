@@ -18,10 +18,10 @@ from embodyrl.types import ByteArray, FloatArray
 _KINDS = "biuf"
 """Accepted numpy kinds: booleans and numbers. Object arrays would be pickled, and text arrays are not needed."""
 _MAX_PIXELS = 1 << 26
-"""Maximum number of pixels of all images of a message."""
+"""Maximum number of pixels of all images of a message; each channel counts."""
 _MAX_PARTS = 1 << 16
 """Maximum number of entries of all lists and mappings of a message; an array counts as one entry."""
-_MAX_LIST_LENGTH, _MAX_TEXT_LENGTH = 1 << 14, 1 << 16
+_MAX_LIST_LENGTH, _MAX_TEXT_LENGTH, _MAX_DIMENSIONS = 1 << 14, 1 << 16, 32
 
 
 class MessageError(EmbodyError, ValueError):
@@ -125,11 +125,11 @@ class _Reader:
 
         try:
             with Image.open(io.BytesIO(_field(content, "data")), formats=("PNG", "JPEG")) as image:
-                self._pixels += math.prod(image.size)
+                self._pixels += math.prod(image.size) * len(image.getbands())
                 if self._pixels > _MAX_PIXELS:
                     raise MessageError(
-                        f"The images of a message have more than {_MAX_PIXELS} pixels in total; the size of the last "
-                        f"image is {image.size}. Send smaller images."
+                        f"The images of a message have more than {_MAX_PIXELS} pixels in all channels; the size of the "
+                        f"last image is {image.size}. Send smaller images."
                     )
                 return np.asarray(image)
         except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -137,11 +137,15 @@ class _Reader:
 
 
 def _array(content: Mapping[Any, Any]) -> np.ndarray:
+    shape, data = _field(content, "shape"), _field(content, "data")
+    # Before the product of the sizes, which could be a number of millions of digits.
+    is_shape = isinstance(shape, list | tuple) and len(shape) <= _MAX_DIMENSIONS
+    if not is_shape or not all(type(size) is int and abs(size) < 1 << 32 for size in shape):
+        raise MessageError(f"An array has an unknown shape: {shape!r:.80}.")
     try:
-        dtype, shape = np.dtype(_field(content, "dtype")), tuple(map(int, _field(content, "shape")))
+        dtype = np.dtype(_field(content, "dtype"))
     except (TypeError, ValueError) as error:
-        raise MessageError(f"An array has an unknown type or shape: {error}.") from error
-    data = _field(content, "data")
+        raise MessageError(f"An array has an unknown type: {error}.") from error
     if dtype.kind not in _KINDS:
         raise MessageError(f"An array has type {dtype}; only booleans, integers and floats are supported.")
     # Before the array is allocated: a false size must not cause a read or an allocation.

@@ -52,7 +52,7 @@ def _png(width: int, height: int) -> dict[str, object]:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.new("1", (width, height)).save(buffer, "PNG")
+    Image.new("RGB", (width, height)).save(buffer, "PNG")
     return {"__image__": True, "format": "png", "data": buffer.getvalue()}
 
 
@@ -64,7 +64,7 @@ def _png(width: int, height: int) -> dict[str, object]:
         lambda: msgpack.packb([{str(number): 0 for number in range(1000)}] * 1000),
         lambda: msgpack.packb([[0] * 10_000] * 10),
         lambda: msgpack.packb({"prompt": "x" * (1 << 17)}),
-        lambda: msgpack.packb([_png(5000, 5000)] * 3),
+        lambda: msgpack.packb([_png(5000, 5000)]),
         lambda: b"\x91" * 100_000,
     ],
     ids=["long", "nested", "maps", "numbers", "text", "pictures", "deep"],
@@ -93,7 +93,9 @@ class Bomb:
         ("dtype", "nonsense", "unknown type"),
         ("shape", [4, 5, 4], "data of the wrong size"),
         ("shape", [-4, -15], "data of the wrong size"),
-        ("shape", ["x"], "unknown type or shape"),
+        *(("shape", shape, "unknown shape") for shape in (["x"], [60.0], ["60"], {"0": 60}, None, [1] * 33)),
+        ("shape", [1e308] * 16_000, "unknown shape"),
+        ("shape", [2**63] * 16_000, "unknown shape"),
         ("data", b"", "data of the wrong size"),
         ("data", 3, "data of the wrong size"),
         ("data", None, "data of the wrong size"),
