@@ -12,6 +12,7 @@ from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.export_data import data_environment, dataset_card, hub_task
 from embodyrl.config.paths import HUB_NAME
+from embodyrl.data.tables import find_file
 from embodyrl.errors import ConfigError
 from embodyrl.files import read_json, replace_atomically
 from embodyrl.hub import convert_hub_errors
@@ -57,9 +58,9 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
                 shutil.copyfile(source / INPUTS_FILE, scratch / INPUTS_FILE)
         else:
             shutil.copytree(source, scratch)
-        shutil.copyfile(run / "config.yaml", scratch / EXPORTED_CONFIG)
+        shutil.copyfile(find_file(run, "config.yaml"), scratch / EXPORTED_CONFIG)
         if (run / ENVIRONMENT_FILE).is_file():
-            shutil.copyfile(run / ENVIRONMENT_FILE, scratch / ENVIRONMENT_FILE)
+            shutil.copyfile(find_file(run, ENVIRONMENT_FILE), scratch / ENVIRONMENT_FILE)
         (scratch / "README.md").write_text(_card(run, cfg, step, manifest.meta), encoding="utf-8")
     return out
 
@@ -80,7 +81,7 @@ def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
     trained = cfg.trains
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
-    title, results = f"{run.name}, step {step}", run / "eval" / f"step_{step:06d}" / "eval.json"
+    title, results = f"{run.name}, step {step}", find_file(run, f"eval/step_{step:06d}/eval.json")
     template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     return template.format(
         metadata=_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
@@ -173,6 +174,7 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
 
     Raises:
         ConfigError: the folder contains nothing to upload, or the hub rejects the upload; one line.
+        EmbodyError: a link in the folder leads outside.
         CheckpointError: the checkpoint is damaged.
     """
     if dataset := dataset_card(source, repo):
@@ -205,6 +207,9 @@ def _upload(folder: Path, repo: str, kind: str, private: bool, card: str = "", t
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            find_file(folder, path.relative_to(folder))
     api = HfApi()
     with convert_hub_errors(
         f"nothing was pushed to {repo}:", "Run the same command again; uploaded files are skipped."

@@ -24,7 +24,7 @@ from embodyrl.data.layout import (
     image_key,
 )
 from embodyrl.data.settings import DemonstrationSettings
-from embodyrl.data.tables import read_info, read_tasks
+from embodyrl.data.tables import find_file, read_info, read_tasks
 from embodyrl.envs.history import with_history
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_small
@@ -75,9 +75,11 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     """Read the card of a data set: its environment spec and the settings of its collection.
 
     Raises:
-        EmbodyError: the folder contains no data set, or the description is damaged.
+        EmbodyError: the folder contains no data set, the description is damaged, or a link in meta/ leads outside.
         ConfigError: the data set needs further keys, or the keys contradict the data set.
     """
+    for path in (root / "meta").glob("*.*"):
+        find_file(root, path.relative_to(root))
     path = root / CARD_PATH
     try:
         if not path.exists() and (root / INFO_PATH).is_file():

@@ -59,7 +59,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         if is_embodyrl_dataset(root)
         else ()
     )
-    names = dict.fromkeys(listed) or visible_files(root / "data", ".parquet")
+    names = dict.fromkeys(listed) or [path.relative_to(root) for path in visible_files(root / "data", ".parquet")]
     files = tuple(find_file(root, name) for name in names)
     if not files:
         raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")

@@ -224,15 +224,15 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
 
 
 def find_file(root: Path, name: str | Path) -> Path:
-    """Return the path of a file of a data set; the name is relative to the data set, and may be untrusted.
+    """Return the path of a file in a folder, for example of a data set; the name may come from untrusted metadata.
 
     Raises:
-        EmbodyError: the file is outside the data set, or a device or pipe.
+        EmbodyError: the file is outside the folder, or a device or pipe.
     """
     try:
         return inside(root, name)
     except (OSError, ValueError) as error:
-        raise EmbodyError(f"{root}: {error}. Copy the file into the data set, or use another data set.") from None
+        raise EmbodyError(f"{root}: {error}. Copy the file into the folder, or use another folder.") from None
 
 
 def fill_template(root: Path, template: str | None, **values: Any) -> str:

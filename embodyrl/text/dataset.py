@@ -13,7 +13,7 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.files import LONGEST_LINE, available_bytes, read_lines, visible_files
+from embodyrl.files import LONGEST_LINE, available_bytes, inside, read_lines, visible_files
 from embodyrl.registry import load, takes
 from embodyrl.text.chat import (
     ChatTemplate,
@@ -254,7 +254,11 @@ def _read_rows(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
                 f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
             ) from error
     source = resolve_asset(path) / (cfg.subset or "")
-    files = visible_files(source, *SUFFIXES) if source.is_dir() else [source]
+    try:
+        files = [inside(source, file.relative_to(source)) for file in visible_files(source, *SUFFIXES)]
+    except ValueError as error:
+        raise ConfigError(f"data.path={path}: {error}. Copy the file into the folder.") from error
+    files = files if source.is_dir() else [source]
     if not files or not files[0].is_file():
         raise ConfigError(
             f"data.path={path}: {source} does not exist, or contains no "

@@ -262,6 +262,9 @@ def set_column(root: Path, column: str, path: str) -> None:
         (lambda r: set_column(r, "data/path", "data/../../elsewhere"), r"elsewhere' is outside the folder"),
         (lambda r: link_outside(r, DATA), r"file-000.parquet' is outside the folder"),
         (lambda r: link_outside(r, "meta/tasks.parquet"), r"tasks.parquet' is outside the folder"),
+        (lambda r: link_outside(r, "meta/info.json"), r"info.json' is outside the folder"),
+        (lambda r: (r / "meta/embodyrl.json").symlink_to(r.parent / "elsewhere"), r"embodyrl.json' is outside"),
+        (lambda r: (r / "meta/environment.yaml").symlink_to(r.parent / "elsewhere"), r"yaml' is outside the folder"),
         (lambda r: replace_by_pipe(r, DATA), r"contains no .parquet file"),
         (lambda r: replace_by_pipe(r, "meta/episodes/chunk-000/file-000.parquet"), r"is not a regular file"),
         (lambda r: link_outside(r, "videos/observation.images.front/chunk-000/file-000.mp4"), r"is outside the folder"),
@@ -273,6 +276,12 @@ def test_files_outside_the_dataset_are_not_read(tmp_path: Path, name: Callable[[
     name(root)
     with pytest.raises(EmbodyError, match=reason):
         load_demonstrations(root)
+
+
+def test_relative_path_of_a_dataset_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_set(tmp_path / "set")
+    monkeypatch.chdir(tmp_path)
+    assert_frames(load_demonstrations(Path("set")))
 
 
 def test_video_path_of_an_own_dataset_stays_inside(tmp_path: Path) -> None:

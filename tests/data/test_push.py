@@ -105,6 +105,17 @@ def test_pushed_card_lists_task_data_and_results(hub: Hub, tmp_path: Path, capsy
     assert len(head.eval_results) == len(table["tasks"]) + 1
 
 
+def test_links_to_other_folders_are_not_pushed(hub: Hub, tmp_path: Path, capsys) -> None:
+    (tmp_path / "secret").write_text("PRIVATE KEY")
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "notes.txt").symlink_to(tmp_path / "secret")
+    assert main(["push", str(folder), "me/toy"]) != 0
+    assert "'notes.txt' is outside the folder" in capsys.readouterr().err
+    assert not hub.repositories
+
+
 def read(hub: Hub, pinned: str) -> str:
     name, _, commit = pinned.partition("@")
     return hub.repositories["model", name].commits[commit]["README.md"].decode()

@@ -54,6 +54,20 @@ def test_resume_does_not_open_pipes(name, run):
         resume_toy(run, "runner.max_steps=2")
 
 
+@pytest.mark.parametrize("name", ["environment.yaml", "config.yaml", "eval/step_000001/eval.json"])
+def test_export_copies_no_linked_file(name, run, tmp_path, capsys):
+    secret, file = tmp_path / "secret", run / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        file.rename(secret)
+    else:
+        secret.write_text("PRIVATE KEY")
+    file.symlink_to(secret)
+    assert main(["ckpt", "export", str(run), str(tmp_path / "out"), "trust=true"]) != 0
+    assert f"'{name}' is outside the folder" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_links_inside_the_run_are_accepted(run, tmp_path):
     (run / "wandb").mkdir()
     (run / "wandb" / "latest-run").symlink_to("../logs")

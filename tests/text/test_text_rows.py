@@ -243,6 +243,14 @@ def test_images_outside_the_data_folder_are_rejected(tmp_path: Path, form: str):
     assert len(open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)) == 1
 
 
+def test_rows_outside_the_data_folder_are_rejected(tmp_path: Path):
+    private = jsonl(tmp_path / "private.jsonl", [{"prompt": "?", "answer": "x"}])
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").symlink_to(private)
+    with pytest.raises(ConfigError, match=r"train.jsonl' is outside the folder"):
+        open_rows(RowSettings(path=str(tmp_path / "rows"), val_share=0.0), tokenizer=None)
+
+
 def test_hub_image_can_be_a_symlink_into_its_cache(tmp_path: Path):
     snapshot, blobs = (
         tmp_path / "datasets--me--set" / "snapshots" / ("a" * 40),

@@ -28,6 +28,7 @@ from embodyrl.data.conversion.source import (
     libero_keys,
     plain_shape,
 )
+from embodyrl.data.tables import find_file
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, one_line
 from embodyrl.files import natural_sort_key, visible_files
 from embodyrl.types import DoubleArray
@@ -52,7 +53,7 @@ def find_hdf5(source: Path) -> list[Path]:
     """Return the HDF5 files of a source: the source itself, or all files in the folder and its subfolders."""
     if source.is_file():
         return [source] if source.suffix.lower() in SUFFIXES else []
-    return visible_files(source, *SUFFIXES)
+    return [find_file(source, path.relative_to(source)) for path in visible_files(source, *SUFFIXES)]
 
 
 class Hdf5Source:

@@ -23,6 +23,7 @@ from embodyrl.data.conversion.source import (
 )
 from embodyrl.data.conversion.tfrecord import Feature, parse_example, read_records
 from embodyrl.data.frames import decode_png, image_size
+from embodyrl.data.tables import find_file
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
 
@@ -62,13 +63,13 @@ class RldsSource:
             EmbodyError: a file of metadata is missing or damaged.
             ConfigError: the split does not exist, or the file format is not supported.
         """
-        info, features = (_read_json(folder / name) for name in (INFO, FEATURES))
+        info, features = (_read_json(find_file(folder, name)) for name in (INFO, FEATURES))
         try:
             step = features["featuresDict"]["features"][_STEPS]["sequence"]["feature"]
             columns = dict(_list_columns(step, ""))
             split = _find_split(folder, info, data.split)
             self._lengths = [int(length) for length in split["shardLengths"]]
-            self._shards = [folder / name for name in _list_shard_names(info, split, len(self._lengths))]
+            self._shards = [find_file(folder, name) for name in _list_shard_names(info, split, len(self._lengths))]
             name = str(info["name"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EmbodyError(

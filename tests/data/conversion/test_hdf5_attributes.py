@@ -173,6 +173,14 @@ def test_hidden_copies_are_skipped(tmp_path: Path) -> None:
     assert converted(source, tmp_path / "out").num_episodes == 4
 
 
+def test_linked_files_outside_the_folder_are_rejected(tmp_path: Path, capsys: Any) -> None:
+    source = write_libero(tmp_path / "libero")
+    (source / FIRST).rename(tmp_path / "private.hdf5")
+    (source / FIRST).symlink_to(tmp_path / "private.hdf5")
+    assert convert(source, tmp_path / "out") != 0
+    assert "is outside the folder" in capsys.readouterr().err
+
+
 def test_hdf5_episodes_need_not_be_named_demo(tmp_path: Path) -> None:
     source = write_libero(tmp_path / "libero")
     change(source, FIRST, lambda file: file["data"].move("demo_0", "episode_10"))
