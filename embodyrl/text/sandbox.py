@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MEMORY = 512 * 2**20
+MEMORY, FOLDER_BYTES = 512 * 2**20, 128 * 2**20
 SECONDS = 4.0
 _GRACE_S = 10.0
 _ESCAPE_STATEMENTS = {
@@ -27,25 +27,36 @@ _ESCAPE_STATEMENTS = {
     "other folders": "os.listdir('/proc')",
     "shared memory": "open('/dev/shm/embodyrl', 'w').close()",
     "files in memory": "os.memfd_create('embodyrl')",
-    "kernel keys": "call(250 if machine == 'x86_64' else 219, 0, -3, 1)",
-    "io_uring": "call(425, 1, bytes(120))",
-    "userfaultfd": "call(323 if machine == 'x86_64' else 282, 1)",
+    "kernel keys": "call((250, 219), 0, -3, 1)",
+    "io_uring": "call((425, 425), 1, bytes(120))",
+    "userfaultfd": "call((323, 282), 1)",
     "signals to other processes": "os.kill(parent, 0)",
     "signals by descriptors": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, parent)",
     "signals by input": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
     "memory of other processes": "open(f'/proc/{parent}/mem', 'rb')",
-    "tracing": "call(101 if machine == 'x86_64' else 117, 0x4206, parent, 0, 0)",
+    "tracing": "call((101, 117), 0x4206, parent, 0, 0)",
     "limits of other processes": "resource.prlimit(parent, resource.RLIMIT_NOFILE)",
     "priorities": "os.setpriority(os.PRIO_PROCESS, parent, 19)",
     "processors of other processes": "os.sched_setaffinity(parent, {0})",
     "scheduling": "os.sched_setscheduler(parent, os.SCHED_BATCH, os.sched_param(0))",
+    "datagrams to local sockets": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "times of other files": "os.utime('..')",
+    "owners of other files": "os.chown('..', -1, -1)",
+    "attributes of other files": "os.setxattr('..', 'user.embodyrl', b'')",
+    "names of other files": "call((294, 26), 0)",
+    "locks of other files": "fcntl.flock(os.pipe()[0], fcntl.LOCK_SH)",
+    "disk beyond the size of files": "call((285, 47), os.open('file', os.O_CREAT | os.O_RDWR), 1, 0, 1 << 21)",
+    "memory of pipes": "call((278, 75), os.pipe()[1], None, 0, 0)",
+    "asynchronous input": "call((206, 0), 1, ctypes.create_string_buffer(8))",
+    "timers": "call((222, 107), 1, None, ctypes.create_string_buffer(8))",
+    "the time after its sandbox": "call((157, 167), 1, 0)",
 }
 """Statements that try to reach a resource outside the sandbox, by resource."""
 _ESCAPE_PRELUDE = """
 import ctypes, fcntl, os, platform, resource, socket
-libc, machine, parent = ctypes.CDLL(None, use_errno=True), platform.machine(), os.getppid()
-def call(number, *args):
-    if libc.syscall(number, *args) < 0: raise OSError(ctypes.get_errno(), "refused")
+libc, parent = ctypes.CDLL(None, use_errno=True), os.getppid()
+def call(numbers, *args):
+    if libc.syscall(numbers[platform.machine() != "x86_64"], *args) < 0: raise OSError(ctypes.get_errno(), "refused")
 """
 _RUNNER, *_MODULES = (
     Path(__file__).with_name(f"sandboxed{name}.py") for name in ("", "_objects", "_values", "_calls", "_tests")
@@ -169,6 +180,7 @@ def _execute(
                 input=json.dumps(request | {"deadline": time.monotonic() + seconds}),
                 capture_output=True,
                 text=True,
+                start_new_session=True,  # it outlives a signal to this group, and removes the folder
                 pass_fds=[lifeline, tests_file.fileno()],
                 timeout=seconds + _GRACE_S,
                 check=False,
@@ -217,8 +229,9 @@ def _get_bubblewrap_command() -> tuple[str, ...]:
     # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace, where the user `nobody` has no
     # id.
     rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
-    mounts = f"--dev /dev --proc /proc --tmpfs {tempfile.gettempdir()} --unshare-pid --unshare-net --chdir /"
-    command = [shutil.which("bwrap") or "bwrap", *mounts.split()]
+    # The files of programs are in memory, also files that a program removed but still maps.
+    mounts = f"--dev /dev --proc /proc --size {FOLDER_BYTES} --tmpfs {tempfile.gettempdir()}"
+    command = [shutil.which("bwrap") or "bwrap", *mounts.split(), *"--unshare-pid --unshare-net --chdir /".split()]
     python = Path(sys.executable)
     interpreter_paths = [
         python.parent,
@@ -231,8 +244,12 @@ def _get_bubblewrap_command() -> tuple[str, ...]:
         command += [argument for parent in [*path.parents][-2::-1] for argument in ("--dir", str(parent))]
         command += ["--ro-bind-try", str(path), str(path)]
     command += [*rights, "--new-session", "--as-pid-1", sys.executable, "-I", "-c"]
-    try:
-        process = subprocess.run([*command, ""], capture_output=True, timeout=_GRACE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(command) if process.returncode == 0 else ()
+    index = command.index("--size")
+    for candidate in (command, command[:index] + command[index + 2 :]):  # bubblewrap before 0.7 has no --size
+        try:
+            process = subprocess.run([*candidate, ""], capture_output=True, timeout=_GRACE_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return ()
+        if process.returncode == 0:
+            return tuple(candidate)
+    return ()

@@ -54,6 +54,11 @@ _DENIED = {
             256,
             279,
         ),  # pidfd_open, pidfd_getfd, process_madvise, _mrelease, migrate_, move_pages
+        *(42, 49, 285, 275, 276, 278),  # connect, bind, fallocate, splice, tee, vmsplice: sockets, disk, memory
+        # utime, utimes, futimesat, utimensat, chown and its kin, set and remove xattr, file_setattr: files of others
+        *(132, 235, 261, 280, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 463, 466, 469),
+        # inotify_init, _init1, fanotify_init; io_setup, flock, timer_create: names and resources of all processes
+        *(253, 294, 300, 206, 73, 222),
     ),
     "aarch64": (
         0xC00000B7,
@@ -64,20 +69,26 @@ _DENIED = {
         *(97, 268, 40, 430, 425, 282, 280, 241),
         *(140, 118, 119, 122, 274, 30),
         *(434, 438, 440, 448, 238, 239),
+        *(203, 200, 47, 76, 77, 75),
+        *(88, 54, 55, 5, 6, 7, 14, 15, 16, 463, 466, 469),
+        *(26, 262, 0, 32, 107),
     ),
 }
 """AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine architecture."""
 _BY_ARGUMENT = (
-    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
+    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP,
+    # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR.
     *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
     ("fcntl", (1, "is", 4), (2, "some", 0x2000)),
-    *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
+    *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902, 0x40086602, 0x401C5820)),
     ("prlimit64", (0, "not", 0)),
+    ("socketpair", (1, "some", 0x6)),  # all types but SOCK_STREAM, which cannot send to other addresses
+    ("prctl", (0, "is", 1)),  # PR_SET_PDEATHSIG, which ends the program with its sandbox
 )
 """System calls that are blocked only with certain arguments, for example to signal other processes."""
 _NUMBERS = {
-    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
-    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
+    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302, "socketpair": 53, "prctl": 157},
+    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261, "socketpair": 199, "prctl": 167},
 }
 _DENIED_WITH = {
     machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT]

@@ -94,14 +94,15 @@ def test_sleeping_program_affects_only_its_own_reward():
 
 
 def test_program_ends_if_its_verifier_is_killed(tmp_path: Path):
-    """The verifier is killed while the program sleeps, when its process and folder exist."""
+    """The process group of the verifier is killed while the program sleeps, when its process and folder exist."""
     pid = os.fork()
     if pid == 0:
-        run_python("import time; time.sleep(60)", seconds=60)
+        os.setsid()
+        run_python("import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); time.sleep(60)", seconds=60)
         os._exit(0)
     assert wait_until(lambda: len(descendants(pid)) >= 2, 30)
     below = descendants(pid)
-    os.kill(pid, signal.SIGKILL)
+    os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert wait_until(lambda: not [p for p in below if alive(p)], 5)
     assert list((tmp_path / "tmp").iterdir()) == []
@@ -121,6 +122,26 @@ def test_resource_limits_end_a_program():
     assert run_python("import sys; sys.exit('no')", seconds=20) == (False, "no")
     ended, why = run_python("open('f', 'w').write('a' * (4 << 20))", seconds=20)
     assert not ended, why
+
+
+MAPPED = """
+import ctypes, os
+libc, block = ctypes.CDLL(None), bytes(1 << 20)
+for k in range(200):
+    file = os.open("file", os.O_RDWR | os.O_CREAT)
+    try: complete = os.write(file, block) == len(block)
+    except OSError: complete = False
+    if not complete: os._exit(7)
+    libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0))
+    os.unlink("file")
+    os.close(file)
+"""
+
+
+def test_removed_files_that_are_mapped_are_bounded():
+    if not sandbox._get_bubblewrap_command():
+        pytest.skip("without bubblewrap, the file system of the folder is shared")
+    assert run_python(MAPPED, seconds=20) == (False, "exit code 7")
 
 
 def test_program_output_is_bounded():
