@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -113,12 +114,15 @@ class History:
     def find_video(self, stored: str) -> Path | None:
         """Return the path of a video, even if the run folder and its video folder were moved; None if missing.
 
-        The run's files are untrusted: only MP4 files in a folder with the run's name are accepted.
+        The run's files are untrusted: only MP4 files in a folder with the run's name are accepted, without links.
         """
-        base, name = self.config.get("video_cfg", {}).get("base_dir") or VIDEO_FOLDER, Path(stored).name
-        other_paths = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
-        candidates = (self.folder / VIDEO_FOLDER / name, *other_paths)
-        return next((path for path in candidates if path.suffix == ".mp4" and _is_video(path)), None)
+        saved, name = flatten(self.config).get("video_cfg.base_dir"), Path(stored).name
+        base = Path(saved) if isinstance(saved, str) and saved else Path(VIDEO_FOLDER)
+        base = Path(os.path.realpath(base)) if base.is_absolute() else base
+        run, *parents = (Path(os.path.realpath(folder)) for folder in (self.folder, Path(), *self.folder.parents))
+        candidates = (run / VIDEO_FOLDER / name, *(parent / base / self.name / name for parent in parents))
+        paths = (Path(os.path.normpath(path)) for path in candidates)
+        return next((path for path in paths if path.suffix == ".mp4" and _is_video(path)), None)
 
 
 def _is_within(path: Path, folder: Path) -> bool:
@@ -131,7 +135,7 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def _is_video(path: Path) -> bool:
-    if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
+    if not path.is_file() or path != Path(os.path.realpath(path)):
         return False
     with path.open("rb") as file:
         return file.read(12)[4:8] == b"ftyp"

@@ -189,7 +189,7 @@ def _build_tiles(history: History, steps: Sequence[dict[str, float | None]]) -> 
         labels = [f"{s.counts} [{', '.join(map(form.format, s.interval))}]" for s in scores]
         tiles.append((name, values, " → ".join(labels)))
     if steps:
-        planned = history.config.get("runner", {}).get("max_steps", 0)
+        planned = flatten(history.config).get("runner.max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
         seconds = run_seconds(history.rows)
         tiles.append(("time", duration(seconds), f"{seconds / max(1.0, steps[-1]['step'] or 0.0):.2g} s per step"))

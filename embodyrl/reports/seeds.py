@@ -195,7 +195,7 @@ def group_by_seed(histories: Sequence[History]) -> list[SeedGroup]:
         groups.setdefault(_get_experiment_key(history.config), []).append(history)
     result: list[SeedGroup] = []
     for runs in groups.values():
-        has_distinct_seeds = len({run.config.get("seed") for run in runs}) == len(runs)
+        has_distinct_seeds = len({str(run.config.get("seed")) for run in runs}) == len(runs)
         result += [SeedGroup(tuple(runs))] if has_distinct_seeds else [SeedGroup((run,)) for run in runs]
     return result
 

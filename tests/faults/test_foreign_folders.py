@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
+from run_files import write_run, write_video
 from toy_runs import resume_toy, train_toy
 
 from embodyrl.cli.main import main
 from embodyrl.errors import ConfigError
+from embodyrl.reports.history import read_history
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,31 @@ def test_export_copies_no_linked_file(name, run, tmp_path, capsys):
     assert main(["ckpt", "export", str(run), str(tmp_path / "out"), "trust=true"]) != 0
     assert f"'{name}' is outside the folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_report_embeds_no_video_behind_a_linked_folder(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "runs" / "Videos")
+    private = write_video(tmp_path / "home" / "Videos" / "private.mp4")
+    own = write_video(run / "own" / "Videos" / "step.mp4")
+    (run / "l").symlink_to(tmp_path / "home")
+    monkeypatch.chdir(run)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    expected = {"l": None, "l/../l": None, "own": own, "l/../own": own, str(run / "own"): own}
+    for base, video in expected.items():
+        config["video_cfg"]["base_dir"] = base
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        assert read_history(run).find_video((video or private).name) == video, base
+
+
+@pytest.mark.parametrize("change", [{"video_cfg": [1]}, {"video_cfg": {"base_dir": 5}}, {"runner": 3}, {"seed": [1]}])
+def test_settings_of_the_wrong_type_are_skipped_or_reported(change, tmp_path, capsys):
+    runs = [write_run(tmp_path / name, videos=1) for name in ("a", "b")]
+    for run in runs:
+        config = yaml.safe_load((run / "config.yaml").read_text()) | change
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+    for command in (["report", *map(str, runs)], ["view", str(runs[0])], ["card", str(runs[0])]):
+        assert (main(command), "runner" in change and command[0] == "view") in ((0, False), (2, True))
+        assert "unexpected" not in capsys.readouterr().err
 
 
 def test_links_inside_the_run_are_accepted(run, tmp_path):
