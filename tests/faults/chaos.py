@@ -7,7 +7,10 @@ finish. After each end: the exit code fits the signals, no traceback, every deat
 shared memory or temporary file remains, rows of metrics are unique and ordered, checkpoints match their manifests.
 A deterministic run ends with the rows and weights of an undisturbed run. Everything but the arrival times of signals
 follows from the seed. With the same --folder a later call continues with
-the next kind of run, and its tables cover all calls.
+the next kind of run, and its tables cover all calls. With --phases, each signal is KILL, TERM or INT in a random phase
+of a training run:
+
+    PYTHONPATH=tests:. python tests/faults/chaos.py --phases --kinds cartpole,tabletop --injections 60 --quota 3 5
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from chaos_kinds import Kind, kinds, write_programs
+from chaos_kinds import STEPS, Kind, kinds, write_programs
 from chaos_processes import has_handler, process_tree, role_of
 from processes import MARK, Command, marked_processes, start_cli, wait_until
 
@@ -55,6 +58,22 @@ SIGNALS = {
     "judge": (KILL, STOP),
 }
 """Signals for each kind of process; STOP is followed by CONT."""
+PHASES = ("start", "rollout", "validation", "saving", "last evaluation")
+"""Phases in which `--phases` sends signals; the start of a later attempt counts as "resume"."""
+
+
+def phase_of(run: Path, begun: float) -> str:
+    """Return the phase of a training run whose process started at the wall-clock time `begun`."""
+    if any((run / "checkpoints").glob(".tmp-*")):
+        return "saving"
+    for folder in run.glob("eval/step_*"):
+        log = folder / "episodes.jsonl"
+        if log.exists() and not (folder / "eval.json").exists() and log.stat().st_mtime >= begun:
+            return "last evaluation" if folder.name == f"step_{STEPS:06d}" else "validation"
+    metrics = run / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size and metrics.stat().st_mtime >= begun:
+        return "rollout"
+    return "start"
 
 
 @dataclass
@@ -71,6 +90,8 @@ class Injection:
     """True if no run had started in the process."""
     codes: set[int] = field(default_factory=set)
     """Exit codes that the signal may cause."""
+    phase: str = ""
+    """Phase of the run, with `--phases`."""
 
     @property
     def fatal(self) -> bool:
@@ -109,9 +130,11 @@ class Judge:
 class Trial:
     """One run from its first start to its end."""
 
-    def __init__(self, kind: Kind, folder: Path, rng: random.Random, judge: Judge, typical_s: float) -> None:
+    def __init__(
+        self, kind: Kind, folder: Path, rng: random.Random, judge: Judge, typical_s: float, phases: bool = False
+    ) -> None:
         self.kind, self.folder, self._rng, self._judge = kind, folder, rng, judge
-        self._typical_s = typical_s
+        self._typical_s, self._phases = typical_s, phases
         self.injections: list[Injection] = []
         self.codes: list[int] = []
         self._on_ray = kind.name == "ray"
@@ -150,6 +173,9 @@ class Trial:
         return self.kind.start(self.folder)
 
     def _disturb(self, command: Command, left: int) -> None:
+        if self._phases:
+            self._disturb_phase(command)
+            return
         due = time.monotonic() + self._rng.uniform(0.0, self._typical_s)
         while left and command.process.poll() is None:
             time.sleep(0.01)
@@ -160,6 +186,22 @@ class Trial:
             if injection is not None:
                 self.injections.append(injection)
                 left -= 1
+
+    def _disturb_phase(self, command: Command) -> None:
+        """Send one signal in a random phase, shortly after the phase begins; none if the phase does not occur."""
+        phase, run, begun = self._rng.choice(PHASES), self.folder / "run", time.time()
+        delay_s = self._rng.uniform(0.0, self._typical_s / 2 if phase == "start" else 0.2)
+        while command.process.poll() is None:
+            if phase_of(run, begun) != phase:
+                time.sleep(0.001)
+                continue
+            time.sleep(delay_s)
+            injection = self._inject(command)
+            if injection is None:
+                continue
+            injection.phase = phase if self.codes == [] or phase != "start" else "resume"
+            self.injections.append(injection)
+            return
 
     def _inject(self, command: Command) -> Injection | None:
         victims: dict[str, list[tuple[int, str]]] = {
@@ -176,7 +218,7 @@ class Trial:
             return None  # its judging processes live shortly
         role = self._rng.choice(roles) if roles and self._rng.random() < 0.9 else self._rng.choice(["driver", "group"])
         pid, name = self._rng.choice(victims[role])
-        signum = self._rng.choice(SIGNALS[role])
+        signum = self._rng.choice((KILL, TERM, INT) if self._phases else SIGNALS[role])
         try:
             handled, early = has_handler(pid, signum), not has_handler(pid, USR1)
             (os.killpg if role == "group" else os.kill)(pid, signum)
@@ -263,6 +305,8 @@ class Chaos:
     only: Sequence[str] = ()
     quota: tuple[int, int] = (8, 20)
     """Minimum and maximum number of signals per trial."""
+    phases: bool = False
+    """True to send each signal in a random phase of a training run."""
 
     def __post_init__(self) -> None:
         self.judge = Judge()
@@ -303,7 +347,7 @@ class Chaos:
             folder = self.folder / f"{number:03d}_{kind.name}"
             shutil.rmtree(folder, ignore_errors=True)  # of a call that was cut off
             folder.mkdir()
-            trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical)
+            trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical, self.phases)
             wrong, equal = "", False
             try:
                 trial.run(quota=trial._rng.randint(*self.quota))
@@ -314,7 +358,15 @@ class Chaos:
             except AssertionError as error:
                 wrong = str(error) or "an assertion failed"
             signals = [(i.role, signal.Signals(i.signum).name) for i in trial.injections]
-            row = {"kind": kind.name, "signals": signals, "ends": len(trial.codes), "equal": equal, "fell": bool(wrong)}
+            phases = [i.phase for i in trial.injections]
+            row = {
+                "phases": phases,
+                "kind": kind.name,
+                "signals": signals,
+                "ends": len(trial.codes),
+                "equal": equal,
+                "fell": bool(wrong),
+            }
             with (self.folder / LOG).open("a", encoding="utf-8") as log:
                 log.write(json.dumps(row) + "\n")
             if not wrong:
@@ -327,19 +379,24 @@ def table(counts: Mapping[tuple[str, str], int]) -> str:
     """Counts by row and column."""
     names = sorted({name for _, name in counts}, key=lambda name: (not name.startswith("SIG"), name))
     rows = {row: [counts.get((row, name)) or "" for name in names] for row, _ in counts}
-    return "\n".join(f"{row:8}" + "".join(f"{cell:>9}" for cell in cells) for row, cells in {"": names, **rows}.items())
+    return "\n".join(
+        f"{row:16}" + "".join(f"{cell:>9}" for cell in cells) for row, cells in {"": names, **rows}.items()
+    )
 
 
 def tables(folder: Path) -> str:
     """Return the tables of all trials of a folder: by process, and by kind of run and check."""
-    processes, kinds_of_run = Counter(), Counter()
+    processes, kinds_of_run, phases = Counter(), Counter(), Counter()
     for row in read_rows(folder / LOG):
         for role, name in row["signals"]:
             processes[role, name] += 1
             kinds_of_run[row["kind"], name] += 1
+        for (_, name), phase in zip(row["signals"], row.get("phases", ()), strict=False):
+            phases[phase or "any", name] += 1
         for name in ("ends", "equal", "fell"):
             kinds_of_run[row["kind"], name] += row[name]
-    return f"{processes.total()} injections\n{table(processes)}\n\n{table(kinds_of_run)}"
+    tables = (table(counts) for counts in (processes, phases, kinds_of_run))
+    return f"{processes.total()} injections\n" + "\n\n".join(tables)
 
 
 def main() -> int:
@@ -348,6 +405,7 @@ def main() -> int:
     parser.add_argument("--injections", type=int, default=10**9, help="end after n")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="", help="some kinds only, with commas")
+    parser.add_argument("--phases", action="store_true", help="KILL, TERM or INT in a random phase of a training run")
     parser.add_argument("--quota", type=int, nargs=2, default=(8, 20), help="least and most signals of a trial")
     parser.add_argument("--folder", type=Path, help="for trials that fell, undisturbed runs and counts; temporary")
     args = parser.parse_args()
@@ -356,10 +414,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = (args.folder or Path(name)).resolve()
         folder.mkdir(exist_ok=True)
-        chaos = Chaos(folder, args.seed, tuple(k for k in args.kinds.split(",") if k), tuple(args.quota))
+        only = tuple(kind for kind in args.kinds.split(",") if kind)
+        chaos = Chaos(folder, args.seed, only, tuple(args.quota), args.phases)
+        print(f"seed {args.seed}", flush=True)
         try:
             for trial, wrong in chaos.trials(args.minutes, args.injections):
-                what = ", ".join(f"{signal.Signals(i.signum).name} to {i.name}" for i in trial.injections)
+                what = ", ".join(
+                    f"{signal.Signals(i.signum).name} to {i.name}{f' ({i.phase})' if i.phase else ''}"
+                    for i in trial.injections
+                )
                 print(f"{trial.folder.name}: {what or 'nothing'}; exit codes {trial.codes}", flush=True)
                 if wrong:
                     fell += 1

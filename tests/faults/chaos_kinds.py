@@ -117,6 +117,26 @@ def _toy(*words: str) -> Callable[[Path], Sequence[str]]:
     return lambda folder: toy_words(folder, *SLOW, *WATCHED, *TRAIN, "algorithm.rollout_epoch=4", *words)
 
 
+SMALL_TRAIN = (
+    *("launcher=local", "launcher.env_workers=1", "runner.deterministic=true", "faults.max_restarts_per_worker=1000"),
+    *(f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.val_check_interval=1", "eval.episodes=4"),
+)
+CARTPOLE = (
+    *("experiment=cartpole", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=64"),
+    *("env.eval.total_num_envs=2", "algorithm.update_epoch=2"),
+)
+TABLETOP = (
+    *("env=tabletop", "model=openvla_oft_tiny", "env.train.total_num_envs=4", "algorithm.group_size=2"),
+    *("env.train.task_ids=[0,1,2]", "actor.global_batch_size=8", "actor.micro_batch_size=8", "video=none"),
+    *("env.eval.total_num_envs=2",),
+)
+
+
+def _small(*words: str) -> Callable[[Path], Sequence[str]]:
+    places = lambda folder: (f"runner.output_dir={folder}", "runner.experiment_name=run")  # noqa: E731
+    return lambda folder: [*words, *SMALL_TRAIN, *places(folder)]
+
+
 def _collect(folder: Path) -> list[str]:
     places = (f"collect.out={folder}/demos", f"runner.output_dir={folder}/runs")
     return [
@@ -204,6 +224,8 @@ def kinds(shared: Path, judge_url: str) -> list[Kind]:
     code = ("reward.name=code", "reward.weights={code:0.5,overlap:0.5}", "reward.timeout_s=8")
     return [
         Kind("inline", "train", _toy("launcher=inline")),
+        Kind("cartpole", "train", _small(*CARTPOLE)),
+        Kind("tabletop", "train", _small(*TABLETOP)),
         Kind("local", "train", _toy("launcher.env_workers=2")),
         Kind("ranks", "train", _toy("launcher.env_workers=1", "actor.fsdp.size=2", "env.train.total_num_envs=8")),
         Kind("apart", "train", _toy("launcher.env_workers=1", "rollout.mode=disaggregated", "model.precision=fp32")),
