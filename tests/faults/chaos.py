@@ -174,7 +174,7 @@ class Trial:
 
     def _disturb(self, command: Command, left: int) -> None:
         if self._phases:
-            self._disturb_phase(command)
+            self._disturb_phases(command, left)
             return
         due = time.monotonic() + self._rng.uniform(0.0, self._typical_s)
         while left and command.process.poll() is None:
@@ -187,21 +187,22 @@ class Trial:
                 self.injections.append(injection)
                 left -= 1
 
-    def _disturb_phase(self, command: Command) -> None:
-        """Send one signal in a random phase, shortly after the phase begins; none if the phase does not occur."""
-        phase, run, begun = self._rng.choice(PHASES), self.folder / "run", time.time()
-        delay_s = self._rng.uniform(0.0, self._typical_s / 2 if phase == "start" else 0.2)
-        while command.process.poll() is None:
-            if phase_of(run, begun) != phase:
+    def _disturb_phases(self, command: Command, left: int) -> None:
+        """Send signals in random phases, each shortly after the phase begins, until the process ends."""
+        run, begun = self.folder / "run", time.time()
+        while left:
+            phase = self._rng.choice(PHASES)
+            delay_s = self._rng.uniform(0.0, self._typical_s / 2 if phase == "start" else 0.2)
+            while command.process.poll() is None and phase_of(run, begun) != phase:
                 time.sleep(0.001)
-                continue
             time.sleep(delay_s)
+            if command.process.poll() is not None:
+                return
             injection = self._inject(command)
-            if injection is None:
-                continue
-            injection.phase = phase if self.codes == [] or phase != "start" else "resume"
-            self.injections.append(injection)
-            return
+            if injection is not None:
+                injection.phase = "resume" if self.codes and phase == "start" else phase
+                self.injections.append(injection)
+                left -= 1
 
     def _inject(self, command: Command) -> Injection | None:
         victims: dict[str, list[tuple[int, str]]] = {

@@ -118,8 +118,8 @@ def _toy(*words: str) -> Callable[[Path], Sequence[str]]:
 
 
 SMALL_TRAIN = (
-    *("launcher=local", "launcher.env_workers=1", "runner.deterministic=true", "faults.max_restarts_per_worker=1000"),
-    *(f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.val_check_interval=1", "eval.episodes=4"),
+    *("runner.deterministic=true", "runner.save_interval=1", "runner.val_check_interval=1"),
+    *(f"runner.max_steps={STEPS}", "eval.episodes=4"),
 )
 CARTPOLE = (
     *("experiment=cartpole", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=64"),
@@ -128,7 +128,7 @@ CARTPOLE = (
 TABLETOP = (
     *("env=tabletop", "model=openvla_oft_tiny", "env.train.total_num_envs=4", "algorithm.group_size=2"),
     *("env.train.task_ids=[0,1,2]", "actor.global_batch_size=8", "actor.micro_batch_size=8", "video=none"),
-    *("env.eval.total_num_envs=2",),
+    *("env.eval.total_num_envs=2", "launcher.env_workers=1", "faults.max_restarts_per_worker=1000"),
 )
 
 
