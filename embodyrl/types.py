@@ -259,7 +259,7 @@ class PolicyScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImitationScores:
+class ImitationLoss:
     """Imitation loss [B] with gradients, and accuracy (torch, fp32, on the policy's device)."""
 
     loss: torch.Tensor

@@ -18,7 +18,7 @@ from embodyrl.channels.messages import UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, split_micro_batches
 from embodyrl.specs import convert_gripper
-from embodyrl.types import Episode, ImitationScores, IntArray, Observation
+from embodyrl.types import Episode, ImitationLoss, IntArray, Observation
 
 
 class RegressionSettings(BufferSettings):
@@ -48,12 +48,12 @@ class Regression(Learner):
         convert_gripper(actions, self.context.env.action.gripper, policy.spec.gripper)
         weight = arena[Record.advantage][records].max(1)
 
-        def imitate(rows: IntArray) -> ImitationScores:
+        def imitate(rows: IntArray) -> ImitationLoss:
             words = tuple(obs.instructions[row] for row in rows)
             part = Observation(images=obs.images[rows], state=obs.state[rows], instructions=words)
             return policy.imitate(part, actions[rows])
 
-        def weighted(scores: ImitationScores, rows: IntArray) -> tuple[Tensor, None]:
+        def weighted(scores: ImitationLoss, rows: IntArray) -> tuple[Tensor, None]:
             return (scores.loss * scores.loss.new_tensor(weight[rows])).sum() / len(records), None
 
         parts = split_micro_batches(

@@ -17,7 +17,7 @@ from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import count_requested_episodes, eval_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import THIS_HOST, Config
-from embodyrl.policies.inputs import convention
+from embodyrl.policies.inputs import format_gripper
 from embodyrl.specs import RewardSpec
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -42,9 +42,9 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
             f"{settings.method}{clip}{groups} · {_episodes_per_step(run_plan)} per step, sampled actions · "
             f"{run_plan.total_steps} steps"
         )
-    if policy.gripper and env.action.gripper and convention(policy.gripper) != convention(env.action.gripper):
+    if policy.gripper and env.action.gripper and format_gripper(policy.gripper) != format_gripper(env.action.gripper):
         lines["gripper"] = (
-            f"policy {convention(policy.gripper)}; environment {convention(env.action.gripper)}; converted"
+            f"policy {format_gripper(policy.gripper)}; environment {format_gripper(env.action.gripper)}; converted"
         )
     if env.reward.success != RewardSpec().success:
         lines["success"] = env.reward.success

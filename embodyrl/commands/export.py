@@ -47,12 +47,12 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
     cfg = load_saved_config(run, overrides, unused_keys=_UNUSED_KEYS)
-    if cfg.model.compiled:  # the model that merges the weights runs no inference
+    if cfg.model.is_compiled:  # the model that merges the weights runs no inference
         keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
         cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unused_keys=_UNUSED_KEYS)
     source = store.path(step) / POLICY_FOLDER
     with replace_atomically(out) as scratch:
-        if cfg.model.adapted:
+        if cfg.model.trains_adapters:
             _save_merged(cfg, run, source, scratch)
             if (source / INPUTS_FILE).is_file():
                 shutil.copyfile(source / INPUTS_FILE, scratch / INPUTS_FILE)
@@ -93,7 +93,7 @@ def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
         base=base,
         about="environment" if trained else "data",
         env=meta.get("env") or meta.get("data"),
-        trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.adapted else ''}",
+        trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.trains_adapters else ''}",
         precision=cfg.model.precision_name,
         results=_results(results),
     )

@@ -33,7 +33,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import InputProblem, input_problems, short_limits, unknown_instructions
+from embodyrl.policies.inputs import InputProblem, find_short_limits, find_unknown_instructions, input_problems
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
@@ -401,7 +401,7 @@ def weight_banner_lines(cfg: Config, weights: Path | None, env: EnvSpec | None =
     """
     model = cfg.model
     adapter_path = model.lora.path if isinstance(model, AdapterSettings) else None
-    trains = cfg.trains and model.adapted
+    trains = cfg.trains and model.trains_adapters
     if "path" not in type(model).model_fields:
         return []
     base = str(cfg.ckpt or model.weights or "random")
@@ -416,7 +416,7 @@ def weight_banner_lines(cfg: Config, weights: Path | None, env: EnvSpec | None =
     if folder is not None and env is not None:
         task_ids = {task for split in cfg.env.splits.values() for task in split.task_ids or range(len(env.tasks))}
         limits = {f"env.{name}.max_episode_steps": split.time_limit(env) for name, split in cfg.env.splits.items()}
-        warnings = unknown_instructions(folder, env, task_ids), short_limits(folder, limits)
+        warnings = find_unknown_instructions(folder, env, task_ids), find_short_limits(folder, limits)
         lines += [("warning", warning) for warning in warnings if warning is not None]
     return lines
 

@@ -37,7 +37,7 @@ from embodyrl.plan.build import count_ranks, mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import open_checked_rows
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import gripper_text, input_problems
+from embodyrl.policies.inputs import describe_gripper, input_problems
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
 from embodyrl.specs import image_names
@@ -283,7 +283,10 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     return [
         *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_describe_data, (root, *extra_paths)), strict=True),
         ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
-        ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
+        (
+            "as stored",
+            f"{describe_gripper(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}",
+        ),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_banner_lines(cfg),
         *(("warning", warning) for warning in _input_warnings(cfg.model, spec, card.env)),

@@ -21,7 +21,7 @@ from embodyrl.data.tables import read_episodes, read_tasks
 from embodyrl.data.writer import get_episode_paths
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
-from embodyrl.policies.inputs import gripper_text
+from embodyrl.policies.inputs import describe_gripper
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
@@ -66,7 +66,9 @@ def differences(first: EnvSpec, second: EnvSpec, *extra_fields: str) -> str:
     """Describe the fields in which two environment specs differ; `extra_fields` names additional fields to compare."""
     getters = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*extra_fields, *_SHAPE)}
     differing = {name: (get(first), get(second)) for name, get in getters.items() if get(first) != get(second)}
-    texts = {name: map(gripper_text, pair) if name == "gripper" else map(str, pair) for name, pair in differing.items()}
+    texts = {
+        name: map(describe_gripper, pair) if name == "gripper" else map(str, pair) for name, pair in differing.items()
+    }
     return ", ".join(f"{name} ({' and '.join(pair)})" for name, pair in texts.items())
 
 

@@ -30,7 +30,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.learners.precision import find_layers
 from embodyrl.learners.ranks import Ranks, S
 from embodyrl.learners.settings import FsdpSettings
-from embodyrl.types import ImitationScores, PolicyScores
+from embodyrl.types import ImitationLoss, PolicyScores
 
 _SIOCGIFADDR = 0x8915
 
@@ -42,7 +42,7 @@ class _Root(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, compute: Callable[[], PolicyScores | ImitationScores] | None) -> Any:
+    def forward(self, compute: Callable[[], PolicyScores | ImitationLoss] | None) -> Any:
         if compute is None:
             return ()
         scores = compute()

@@ -19,14 +19,14 @@ from embodyrl.learners.training import UpdateGenerator, split_micro_batches
 from embodyrl.policies.protocol import Policy, TextPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.text.messages import Message, join_messages, split_messages
-from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
+from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation
 
 
 @runtime_checkable
 class ImitatesPadded(Policy, Protocol):
     """Interface of a policy whose imitation loss masks padded actions."""
 
-    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationLoss:
         """Return the loss of actions [B, H, A] (see `Policy.imitate`); `padding` [B, H] is True for padded actions."""
         ...
 
@@ -75,7 +75,7 @@ class ImitationLearner(Learner):
             self._split_micro_batches(records),
             request.step,
             lambda rows: self._imitate(records[rows], None if augmentation is None else augmentation[:, rows]),
-            lambda scores, rows: (scores.loss.sum() / len(records), None),
+            lambda losses, rows: (losses.loss.sum() / len(records), None),
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()
@@ -87,10 +87,10 @@ class ImitationLearner(Learner):
     def _evaluate(self, records: IntArray) -> dict[str, float]:
         ranks, parts = self._trainer.ranks, []
         for rows, counts in self._split_micro_batches(records):
-            scores = ranks.forward(lambda rows=rows: self._imitate(records[rows], None), last=True)
+            losses = ranks.forward(lambda rows=rows: self._imitate(records[rows], None), last=True)
             if counts:
-                error = {} if scores.error is None else {"error": float(scores.error.sum())}
-                parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum()), **error})
+                error = {} if losses.error is None else {"error": float(losses.error.sum())}
+                parts.append({"loss": float(losses.loss.sum()), "accuracy": float(losses.accuracy.sum()), **error})
         # Exchange sums, not means: ranks may have measured different numbers of samples.
         parts = ranks.gather_metrics(parts)
         return {name: sum(part[name] for part in parts) for name in parts[0]}
@@ -118,7 +118,7 @@ class ImitationLearner(Learner):
         are_episode_pairs = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
         return records.reshape(-1, 2) if are_episode_pairs else records
 
-    def _imitate(self, records: IntArray, augmentation: Tensor | None) -> ImitationScores:
+    def _imitate(self, records: IntArray, augmentation: Tensor | None) -> ImitationLoss:
         if records.ndim == 2 and isinstance(self._policy, TokenPolicy):
             # The better chunks, followed by the worse chunks, each with its observation.
             flat = records.T.ravel()
@@ -141,7 +141,7 @@ class ImitationLearner(Learner):
             return self._policy.imitate_padded(obs, self._get_targets(records), ~self._arena[Record.valid][records])
         return self._policy.imitate(obs, self._get_targets(records))
 
-    def _compute_dpo_loss(self, obs: Observation, tokens: IntArray) -> ImitationScores:
+    def _compute_dpo_loss(self, obs: Observation, tokens: IntArray) -> ImitationLoss:
         """Compute the DPO loss; `tokens` contain the chosen answers [B], followed by the rejected answers [B]."""
         assert self._reference is not None, "no reference policy was built"
         # In one batch, so that both halves of a pair are computed in the same way.
@@ -149,7 +149,7 @@ class ImitationLearner(Learner):
             reference = self._reference.score(obs, tokens).logprob.sum(1)
         return self._compare_scores(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
 
-    def _compute_preference_loss(self, obs: Observation, records: IntArray) -> ImitationScores:
+    def _compute_preference_loss(self, obs: Observation, records: IntArray) -> ImitationLoss:
         """Return the preference loss on the values of conversations that end with the better and the worse answer."""
         # The input of a reward model: the user's message and the reply, without the system prompt.
         prompts = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
@@ -157,23 +157,23 @@ class ImitationLearner(Learner):
         conversations = tuple(join_messages(turns) for turns in zip(prompts, answers, strict=True))
         return self._compare_scores(self._compute_values(_repeat_observations(obs, conversations)))
 
-    def _compute_success_loss(self, obs: Observation, records: IntArray) -> ImitationScores:
+    def _compute_success_loss(self, obs: Observation, records: IntArray) -> ImitationLoss:
         """Return the cross-entropy loss of the success classifier, whose logit is the value of the observation."""
         value = self._compute_values(obs)
         label = on_device(self._arena[Record.success][records, 0], value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
-        return ImitationScores(loss=loss, accuracy=((value > 0) == label).float())
+        return ImitationLoss(loss=loss, accuracy=((value > 0) == label).float())
 
     def _read_pairs(self, records: IntArray) -> list[str]:
         """Return the better answers [B], followed by the worse answers [B]."""
         pairs = [split_messages(decode_instruction(row)) for row in self._arena[Record.reply][records]]
         return [pair[index].content for index in (0, 1) for pair in pairs]
 
-    def _compare_scores(self, scores: Tensor) -> ImitationScores:
+    def _compare_scores(self, scores: Tensor) -> ImitationLoss:
         """Return the preference loss for scores [2B] of the better answers, followed by the worse answers."""
         better, worse = scores.chunk(2)
         loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
-        return ImitationScores(loss=loss, accuracy=(better > worse).float())
+        return ImitationLoss(loss=loss, accuracy=(better > worse).float())
 
     def _compute_values(self, obs: Observation) -> Tensor:
         """Return the value [B] of each observation, with gradients."""

@@ -15,7 +15,7 @@ from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, mean_metrics, order_by_prompt, split_micro_batches
-from embodyrl.policies.protocol import TextPolicy, weights_changed
+from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
 from embodyrl.policies.tensors import get_peak_memory, on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
@@ -93,11 +93,11 @@ class PolicyGradientLearner(Learner):
         self._trainer.update_statistics(self._arena, records)
         interval = self._settings.reference_interval
         if self._reference is not None and interval and (request.step + 1) % interval == 0:
-            weights = getattr(self._policy, "alone", self._policy).module.state_dict()
+            weights = getattr(self._policy, "policy_without_critic", self._policy).module.state_dict()
             with torch.no_grad():
                 for name, weight in self._reference.module.state_dict().items():
                     weight.copy_(weights[name])
-            weights_changed(self._reference.module)
+            mark_weights_changed(self._reference.module)
         self._ranks.reshard()
         return result | {"memory_gib": get_peak_memory() / 2**30}
 

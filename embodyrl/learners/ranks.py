@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import torch
 
 from embodyrl.channels.messages import RankInfo
-from embodyrl.types import ImitationScores, PolicyScores
+from embodyrl.types import ImitationLoss, PolicyScores
 
-S = TypeVar("S", PolicyScores, ImitationScores)
+S = TypeVar("S", PolicyScores, ImitationLoss)
 
 
 class Ranks:

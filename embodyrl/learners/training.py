@@ -21,7 +21,7 @@ from embodyrl.learners.ranks import Ranks, S
 from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import ActorSettings, OptimSettings
 from embodyrl.policies.inputs import write_inputs
-from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
+from embodyrl.policies.protocol import LearnsStatistics, Policy, mark_weights_changed
 from embodyrl.types import ByteArray, EnvSpec, IntArray
 
 TRAINING_STATE = "training_state"
@@ -94,7 +94,7 @@ class Optimization:
             for group, full in zip(self.optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = full * factor
             self.optimizer.step()
-            weights_changed(self._module)
+            mark_weights_changed(self._module)
             self._schedule.step()
         return norm
 
@@ -274,7 +274,7 @@ class Trainer:
         """Update the observation statistics of a policy that normalizes observations."""
         if isinstance(self.policy, LearnsStatistics):
             self.policy.update_statistics(read_observation(arena, records))
-            weights_changed(self.policy.module)
+            mark_weights_changed(self.policy.module)
 
     def reject_step(self, description: str, *, weights_status: str = UNCHANGED) -> None:
         """Discard the gradients of a step with a non-finite value; raise an error unless `faults.on_nonfinite=skip`.

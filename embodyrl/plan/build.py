@@ -233,7 +233,7 @@ def count_ranks(cfg: Config) -> int:
     critic = cfg.trains and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only, so additional GPUs stay unused.
     is_single_process = (
-        cfg.model.compiled or replay or critic or (not num_rollout_processes and (asynchronous or has_engine))
+        cfg.model.is_compiled or replay or critic or (not num_rollout_processes and (asynchronous or has_engine))
     )
     nodes, gpus = component_nodes(cfg), len(visible_gpus())
     free = gpus * len({*nodes["actor"], *nodes["rollout"]}) - num_rollout_processes

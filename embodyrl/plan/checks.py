@@ -153,16 +153,16 @@ def wrong_value(key: Key, value: Any) -> list[str]:
     return []
 
 
-def no_effect_warnings(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
+def no_effect_warnings(root: Settings, names: Iterable[str], key_conditions: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each key in `names` that has no effect because of the values of other keys.
 
-    `needs` contains conditions in addition to `Settings.needs` of the classes.
+    `key_conditions` contains conditions in addition to `Settings.key_conditions` of the classes.
     """
-    conditions = {key: ("", condition) for condition, keys in needs.items() for key in keys.split()} | {
+    conditions = {key: ("", condition) for condition, keys in key_conditions.items() for key in keys.split()} | {
         prefix + key: (prefix, condition)
         for prefix, node in root.nodes()
         for settings_class in reversed(type(node).__mro__)
-        for condition, keys in settings_class.__dict__.get("needs", {}).items()
+        for condition, keys in settings_class.__dict__.get("key_conditions", {}).items()
         for key in keys.split()
     }
     for name in names:
@@ -241,8 +241,8 @@ def _rank_problems(cfg: Config) -> Iterator[str]:
             f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
             "rollout.mode=disaggregated, or rollout.backend=hf."
         )
-    elif size > 1 and cfg.model.compiled:
-        key = "model.cuda_graphs" if cfg.model.recorded else "model.compile"
+    elif size > 1 and cfg.model.is_compiled:
+        key = "model.cuda_graphs" if cfg.model.uses_cuda_graphs else "model.compile"
         yield f"{key}=true works with one actor rank. Use actor.fsdp.size=1, or {key}=false."
 
 

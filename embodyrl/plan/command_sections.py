@@ -17,8 +17,8 @@ class CommandSections:
     """Names of the sections and of the keys without a section; every command has `seed`."""
     plays: tuple[str, ...] = ("train", "eval")
     """Splits of the environment in which the command runs episodes."""
-    needs: Mapping[str, str] = field(default_factory=dict)
-    """Conditions under which keys have an effect, as in `Settings.needs`."""
+    key_conditions: Mapping[str, str] = field(default_factory=dict)
+    """Conditions under which keys have an effect, as in `Settings.key_conditions`."""
 
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
@@ -34,10 +34,11 @@ _SAMPLED = {
     "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
     "algorithm.sampling_params.top_p"
 }
-"""Sampling keys and their conditions (see `Settings.needs`), for commands that run episodes without RL training."""
+"""Sampling keys and their conditions for commands that run episodes without RL training (see
+`Settings.key_conditions`)."""
 _TRAIN = CommandSections(
     sections=f"{_ACT} video critic checkpoint",
-    needs={
+    key_conditions={
         "runner.only_eval": "eval.baseline",
         "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
         "video!=none": _VIDEO,
@@ -48,7 +49,7 @@ _TRAIN = CommandSections(
 _EVAL = CommandSections(
     sections=f"{_ACT} video",
     plays=("eval",),
-    needs={
+    key_conditions={
         "video!=none": _VIDEO,
         "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
         "never: `embodyrl eval` plays env.eval": "env.train",
@@ -65,7 +66,7 @@ _RECORDED = {
 _COLLECT = CommandSections(
     sections=f"{_ACT} collect",
     plays=("train",),
-    needs={
+    key_conditions={
         "never: nothing is trained": f"{_LOOP} actor.optim",
         "never: collect.out is the data set": "runner.keep_episodes",
     }
@@ -74,7 +75,7 @@ _COLLECT = CommandSections(
 )
 _SFT = CommandSections(
     sections=f"{_RUN} checkpoint data objective",
-    needs={
+    key_conditions={
         "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
         "runner.profile faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
         "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
@@ -84,7 +85,7 @@ _SFT = CommandSections(
 _DAGGER = CommandSections(
     sections=f"{_ACT} checkpoint collect dagger data objective",
     plays=("train",),
-    needs={
+    key_conditions={
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
         "never: the labels are imitated": "objective.name",
         "never: only `embodyrl train` is profiled": "runner.profile",

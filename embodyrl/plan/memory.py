@@ -146,11 +146,11 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
 def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     cfg, costs = run_plan.cfg, run_plan.policy_costs
     fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
-    is_half, adapters, is_separate = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
+    uses_bf16, adapters, is_separate = cfg.model.uses_bf16, costs.num_trained is not None, run_plan.is_disaggregated
     trained = total if costs.num_trained is None else costs.num_trained
     if critic := _second_model_costs(run_plan, cfg.critic.path):  # all its parameters are trained
         trained += critic.num_parameters
-    weight_bytes = total * (2 if is_half else 4)
+    weight_bytes = total * (2 if uses_bf16 else 4)
     # With adapters the base weights keep the compute precision; trained weights are float32.
     stored_bytes = (weight_bytes if adapters else 0) + 4 * trained
     sharded = run_plan.ranks > 1 or fsdp.cpu_offload
@@ -159,12 +159,12 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     single_micro_batch = sharded and _micro_batches(run_plan) == 1
     whole_gradients = not sharded or (gradient_sync == "step" and not single_micro_batch)
     prompts = math.inf if sharded else _prompts(run_plan)
-    copies = is_half and not adapters and not sharded
+    copies = uses_bf16 and not adapters and not sharded
     activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole_gradients=whole_gradients)
     if critic:
         critic_costs = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # critics have no log-probs
         activations += _activations(
-            cfg, critic_costs, critic.num_parameters, prompts=math.inf, copies=is_half, whole_gradients=True
+            cfg, critic_costs, critic.num_parameters, prompts=math.inf, copies=uses_bf16, whole_gradients=True
         )
     gradients = 4 * trained // (1 if whole_gradients else shards)
     if single_micro_batch:  # shards are allocated while activations are freed
@@ -178,18 +178,18 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
         weights=0 if offloaded else (stored_bytes + average_bytes) // shards,
-        gathered=weight_bytes + (2 * costs.outside_layers if is_half and not adapters else 0)
+        gathered=weight_bytes + (2 * costs.outside_layers if uses_bf16 and not adapters else 0)
         if sharded and not is_separate
         else 0,
         reference=_reference(
-            run_plan, cfg, stored_bytes if adapters else weight_bytes + (costs.outside_layers if is_half else 0)
+            run_plan, cfg, stored_bytes if adapters else weight_bytes + (costs.outside_layers if uses_bf16 else 0)
         ),
         gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
-        in_use=_gathered_at_a_time(costs, total, half=is_half, adapters=adapters) if sharded and on_gpu else 0,
+        in_use=_gathered_at_a_time(costs, total, uses_bf16=uses_bf16, adapters=adapters) if sharded and on_gpu else 0,
         inference_batch=0 if is_separate else inference_batch,
-        keeps_inference_memory=cfg.model.recorded and on_gpu,
+        keeps_inference_memory=cfg.model.uses_cuda_graphs and on_gpu,
         building=stored_bytes + loading_bytes if adapters or not on_gpu else 4 * trained,
         engine=0 if is_separate else engine,
         sleeps=sleeps and engine > 0 and not is_separate,
@@ -219,7 +219,7 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     engine = 2 * costs.num_parameters + _ENGINE if cfg.rollout.backend == "vllm" and on_gpu else 0
     unused_sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)}
     used_sizes: dict[str, Any] = {
-        "weights": costs.num_parameters * (2 if cfg.model.half else 4),
+        "weights": costs.num_parameters * (2 if cfg.model.uses_bf16 else 4),
         "inference_batch": _inference_batch(run_plan, cfg, replace(costs, num_trained=0)),
         "engine": engine,
         "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
@@ -260,7 +260,7 @@ def _inference_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
         if num_copied is None:
             has_copies = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
             num_copied = costs.num_parameters - costs.outside_layers if has_copies else 0
-        return costs.inference_bytes * -(-num_envs // run_plan.ranks) + (2 * num_copied if cfg.model.half else 0)
+        return costs.inference_bytes * -(-num_envs // run_plan.ranks) + (2 * num_copied if cfg.model.uses_bf16 else 0)
     if run_plan.policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
         rows = min(num_envs, ROWS_AT_A_TIME)
         return costs.largest_layer[1] * rows + costs.scoring(rows)[0]
@@ -272,7 +272,7 @@ def _second_model_costs(run_plan: RunPlan, path: str | None) -> PolicyCosts | No
     if path is None:
         return None
     model = run_plan.cfg.model
-    return policy_costs(model.whole(path), run_plan.env, 0)
+    return policy_costs(model.without_adapters(path), run_plan.env, 0)
 
 
 def _reference(run_plan: RunPlan, cfg: Config, own_bytes: int) -> int:
@@ -280,7 +280,7 @@ def _reference(run_plan: RunPlan, cfg: Config, own_bytes: int) -> int:
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
     teacher = _second_model_costs(run_plan, cfg.algorithm.reference_path)
-    return own_bytes if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
+    return own_bytes if teacher is None else teacher.num_parameters * (2 if cfg.model.uses_bf16 else 4)
 
 
 def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
@@ -352,12 +352,14 @@ def _whole_at_a_time(costs: PolicyCosts) -> int:
     return 0 if costs.num_trained is not None else 4 * (costs.outside_layers // 2 + costs.largest_layer[0])
 
 
-def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
+def _gathered_at_a_time(costs: PolicyCosts, total: int, *, uses_bf16: bool, adapters: bool) -> int:
     """Return the bytes of weights that FSDP gathers simultaneously: two layers and all weights outside the layers."""
     # Without known layers, a quarter of all weights is assumed.
     if not costs.largest_layer[0]:
         return total // 4
-    return (2 if half else 4) * 2 * costs.largest_layer[0] + (2 if half and adapters else 4) * costs.outside_layers
+    return (2 if uses_bf16 else 4) * 2 * costs.largest_layer[0] + (
+        2 if uses_bf16 and adapters else 4
+    ) * costs.outside_layers
 
 
 def engine_memory_fraction(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
@@ -377,7 +379,7 @@ def engine_memory_fraction(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
         if run_plan.is_disaggregated:
             free_bytes += 2 * run_plan.policy_costs.num_parameters + _ENGINE
     else:
-        free_bytes = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy_costs.num_parameters - _CUDA
+        free_bytes = gpu - (2 if run_plan.cfg.model.uses_bf16 else 4) * run_plan.policy_costs.num_parameters - _CUDA
     # vLLM takes its fraction of the total memory, even if another process uses a part.
     return max(0.05, int(100 * (free_bytes / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
 

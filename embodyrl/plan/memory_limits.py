@@ -78,7 +78,7 @@ def _advice(run_plan: RunPlan, plan: MemoryPlan, rendering_bytes: int | None = N
         keys.append("a smaller actor.micro_batch_size")
     if learns and run_plan.policy_costs.num_trained is None and hasattr(cfg.model, "is_lora"):
         keys.append("model.is_lora=true" + (" with rollout.backend=hf" if cfg.rollout.backend == "vllm" else ""))
-    if not learns and hasattr(cfg.model, "precision") and not cfg.model.half:
+    if not learns and hasattr(cfg.model, "precision") and not cfg.model.uses_bf16:
         keys.append("model.precision=bf16")
     if learns and on_gpu:
         keys.append("more actor ranks" + (" or actor.fsdp.cpu_offload=true" if not cfg.actor.fsdp.cpu_offload else ""))

@@ -118,7 +118,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     measurements = read_measured_rates()
     known_rates = _speed(run_plan.gpus, measurements)
     speed = known_rates or DEFAULT_SPEED
-    flops, bytes_per_value = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
+    flops, bytes_per_value = (speed.flops, 2) if cfg.model.uses_bf16 else (speed.slow_flops, 4)
     num_processes = cfg.rollout_processes or run_plan.ranks
     batch = max(1, run_plan.num_envs // (num_processes * cfg.rollout.pipeline_stage_num))
     # With a small batch, inference is bound by reading all weights once per pass.

@@ -19,7 +19,7 @@ from embodyrl.config.trust import find_untrusted_values
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config
-from embodyrl.policies.inputs import INPUTS_FILE, missing_weights, read_saved_inputs
+from embodyrl.policies.inputs import INPUTS_FILE, find_missing_weights, read_saved_inputs
 from embodyrl.registry import FORMER_NAMES, FORMER_SETTINGS
 
 _REMOVED = ("rollout.dump",)
@@ -191,7 +191,7 @@ def _find_complete_weights(base: Path, saved: Sequence[Setting]) -> Path | None:
     if newest is None or not isinstance(path, str) or is_on_hub(path) or resolve_asset(path).exists():
         return None
     folder = newest / POLICY_FOLDER
-    is_complete = (folder / "config.json").is_file() and missing_weights(folder, "model*.safetensors") is None
+    is_complete = (folder / "config.json").is_file() and find_missing_weights(folder, "model*.safetensors") is None
     return folder if is_complete else None
 
 

@@ -212,12 +212,12 @@ class Config(TopSettings):
 
     @property
     def conditions(self) -> dict[str, str]:
-        """{condition: keys} for the conditions that involve several sections (see `Settings.needs`)."""
-        needs = {
+        """{condition: keys} for the conditions that involve several sections (see `Settings.key_conditions`)."""
+        key_conditions = {
             "reward.path=null or reward.mode=add": "env.use_rel_reward",
-            **get_command_sections(self.command).needs,
+            **get_command_sections(self.command).key_conditions,
         }
-        return needs | (_TEXT_CONDITIONS if self.reads_rows else {})
+        return key_conditions | (_TEXT_CONDITIONS if self.reads_rows else {})
 
     @property
     def programs(self) -> dict[str, str]:
@@ -340,4 +340,4 @@ _TEXT_CONDITIONS = {
     "never: a conversation has no images": "video",
     "algorithm.sampling_params.max_new_tokens=null": "model.num_action_chunks",
 }
-"""Conditions under which keys have an effect in runs with text tasks (see `Settings.needs`)."""
+"""Conditions under which keys have an effect in runs with text tasks (see `Settings.key_conditions`)."""

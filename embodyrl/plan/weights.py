@@ -6,7 +6,7 @@ from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.inputs import missing_weights
+from embodyrl.policies.inputs import find_missing_weights
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
@@ -30,7 +30,7 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
         return path / POLICY_FOLDER
     if (path / "config.json").is_file():
         # A policy without an index may store its adapter in a subfolder.
-        if (problem := missing_weights(path)) and not any(path.glob("*/*.safetensors")):
+        if (problem := find_missing_weights(path)) and not any(path.glob("*/*.safetensors")):
             raise CheckpointError(f"{key}={ckpt}: {problem}")
         return path
     raise CheckpointError(

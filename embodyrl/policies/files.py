@@ -1,4 +1,4 @@
-"""Checks of files of other programs in the folders of checkpoints and adapters. Does not import torch."""
+"""Checks of other programs' files in checkpoint and adapter folders. Does not import torch."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ ADAPTER_FIELDS = (
 )
 """Fields of peft's `adapter_config.json` that are read, or that do not change the meaning of the saved factors."""
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Initializations of adapters (`init_lora_weights`) that do not change the base weights, as PiSSA and OLoRA do."""
+"""Adapter initializations (`init_lora_weights`) that leave the base weights unchanged, unlike PiSSA and OLoRA."""
 
 
 TRANSFORMERS_FIELDS = (
@@ -26,7 +26,7 @@ TRANSFORMERS_FIELDS = (
     *("diversity_penalty", "length_penalty", "max_length", "num_beam*", "num_return_sequences", "repetition_penalty"),
     *("temperature", "top_k", "top_p", "typical_p"),
 )
-"""Fields of transformers' `config.json` that do not change a network, and its sampling defaults."""
+"""Fields of transformers' `config.json` that do not change the network, and fields with sampling defaults."""
 LEROBOT_FIELDS = (
     *("chunk_size", "compile_mode", "compile_model", "device", "drop_n_last_frames", "dtype", "embodyrl_init"),
     *("gradient_checkpointing", "input_features", "license", "n_action_steps", "normalization_mapping"),
@@ -66,8 +66,8 @@ def check_keys(
         raise CheckpointError(f"{where}: {listing} is not supported. {fix}")
 
 
-def merged_problem(adapter: Path) -> str | None:
-    """Return an error if the folder of an adapter is inside a folder with the weights of a whole model."""
+def find_merged_adapter_problem(adapter: Path) -> str | None:
+    """Return an error if an adapter folder is inside a folder with full model weights."""
     kinds = ("model*.safetensors*", "pytorch_model*.bin*")
     for candidate in (adapter, *adapter.parents[:2]):
         if any(path for kind in kinds for path in candidate.glob(kind)):

@@ -36,9 +36,9 @@ def _describe_inputs(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
 
 
 def read_saved_inputs(folder: Path) -> dict[str, Any]:
-    """Return chunk length, image size and cameras of the training by config key, and the name of the environment.
+    """Return the chunk length, image size and cameras of the training run by config key, and the environment's name.
 
-    The result is empty without the file, which `write_inputs` writes, and for files of earlier versions.
+    The result is empty if the folder has no file written by `write_inputs`, or a file of an earlier version.
 
     Raises:
         ConfigError: the file is damaged.
@@ -56,8 +56,8 @@ def read_saved_inputs(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is damaged ({format_reason(error)}); use another checkpoint.") from None
 
 
-def missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
-    """Return an error if a folder has no weights in `files`, or lacks files that its index names."""
+def find_missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
+    """Return an error if a folder has no weights in `files`, or lacks files that its index lists."""
     try:
         index = read_json(folder / _INDEX_FILE)
         paths = {name: inside(folder, name) for name in index["weight_map"].values()}
@@ -72,14 +72,14 @@ def missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
 
 
 def _get_instructions(env: EnvSpec) -> list[str]:
-    """Return the instructions of an environment; none if their number is large or unknown."""
+    """Return an environment's instructions; the list is empty if they are unknown or too many to save."""
     instructions = (
         dict.fromkeys(env.instructions or env.tasks) if env.text.instructed and not env.text.prompt_bytes else {}
     )
     return [*instructions] if len(instructions) <= _MAX_INSTRUCTIONS else []
 
 
-def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) -> str | None:
+def find_unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) -> str | None:
     """Return a warning if the weights in a folder were not trained on any instruction of the given tasks."""
     path = folder / INPUTS_FILE
     known = read_json(path).get("instructions", []) if path.is_file() else []
@@ -93,8 +93,11 @@ def unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) 
     )
 
 
-def short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
-    """Return a warning if demonstrations of the weights in a folder are longer than the time limits, given by key."""
+def find_short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
+    """Return a warning if the longest demonstration that the weights in `folder` were trained on exceeds a time limit.
+
+    `limits`: maximum number of steps by config key.
+    """
     path = folder / INPUTS_FILE
     longest = read_json(path).get("longest_demonstration", 0) if path.is_file() else 0
     too_short = [f"{key}={steps}" for key, steps in limits.items() if steps < longest]
@@ -169,8 +172,8 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     if _get_gripper_values(gripper, env) != _get_gripper_values(policy.gripper, env):
         problems.append(
             InputProblem(
-                f"The policy was trained on '{trained_env}' with {gripper_text(gripper)}, but env '{env.name}' needs "
-                f"{gripper_text(policy.gripper)}.",
+                f"The policy was trained on '{trained_env}' with {describe_gripper(gripper)}, but env '{env.name}' "
+                f"needs {describe_gripper(policy.gripper)}.",
                 "Train it on data with this convention, and set data.gripper=[open,closed] and data.gripper_index.",
             )
         )
@@ -181,12 +184,12 @@ def _get_gripper_values(gripper: GripperConvention | None, env: EnvSpec) -> tupl
     return None if gripper is None else (gripper.open, gripper.closed, gripper.index % env.action.dim)
 
 
-def convention(gripper: GripperConvention) -> str:
+def format_gripper(gripper: GripperConvention) -> str:
     """Return a gripper convention as short text."""
     return f"{gripper.open:g} = open, {gripper.closed:g} = closed"
 
 
-def gripper_text(gripper: GripperConvention | None) -> str:
+def describe_gripper(gripper: GripperConvention | None) -> str:
     """Return a description of a gripper convention."""
     if gripper is None:
         return "no gripper convention"

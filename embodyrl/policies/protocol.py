@@ -18,7 +18,7 @@ from embodyrl.types import (
     DoubleArray,
     EnvSpec,
     FloatArray,
-    ImitationScores,
+    ImitationLoss,
     IntArray,
     Observation,
     PolicyCosts,
@@ -90,10 +90,10 @@ class Policy(Protocol):
         ...
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
+        """Return log-probabilities, entropies and values of tokens [B, L], with gradients."""
         ...
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the SFT loss of actions [B, K, A], in the units of `act`."""
         ...
 
@@ -153,7 +153,7 @@ class LearnsStatistics(Policy, Protocol):
 class HasEngine(Policy, Protocol):
     """Interface of a policy with a separate inference engine in this process."""
 
-    def rest(self) -> None:
+    def free_engine_memory(self) -> None:
         """Free the memory of the inference engine until the next inference, if the run requests it."""
         ...
 
@@ -192,13 +192,14 @@ class PolicyFactory(Protocol[S]):
         ...
 
     def describe_checkpoint(self, cfg: S, env: EnvSpec) -> list[tuple[str, str]]:
-        """Return lines (label, text) about statistics, tokenizer and images of the checkpoint. Optional."""
+        """Return (label, text) pairs that describe the checkpoint's statistics, tokenizer and images. Optional."""
         ...
 
     def state_limits(self, cfg: S, env: EnvSpec) -> tuple[DoubleArray, DoubleArray] | None:
-        """Return minimum and maximum [S] of states that the statistics of the training allow. Optional.
+        """Return the minimum and maximum [S] of states that are plausible given the training statistics. Optional.
 
-        States of the same robot are inside; the limits are about twice as wide as the statistics. None: no state input.
+        The limits are about twice as wide as the statistics, so they include all states of the same robot. None: the
+        policy has no state input.
         """
         ...
 
@@ -207,20 +208,20 @@ class PolicyFactory(Protocol[S]):
         ...
 
 
-_changes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_versions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def weights_changed(module: nn.Module) -> None:
+def mark_weights_changed(module: nn.Module) -> None:
     """Increase the version number of a module's weights; call this function after each change."""
-    _changes[module] = weights_version(module) + 1
+    _versions[module] = get_weights_version(module) + 1
 
 
-def weights_version(module: nn.Module) -> int:
+def get_weights_version(module: nn.Module) -> int:
     """Return the version number of a module's weights.
 
     Fused optimizers and FSDP do not update the parameters' own counters.
     """
-    return _changes.get(module, 0)
+    return _versions.get(module, 0)
 
 
 POLICIES: Registry[PolicyFactory[Any]] = Registry(
@@ -259,7 +260,7 @@ def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> 
     """
     request = PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
     # A policy without adapters of its own merges those of a folder into its weights.
-    policy = POLICIES.get(cfg.model_type).build(cfg.whole(), request)
+    policy = POLICIES.get(cfg.model_type).build(cfg.without_adapters(), request)
     policy.load_weights(folder)
     out.mkdir(parents=True)
     policy.save(out)

@@ -32,7 +32,7 @@ class ModelSettings(Settings):
         return 0 if self.weights is None else WARMUP_STEPS
 
     @property
-    def half(self) -> bool:
+    def uses_bf16(self) -> bool:
         """True if the policy computes in bfloat16."""
         return getattr(self, "precision", Precision.fp32) is Precision.bf16
 
@@ -42,21 +42,21 @@ class ModelSettings(Settings):
         return str(getattr(self, "precision", Precision.fp32))
 
     @property
-    def compiled(self) -> bool:
+    def is_compiled(self) -> bool:
         """True if torch.compile or CUDA graphs are used, so that weights must keep their memory addresses."""
-        return getattr(self, "compile", False) or self.recorded
+        return getattr(self, "compile", False) or self.uses_cuda_graphs
 
     @property
-    def recorded(self) -> bool:
+    def uses_cuda_graphs(self) -> bool:
         """True if the policy captures CUDA graphs."""
         return getattr(self, "cuda_graphs", False)
 
     @property
-    def adapted(self) -> bool:
+    def trains_adapters(self) -> bool:
         """True if low-rank adapters are trained instead of the weights."""
         return getattr(self, "is_lora", False)
 
-    def whole(self, path: str | None = None) -> Self:
+    def without_adapters(self, path: str | None = None) -> Self:
         """Return the settings without adapters; `path`: folder of the weights, if set."""
         return self if path is None else self.model_copy(update={"path": path})
 
@@ -95,7 +95,7 @@ class LoraSettings(Settings):
 class AdapterSettings(WeightSettings):
     """Config keys for a policy with weights that supports adapters."""
 
-    needs = {
+    key_conditions = {
         "is_lora": "lora.r lora.lora_alpha lora.use_rslora lora.target_modules lora.init_lora_weights "
         "lora.lora_dropout lora.modules_to_save"
     }
@@ -109,7 +109,7 @@ class AdapterSettings(WeightSettings):
         """True if adapters are trained or merged."""
         return self.is_lora or self.lora.path is not None
 
-    def whole(self, path: str | None = None) -> Self:
+    def without_adapters(self, path: str | None = None) -> Self:
         """Return the settings without adapters; `path`: folder of the weights, if set."""
         lora = self.lora if path is None else self.lora.model_copy(update={"path": None})
-        return super().whole(path).model_copy(update={"is_lora": False, "lora": lora})
+        return super().without_adapters(path).model_copy(update={"is_lora": False, "lora": lora})

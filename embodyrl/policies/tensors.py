@@ -1,4 +1,4 @@
-"""Tensor functions of policies: sampling from given uniforms, and copies to a GPU.
+"""Tensor functions of policies: sampling from uniform noise, and copies to a GPU.
 
 Sampling is deterministic on GPUs if requested.
 """
@@ -19,7 +19,7 @@ from embodyrl.errors import ConfigError
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed the global generators; `deterministic`: raise an error for nondeterministic operations."""
+    """Seed the global random generators; if `deterministic`, nondeterministic torch operations raise an error."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -62,7 +62,7 @@ def cuda_problem() -> str:
     return "it finds no device"
 
 
-def cumulative(probability: Tensor) -> Tensor:
+def compute_cdf(probability: Tensor) -> Tensor:
     """Return cumulative sums of probabilities along the last dimension.
 
     In deterministic mode on a GPU, the sums are those of `integer_sums`: torch's sum of floats is not deterministic
@@ -87,7 +87,7 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
     Returns:
         [...] int64. The sum is in float64: float32 would lose rare categories.
     """
-    cdf = cumulative(_normalize_categories(torch.softmax, scaled.double())).contiguous()
+    cdf = compute_cdf(_normalize_categories(torch.softmax, scaled.double())).contiguous()
     category = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
     return category.clamp_(max=scaled.shape[-1] - 1)
 
@@ -104,9 +104,9 @@ def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _normalize_categories(normalize: Callable[[Tensor, int], Tensor], scaled: Tensor) -> Tensor:
-    """Return `normalize(scaled, -1)` for logits [..., n]; few categories of many entries are several times as fast.
+    """Return `normalize(scaled, -1)` for logits [..., n], faster than torch for many entries with few categories.
 
-    torch normalizes the last dimension entry by entry on a CPU, other dimensions with vector instructions.
+    On a CPU, torch normalizes the last dimension entry by entry, but other dimensions with vector instructions.
     """
     count = scaled.shape[-1]
     is_small = count <= 8 and scaled.numel() >= 1024 * count and scaled.device.type == "cpu"
@@ -129,7 +129,7 @@ def on_device(data: Any, device: torch.device | str) -> Tensor:
     A plain copy to a GPU waits for all earlier work on the GPU. A copy from pinned memory is queued, so that the host
     can prepare the next batch; torch keeps the memory until it is copied.
     """
-    read_only = isinstance(data, np.ndarray) and not data.flags.writeable  # torch does not share it
+    read_only = isinstance(data, np.ndarray) and not data.flags.writeable  # torch cannot share it
     host = torch.tensor(data) if read_only else torch.as_tensor(data)
     kind = torch.device(device).type
     if kind == host.device.type == "cpu":

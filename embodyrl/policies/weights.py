@@ -39,9 +39,10 @@ def check_weights(
         may_lack: prefixes of parts that may be missing completely; a part with only some of its weights is an
             error.
         may_hold: prefixes of names that are ignored.
-        fix: sentence with the fix for other mismatches; default: a fix for published checkpoints.
-        fixes: fixes of shape mismatches by prefix.
-        format_name: function that returns the name in the checkpoint, and its file.
+        fix: sentence with the fix for all mismatches that `fixes` does not cover; default: a fix for published
+            checkpoints.
+        fixes: fixes of shape mismatches by prefix of the weight's name.
+        format_name: function that formats the name of a weight for messages.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape; the message names them.

@@ -25,7 +25,7 @@ def _is_pattern(text: str) -> bool:
 class DataSettings(Settings):
     """Common config keys of all data sources."""
 
-    needs = {"val_path=null": "val_share"}
+    key_conditions = {"val_path=null": "val_share"}
 
     path: Annotated[Path | None, ChangesStateIds] = None
     """Folder of demonstrations in the format of `embodyrl collect`.

@@ -37,7 +37,7 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
         init.rank_info,
         init.actor.fsdp,
         gradient_sync=gradient_sync,
-        bfloat16=init.model.half,
+        bfloat16=init.model.uses_bf16,
         acts=init.acts,
     )
 
@@ -47,7 +47,7 @@ def casts_to_bfloat16(init: PolicyHostInit, policy: Policy) -> bool:
 
     Models with adapters or steering store them in half precision already; trained weights stay in float32.
     """
-    return init.model.half and not init.model.adapted and not policy.spec.steering
+    return init.model.uses_bf16 and not init.model.trains_adapters and not policy.spec.steering
 
 
 def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorithm: Algorithm | None) -> Learner:
@@ -73,18 +73,18 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
 
 def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
     """Build the frozen reference policy: the initial policy, or another policy with the same vocabulary."""
-    own = getattr(policy, "alone", policy)  # without the value head
+    own = getattr(policy, "policy_without_critic", policy)  # without the value head
     if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
         return cast(Policy, cast(TextPolicy, own).build_served_reference(url, init.algorithm.reference_model))
     path = (init.objective if init.algorithm is None else init.algorithm).reference_path
     if path is None:
         initial_policy = build_policy(init)
-        reference = getattr(initial_policy, "alone", initial_policy)
+        reference = getattr(initial_policy, "policy_without_critic", initial_policy)
         if casts_to_bfloat16(init, policy):
             cast_to_bfloat16(reference.module, sharded=init.shards)
         return reference
     request = replace(init.request, device=get_best_device(), trainable=False, backend="hf", critic=None)
-    reference = POLICIES.get(init.model.model_type).build(init.model.whole(path), request)
+    reference = POLICIES.get(init.model.model_type).build(init.model.without_adapters(path), request)
     reference.load_weights(Path(path))
     if getattr(policy, "vocabulary", None) != getattr(reference, "vocabulary", None):
         raise ConfigError(

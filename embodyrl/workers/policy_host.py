@@ -107,7 +107,7 @@ class PolicyHost:
         """Execute a request; return metrics, or None if the update is not finished."""
         # Free the engine's GPU memory for scoring and training until the next inference.
         if isinstance(request, ScoreRequest | UpdateRequest) and isinstance(self.policy, HasEngine):
-            self.policy.rest()
+            self.policy.free_engine_memory()
         match request:
             case InferRequest():
                 self._rollout.infer(request)

@@ -9,7 +9,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest
 from embodyrl.learners.ranks import Ranks
-from embodyrl.policies.protocol import weights_changed
+from embodyrl.policies.protocol import mark_weights_changed
 
 
 def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
@@ -54,7 +54,7 @@ def load_bucket(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Ar
             # In place: CUDA graphs and compiled code reference these tensors.
             _weight(module, part.name).view(-1)[part.start : part.stop].copy_(source)
     # A vLLM engine and a separate critic check this before inference.
-    weights_changed(module)
+    mark_weights_changed(module)
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:

@@ -129,7 +129,7 @@ def test_rarely_changing_and_constant_dimensions_are_scaled(reader, mode: str, f
 
 @pytest.mark.parametrize("mode", ["MEAN_STD", "MIN_MAX", "QUANTILES"])
 def test_constant_actions_have_no_log_probability(mode: str, folder: Path) -> None:
-    found = lerobot_units(mode, folder).varies()
+    found = lerobot_units(mode, folder).get_varying_mask()
     assert found is not None
     assert found.tolist() == [1, 0, 1, 1, 0]
 

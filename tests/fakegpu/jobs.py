@@ -322,7 +322,7 @@ def _live(job: Job, run_plan: Any, arena: Any, init: Any, result: Result, folder
         if init.acts and job.act:
             wanted = {"record_refs": record_refs[: job.act], "noise_seeds": range(job.act), "chunks": [0] * job.act}
             # Where forward passes are recorded, the second one is a replay.
-            for name in ("act", "act again")[: 1 + run_plan.cfg.model.recorded]:
+            for name in ("act", "act again")[: 1 + run_plan.cfg.model.uses_cuda_graphs]:
                 with phase(name):
                     list(host.handle(InferRequest(**wanted, greedy=False, version=0)))
         fill_again(arena, policy)

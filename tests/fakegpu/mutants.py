@@ -61,7 +61,7 @@ BUGS = {
     "frozen weights meet float32 pixels": Bug(
         "dtype",
         "embodyrl.policies.openvla_oft.policy",
-        "torch.bfloat16 if half and not request.trainable else torch.float32",
+        "torch.bfloat16 if uses_bf16 and not request.trainable else torch.float32",
         "torch.float32",
         check="policy",
     ),
@@ -98,7 +98,11 @@ BUGS = {
         "        # After the update",
     ),
     "new weights are not announced": Bug(
-        "staleness", "embodyrl.learners.training", "            weights_changed(self._module)\n", "", check="engine"
+        "staleness",
+        "embodyrl.learners.training",
+        "            mark_weights_changed(self._module)\n",
+        "",
+        check="engine",
     ),
     "an engine that slept is not loaded anew": Bug(
         "staleness",

@@ -102,7 +102,7 @@ def test_vllm_reloads_weights_after_every_update(monkeypatch: pytest.MonkeyPatch
     )
     with FakeGpu(scalar=4.0):  # the longest reply, and the log-probability that the engine is checked against
         policy: Any = POLICIES.get("causal_lm_tiny").build(cfg, request)
-        policy.rest()  # before anybody acted there is nothing to give up
+        policy.free_engine_memory()  # before anybody acted there is nothing to give up
         engine = policy._engine = engine_of(enable_sleep_mode=sleeps)
         optimization = Optimization(policy.module, ActorSettings().optim, 10)
         assert optimization.optimizer.defaults["fused"]
@@ -110,13 +110,13 @@ def test_vllm_reloads_weights_after_every_update(monkeypatch: pytest.MonkeyPatch
         for update in range(3):
             assert len(engine._llm.reloads) == update
             for _ in range(2):  # a reference that scores, then the update
-                policy.rest()
+                policy.free_engine_memory()
             policy.score(asked, np.full((2, 4), 7)).logprob.sum().backward()
             optimization.step(0)
             optimization.zero_grad()
             for _ in range(2):
                 policy.act(asked, noise=np.zeros((2, 4), np.float32))
-        policy.rest()  # an update that left the weights as they are
+        policy.free_engine_memory()  # an update that left the weights as they are
         policy.act(asked, noise=None)
     assert engine._llm.seeds == {None}, "vLLM draws replies that have seeds one after the other"
     assert engine._llm.reloads == [len(list(policy.module.lm.parameters()))] * (4 if sleeps else 3)

@@ -171,8 +171,10 @@ def test_key_conditions_name_existing_keys() -> None:
     for command in COMMANDS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = cfg.schema.keys.keys() | cfg.schema.branches | {"data.val_split"}  # of rows of text
-        assert {name for names in get_command_sections(command).needs.values() for name in names.split()} <= keys
-        list(no_effect_warnings(cfg, cfg.schema.keys, get_command_sections(command).needs))
+        assert {
+            name for names in get_command_sections(command).key_conditions.values() for name in names.split()
+        } <= keys
+        list(no_effect_warnings(cfg, cfg.schema.keys, get_command_sections(command).key_conditions))
 
 
 @pytest.mark.integration

@@ -191,10 +191,10 @@ def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
     size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, kv_width=8, tied=True, supports_sharing=True)
     reply, chunk = size.logit_bytes(10)
     assert (reply, chunk) == (120_000, 12 * CHUNK_LOGITS)
-    adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=False, adapters=True))
+    adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(uses_bf16=False, adapters=True))
     assert adapters.scoring(4) == (480_000, 480_000)
     assert adapters.scoring(1e9) == (chunk, chunk)
-    whole = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=True, adapters=False))
+    whole = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(uses_bf16=True, adapters=False))
     assert whole.scoring(0) == (64_000, 96_000), "the gradients are added after the logits"
     assert whole.scoring(4) == (512_000, 528_000)
 
@@ -213,9 +213,9 @@ def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_
 
 def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
     size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, kv_width=8, tied=True, supports_sharing=True)
-    assert size.per_token(half=False, adapters=True) == 512
-    assert size.per_token(half=False, adapters=False) == 576, "inputs of trained norms"
-    reply, prompt = size.shared_bytes(20, 4, half=False, adapters=True)
+    assert size.bytes_per_token(uses_bf16=False, adapters=True) == 512
+    assert size.bytes_per_token(uses_bf16=False, adapters=False) == 576, "inputs of trained norms"
+    reply, prompt = size.shared_bytes(20, 4, uses_bf16=False, adapters=True)
     assert (reply, prompt) == (2 * (4 * 448 + 24 * 64), 2 * 20 * (512 + 64)), "keys and values of the prompt repeat"
     whole = 2 * 24 * 512
     costs = PolicyCosts(
@@ -224,7 +224,7 @@ def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
     assert costs.stored(8, 1) == 8 * reply + prompt
     assert costs.stored(8, 8) == 8 * whole, "all prompts are different"
     assert replace(costs, reply_tokens=16).stored(8, 1) == 8 * whole, "most tokens are those of replies"
-    assert replace(size, supports_sharing=False).shared_bytes(20, 4, half=False, adapters=True) == (0, 0)
+    assert replace(size, supports_sharing=False).shared_bytes(20, 4, uses_bf16=False, adapters=True) == (0, 0)
 
 
 def test_only_tensors_below_the_mapped_size_fragment_memory(tmp_path, monkeypatch):
@@ -434,7 +434,7 @@ def test_checkpoint_size_includes_frozen_weights(tmp_path):
         "algorithm.save_replay=false",
     ]
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-    costs, each = run_plan.policy_costs, 2 if run_plan.cfg.model.half else 4
+    costs, each = run_plan.policy_costs, 2 if run_plan.cfg.model.uses_bf16 else 4
     assert plan_memory(run_plan).checkpoint == 12 * costs.num_trained + each * costs.num_parameters
 
 

@@ -11,10 +11,10 @@ import pytest
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.inputs import (
     INPUTS_FILE,
+    find_missing_weights,
+    find_short_limits,
+    find_unknown_instructions,
     input_problems,
-    missing_weights,
-    short_limits,
-    unknown_instructions,
     write_inputs,
 )
 from embodyrl.types import (
@@ -121,7 +121,7 @@ def test_instructions_missing_from_training_give_a_warning(tmp_path: Path, tasks
     reads = replace(POLICY, inputs=replace(POLICY.inputs, instructions=True))
     write_inputs(tmp_path, reads, replace(ENV, tasks=("sweep", "open the door"), states_per_task=(1, 1)))
     env = replace(ENV, tasks=tasks, states_per_task=(1, 1), text=replace(ENV.text, instructed=instructed))
-    found = unknown_instructions(tmp_path, env, chosen)
+    found = find_unknown_instructions(tmp_path, env, chosen)
     assert (found is not None) == warned
     if warned:
         assert f"for example {tasks[chosen[0]]!r}; instructions in training: 2, for example 'sweep'" in str(found)
@@ -130,27 +130,27 @@ def test_instructions_missing_from_training_give_a_warning(tmp_path: Path, tasks
 def test_time_limits_below_the_longest_demonstration_give_a_warning(tmp_path: Path) -> None:
     write_inputs(tmp_path, POLICY, replace(ENV, longest_demonstration=380))
     limits = {"env.train.max_episode_steps": 380, "env.eval.max_episode_steps": 320}
-    found = str(short_limits(tmp_path, limits))
+    found = str(find_short_limits(tmp_path, limits))
     assert "has 380 steps, more than env.eval.max_episode_steps=320, so" in found
-    assert short_limits(tmp_path, {"env.train.max_episode_steps": 380}) is None
+    assert find_short_limits(tmp_path, {"env.train.max_episode_steps": 380}) is None
     write_inputs(tmp_path, POLICY, ENV)
-    assert short_limits(tmp_path, limits) is None
+    assert find_short_limits(tmp_path, limits) is None
 
 
 def test_policies_without_instructions_give_no_warning(tmp_path: Path) -> None:
     write_inputs(tmp_path, POLICY, ENV)
-    assert unknown_instructions(tmp_path, replace(ENV, tasks=("other",)), [0]) is None
-    assert unknown_instructions(tmp_path / "elsewhere", ENV, [0]) is None
+    assert find_unknown_instructions(tmp_path, replace(ENV, tasks=("other",)), [0]) is None
+    assert find_unknown_instructions(tmp_path / "elsewhere", ENV, [0]) is None
 
 
 def test_incomplete_weights_are_reported(tmp_path: Path) -> None:
-    assert "contains no *.safetensors" in (missing_weights(tmp_path) or "")
+    assert "contains no *.safetensors" in (find_missing_weights(tmp_path) or "")
     (tmp_path / "a.safetensors").touch()
-    assert missing_weights(tmp_path) is None
+    assert find_missing_weights(tmp_path) is None
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
-    assert "lacks 1 of 2 weight files, such as b.safetensors" in (missing_weights(tmp_path) or "")
+    assert "lacks 1 of 2 weight files, such as b.safetensors" in (find_missing_weights(tmp_path) or "")
     index.write_text('{"weight_map": {"x": "../a.safetensors"}}')
-    assert "'../a.safetensors' is outside the folder" in (missing_weights(tmp_path) or "")
+    assert "'../a.safetensors' is outside the folder" in (find_missing_weights(tmp_path) or "")
     index.write_text("[]")
-    assert "cannot be read" in (missing_weights(tmp_path) or "")
+    assert "cannot be read" in (find_missing_weights(tmp_path) or "")

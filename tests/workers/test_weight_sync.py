@@ -9,7 +9,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.learners.ranks import Ranks
-from embodyrl.policies.protocol import weights_version
+from embodyrl.policies.protocol import get_weights_version
 from embodyrl.workers.weights import describe_weights, load_bucket, publish
 
 
@@ -51,14 +51,14 @@ def test_every_weight_element_is_sent_once():
 def test_weight_transfer_updates_the_version():
     """vLLM loads the module's weights when their version has changed."""
     acting, bucket_arena = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
-    before = weights_version(acting)
+    before = get_weights_version(acting)
     (parts,) = fill_buckets(describe_weights(acting), 4096)
     request = LoadWeightsRequest(sequence=0, record_ref=bucket_arena.allocate(), parts=parts)
     publish(
         PublishRequest(sequence=0, record_ref=request.record_ref, parts=parts), acting, Ranks(RankInfo()), bucket_arena
     )
     load_bucket(request, acting, bucket_arena)
-    assert weights_version(acting) > before
+    assert get_weights_version(acting) > before
     bucket_arena.close()
 
 

@@ -12,7 +12,7 @@ from embodyrl.data.conversion.source import Conventions, Description, Kind
 from embodyrl.data.layout import Card
 from embodyrl.data.settings import FrameFormat
 from embodyrl.errors import ConfigError
-from embodyrl.policies.inputs import gripper_text
+from embodyrl.policies.inputs import describe_gripper
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 ASSUMED_FPS = 20.0
@@ -50,7 +50,7 @@ class Plan:
             ("state", f"{columns_text[Target.state]}: {env.state_dim} numbers"),
             ("action", f"{columns_text[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz{rate}"),
             ("outcomes", f"reward: {columns_text[Target.reward]} · success: {columns_text[Target.success]}"),
-            ("as stored", f"{gripper_text(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
+            ("as stored", f"{describe_gripper(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
             *((("left out", self.left_out),) if self.left_out else ()),
             *(("warning", warning) for warning in self.warnings),
             ("output", str(out)),

@@ -17,9 +17,9 @@ from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UNCHANGED, UpdateGenerator, mean_metrics, split_micro_batches
-from embodyrl.policies.protocol import LearnsStatistics, weights_changed
+from embodyrl.policies.protocol import LearnsStatistics, mark_weights_changed
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import ImitationScores, IntArray
+from embodyrl.types import ImitationLoss, IntArray
 
 CRITICS = "critics"
 """Name of the checkpoint file with the critics and the value network."""
@@ -60,7 +60,7 @@ class IqlLearner(Learner):
         """Run `updates_per_sample` updates for each chunk of the request; return metrics averaged over the updates."""
         if request.step == 0 and isinstance(self._policy, LearnsStatistics):
             self._policy.update_statistics(observations(self._demos, np.arange(len(self._demos.action))))
-            weights_changed(self._policy.module)
+            mark_weights_changed(self._policy.module)
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x1C1]))
         count = max(1, round(self._settings.updates_per_sample * len(request.record_refs)))
         self._policy.module.train()
@@ -81,7 +81,7 @@ class IqlLearner(Learner):
                 self._split_micro_batches(),
                 request.step + done / count,
                 lambda rows, frames=frames: self._imitate(frames[rows]),
-                lambda scores, rows, weights=weights: ((weights[rows] * scores.loss).sum() / self._batch_size, None),
+                lambda losses, rows, weights=weights: ((weights[rows] * losses.loss).sum() / self._batch_size, None),
                 weights_status="the policy is unchanged, but critics and value network were updated",
             )
             if step_result is not None:
@@ -107,7 +107,7 @@ class IqlLearner(Learner):
         means = {"advantage": advantage.mean().item(), "weight": weights.mean().item(), "weight_clipped": clipped}
         return weights, metrics | means
 
-    def _imitate(self, frames: IntArray) -> ImitationScores:
+    def _imitate(self, frames: IntArray) -> ImitationLoss:
         """Return the SFT losses of the chunks that start at `frames`."""
         obs = observations(self._demos, frames)
         return self._policy.imitate(obs, self._demos.chunks(frames, self._horizon))

@@ -16,9 +16,9 @@ from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
 from embodyrl.learners.imitation import encode_reply_batch
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, mean_metrics, split_micro_batches
-from embodyrl.policies.protocol import TextPolicy, weights_changed
+from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
 from embodyrl.specs import convert_gripper
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
+from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation
 
 REPLAY, TRAINED = "replay", "trained"
 """Names of checkpoint files: the replay buffer, and the trained weights if rollouts use averaged weights."""
@@ -74,7 +74,7 @@ class FilteredLearner(Learner):
                 self._split_micro_batches(*batch),
                 request.step + done / count,
                 lambda rows, batch=batch: self._imitate(batch, rows),
-                lambda scores, _: (scores.loss.sum() / self._batch_size, None),
+                lambda losses, _: (losses.loss.sum() / self._batch_size, None),
             )
             if step_result is not None:
                 steps.append(step_result[0])
@@ -97,7 +97,7 @@ class FilteredLearner(Learner):
             weight.copy_(self._swapped_weights[name])
             self._swapped_weights[name] = copy
         if self._weights:
-            weights_changed(self._policy.module)
+            mark_weights_changed(self._policy.module)
 
     def _split_micro_batches(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
         """Return the batch indices of each micro-batch of this process (see `split_micro_batches`)."""
@@ -122,7 +122,7 @@ class FilteredLearner(Learner):
             actions = np.concatenate([actions, demonstrations.chunks(steps, self._horizon)])
         return read_observation(fields, np.arange(self._batch_size)), actions
 
-    def _imitate(self, batch: tuple[Observation, FloatArray], rows: IntArray) -> ImitationScores:
+    def _imitate(self, batch: tuple[Observation, FloatArray], rows: IntArray) -> ImitationLoss:
         obs, actions = batch
         instructions = tuple(obs.instructions[row] for row in rows)
         observation = Observation(images=obs.images[rows], state=obs.state[rows], instructions=instructions)

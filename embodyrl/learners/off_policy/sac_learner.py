@@ -129,12 +129,12 @@ class SacLearner(Learner):
             )
         )
         # Sampled once for temperature and policy; detached, so that no gradient reaches the shared features.
-        sampled_action, logprob = self._policy.draw(features.detach())
+        sampled_action, logprob = self._policy.sample(features.detach())
         alpha = self._log_alpha.detach().exp()
         alpha_loss = temperature_loss(self._log_alpha, logprob, self._target_entropy)
         with torch.no_grad():
             after = torch.cat([self._compute_features(batch) for batch in next_observations])
-            next_action, next_logprob = self._policy.draw(after)
+            next_action, next_logprob = self._policy.sample(after)
             # Few critics for any number of critics: the minimum of all critics would be far too low.
             next_value = self._targets(after, next_action)[target_critics]
             target = soft_target(reward, discount, next_value, next_logprob, alpha * self._settings.backup_entropy)
@@ -226,7 +226,9 @@ class SacLearner(Learner):
         valid = arena[Record.valid][records]
         new = Frames(
             seen=self._get_stored_fields(records),
-            action=np.where(is_action[:, None], self._policy.chosen(arena[Record.tokens][records]).cpu(), 0.0),
+            action=np.where(
+                is_action[:, None], self._policy.tokens_to_chunks(arena[Record.tokens][records]).cpu(), 0.0
+            ),
             reward=np.where(valid, arena[Record.advantage][records], 0.0).sum(1, dtype=np.float32),
             acted=is_action,
             terminated=is_action & (arena[Record.terminated][records] & valid).any(1),

@@ -35,7 +35,7 @@ class ActorCriticFactory:
             action_dim=env.action.dim,
             tokens_per_chunk=cfg.num_action_chunks * env.action.dim,
             value_dim=value_dim,
-            # At least one, so that an environment without images is refused with the other mismatches.
+            # At least one, so that an environment without images is rejected together with other mismatches.
             inputs=InputSpec(
                 num_images=max(1, len(env.cameras.names)) if self.reads_images else 0,
                 state=env.state_dim > 0 or not self.reads_images,

@@ -22,7 +22,7 @@ from embodyrl.policies.actor_critic.tanh import Tanh
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf, standard_normal
 from embodyrl.policies.weights import fill_weights
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 LogStd = float | tuple[float, ...]
 """Log standard deviation of all dimensions, or of each dimension."""
@@ -39,7 +39,7 @@ class CategoricalHead(nn.Module):
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
         max_categories = max(sizes)
-        self._equal_sizes = (len(sizes), max_categories) if min(sizes) == max_categories else None
+        self._uniform_shape = (len(sizes), max_categories) if min(sizes) == max_categories else None
         """(number of dimensions, categories per dimension) if all dimensions have the same number of categories, else
         None."""
         offsets = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
@@ -55,7 +55,7 @@ class CategoricalHead(nn.Module):
             return logits.argmax(-1)
         sample = sample_inverse_cdf(logits, noise)
         # A rounded sum may be below 1, and the last entries of short dimensions are padding.
-        return sample if self._equal_sizes else sample.minimum((~self._padding).sum(-1) - 1)
+        return sample if self._uniform_shape else sample.minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies [B, K, A] of category ids [B, K, A]."""
@@ -80,8 +80,8 @@ class CategoricalHead(nn.Module):
     def _logits(self, outputs: Tensor, temperature: float) -> Tensor:
         """Return logits [B, K, A, C]; C: largest number of categories of a dimension."""
         outputs = outputs if temperature == 1.0 else outputs / temperature
-        if self._equal_sizes:  # no padding needed
-            return outputs.view(*outputs.shape[:-1], *self._equal_sizes)
+        if self._uniform_shape:  # no padding needed
+            return outputs.view(*outputs.shape[:-1], *self._uniform_shape)
         return outputs[..., self._category_index].masked_fill(self._padding, _MASKED_LOGIT)
 
 
@@ -234,7 +234,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardise x [B, S], and clip the result to +-10."""
+        """Standardize x [B, S], and clip the result to +-10."""
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10.0, 10.0)
 
     def update(self, x: Tensor) -> None:
@@ -307,7 +307,7 @@ class ActorCriticPolicy:
         logprob, entropy = self._net.head.score(outputs, choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=value)
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the negative log-likelihood and the accuracy or error of actions [B, K, A] (see `Policy.imitate`)."""
         outputs = self._net.outputs(self.features(obs))
         choice = on_device(self._net.head.from_actions(actions), self._device)
@@ -318,7 +318,7 @@ class ActorCriticPolicy:
         if greedy.is_floating_point():
             distance = np.abs(self._net.head.to_actions(greedy.cpu().numpy()) - actions).reshape(len(actions), -1)
             error = on_device(distance.mean(1, dtype=np.float32), self._device)
-        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=correct, error=error)
+        return ImitationLoss(loss=-logprob.flatten(1).mean(1), accuracy=correct, error=error)
 
     @torch.no_grad()
     def update_statistics(self, obs: Observation) -> None:
@@ -345,7 +345,7 @@ class ActorCriticPolicy:
         shape, state = self._shape, on_device(np.ascontiguousarray(obs.state), self._device)
         if not shape.num_images:
             return self._net.features(None, state)
-        # The slices do not read the unused part.
+        # Slicing avoids a copy of unused images and channels.
         images = obs.images[:, : shape.num_images, ..., : 1 if shape.grey else 3]
         return self._net.features(on_device(images, self._device), state)
 

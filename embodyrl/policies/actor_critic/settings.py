@@ -19,8 +19,8 @@ class ActorCriticSettings(WeightSettings):
     activation: Literal["tanh", "relu"] | None = None
     """Activation of the hidden layers; default: tanh, or relu with images."""
     log_std_init: Annotated[float, Field(ge=-20, le=2)] | None = None
-    """Continuous actions: initial log standard deviation, relative to half the action range; default: that of each
-    dimension of the demonstrations in SFT, otherwise 0."""
+    """Continuous actions: initial log standard deviation, relative to half the action range; default: in SFT, the log
+    standard deviation of each dimension of the demonstrations; otherwise 0."""
     ortho_init: bool = True
     """Orthogonal initialization, with a small gain in the policy's last layer; false: PyTorch's default."""
     noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0

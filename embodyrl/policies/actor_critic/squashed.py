@@ -35,13 +35,13 @@ class SquashedPolicy(ActorCriticPolicy):
         self.width = spec.tokens_per_chunk
         self.encoder = () if self._net.encoder is None else tuple(self._net.encoder.parameters())
 
-    def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample chunks [B, L] within -1..1 and their log-probability [B] (see `SoftActor.draw`)."""
+    def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample chunks [B, L] within -1..1 and their log-probability [B] (see `SoftActor.sample`)."""
         assert isinstance(self._net.head, SquashedHead)
-        return self._net.head.draw(self._net.outputs(features))
+        return self._net.head.sample(self._net.outputs(features))
 
-    def chosen(self, tokens: IntArray) -> Tensor:
-        """Return chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
+    def tokens_to_chunks(self, tokens: IntArray) -> Tensor:
+        """Return chunks [B, L] within -1..1 (see `SoftActor.tokens_to_chunks`)."""
         return on_device(self._net.head.to_choice(tokens), self._device).tanh()
 
     def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:

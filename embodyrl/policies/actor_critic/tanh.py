@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_LARGE = 2**15
-"""Number of elements from which the faster computation outweighs the call of a Python function in autograd."""
+_MIN_NUMPY_SIZE = 2**15
+"""Minimum number of elements for which numpy saves more time than a Python function in autograd costs."""
 
 
 class Tanh(nn.Module):
@@ -15,7 +15,7 @@ class Tanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return tanh(x)."""
-        large = x.numel() >= _LARGE and x.device.type == "cpu" and x.dtype == torch.float32
+        large = x.numel() >= _MIN_NUMPY_SIZE and x.device.type == "cpu" and x.dtype == torch.float32
         return _LargeTanh.apply(x) if large else torch.tanh(x)
 
 

@@ -14,7 +14,7 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_image_sizes, read_sizes
-from embodyrl.policies.inputs import missing_weights
+from embodyrl.policies.inputs import find_missing_weights
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.text.chat import ChatTemplate, find_end_token_problem, find_roles_problem
 from embodyrl.text.gguf import language_model_folder
@@ -27,8 +27,8 @@ BYTES_PER_PROMPT_TOKEN = 4
 """Average bytes per token of a prompt; English text has four to five."""
 
 RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"})
-"""Model types of transformers with a state of their own instead of `past_key_values`; `check_cache` checks all models
-that are loaded."""
+"""Model types of transformers that have a recurrent state instead of `past_key_values`; `check_cache` detects others
+when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class CausalLMFactory:
         problems = [
             f"model.path={cfg.path}: no {file} there; use a folder written by `save_pretrained`." for file in missing
         ]
-        if not problems and (problem := missing_weights(folder)):
+        if not problems and (problem := find_missing_weights(folder)):
             problems.append(f"model.path={cfg.path}: {problem}")
         return problems
 
@@ -105,7 +105,7 @@ class CausalLMFactory:
             tokens = max(1, env.text.max_replies) * tokens + env.text.prompt_tokens
         else:
             tokens += -(-env.text.prompt_bytes // BYTES_PER_PROMPT_TOKEN)
-        per_token = size.per_token(half=cfg.half, adapters=cfg.is_lora)
+        per_token = size.bytes_per_token(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora)
         total = self.default_num_parameters if cfg.path is None else _count_parameters(folder)
         adapters, tower_bytes = size.adapter_parameters(cfg.lora.r), 0
         if self.reads_images:
@@ -115,10 +115,10 @@ class CausalLMFactory:
                 num_images
                 * image_sizes.patches
                 * image_sizes.tower.layers
-                * image_sizes.tower.per_token(half=cfg.half, adapters=cfg.is_lora)
+                * image_sizes.tower.bytes_per_token(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora)
             )
             adapters += image_sizes.tower.adapter_parameters(cfg.lora.r)
-        residual_bytes = 4 if not (cfg.half and cfg.is_lora) else 2
+        residual_bytes = 4 if not (cfg.uses_bf16 and cfg.is_lora) else 2
         return PolicyCosts(
             num_parameters=total,
             num_trained=adapters + _count_full_parameters(cfg, size) if cfg.is_lora else None,
@@ -126,15 +126,15 @@ class CausalLMFactory:
             shared_bytes=(0, 0)
             if self.reads_images
             else size.shared_bytes(
-                tokens - cfg.num_action_chunks, cfg.num_action_chunks, half=cfg.half, adapters=cfg.is_lora
+                tokens - cfg.num_action_chunks, cfg.num_action_chunks, uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora
             ),
-            tensor_fractions=size.tensor_fractions(half=cfg.half, adapters=cfg.is_lora),
+            tensor_fractions=size.tensor_fractions(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora),
             recomputed_bytes=tokens * size.layers * residual_bytes * size.width + tower_bytes,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,
             logit_bytes=size.logit_bytes(cfg.num_action_chunks),
-            scoring_bytes=size.scoring_bytes(half=cfg.half, adapters=cfg.is_lora),
-            inference_bytes=tokens * size.layers * (6 if cfg.half else 8) * size.kv_width + 12 * size.vocabulary,
+            scoring_bytes=size.scoring_bytes(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora),
+            inference_bytes=tokens * size.layers * (6 if cfg.uses_bf16 else 8) * size.kv_width + 12 * size.vocabulary,
             sample_tokens=tokens,
             reply_tokens=cfg.num_action_chunks,
             forward_flops=2.0 * total * tokens,
@@ -162,7 +162,7 @@ class CausalLMFactory:
         if request.critic is None:
             return self._build(cfg, request)
         # A critic has no adapters: all its weights are trained and stored in its folder.
-        critic = self._build(cfg.whole(request.critic), replace(request, backend="hf"))
+        critic = self._build(cfg.without_adapters(request.critic), replace(request, backend="hf"))
         return PolicyWithCritic(self._build(cfg, replace(request, value_dim=0)), critic, request.critic)
 
     def _build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
@@ -173,7 +173,7 @@ class CausalLMFactory:
 
     def folder(self, cfg: CausalLMSettings) -> Path:
         path = cfg.path or self.default_folder
-        assert path is not None, "`validate` refuses it"
+        assert path is not None, "`validate` rejects a missing path"
         folder = language_model_folder(path)
         if (folder / "adapter").is_dir() and not (folder / "config.json").is_file():
             raise CheckpointError(
@@ -184,7 +184,7 @@ class CausalLMFactory:
 
 
 def _count_full_parameters(cfg: CausalLMSettings, size: TextSizes) -> int:
-    """Return the number of parameters of embeddings and output matrix that are trained in full, next to adapters."""
+    """Return the number of parameters of embeddings and output matrix that are fully trained despite adapters."""
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 

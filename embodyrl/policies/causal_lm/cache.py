@@ -54,7 +54,7 @@ def _extend(old: Tensor, size: int) -> Tensor:
     return new
 
 
-def reserved_cache(config: Any, max_tokens: int) -> DynamicCache:
+def create_reserved_cache(config: Any, max_tokens: int) -> DynamicCache:
     """Return an empty cache for a model's config, with reserved space in all full-attention layers.
 
     Other layers, such as sliding-window attention, are unchanged.
@@ -65,21 +65,21 @@ def reserved_cache(config: Any, max_tokens: int) -> DynamicCache:
 
 
 _MAX_DISTANCE = {False: 1e-3, True: 0.5}
-"""Largest total variation distance of a model's next token with and without cache, by whether it computes in half
-precision, whose rounding changes the experts of a token."""
+"""Maximum total variation distance between next-token distributions with and without a cache, by `uses_bf16`. Rounding
+in bfloat16 can change the experts that process a token."""
 
 
 @torch.no_grad()
-def check_cache(model: Any, tokens: Sequence[int], *, half: bool) -> None:
-    """Check that a language model continues padded prompts of a cache as it continues the same tokens without one.
+def check_cache(model: Any, tokens: Sequence[int], *, uses_bf16: bool) -> None:
+    """Check that a language model's next-token probabilities do not depend on a KV cache and left padding.
 
     Args:
         model: the `LanguageModel`.
         tokens: six tokens that are not images.
-        half: True if the model computes in half precision.
+        uses_bf16: True if the model computes in bfloat16.
 
     Raises:
-        CheckpointError: the probabilities differ, or the model has another kind of cache, as recurrent models have.
+        CheckpointError: the probabilities differ, or the model has another kind of cache, such as a recurrent state.
     """
     device = next(model.parameters()).device
     *prompt, last = torch.tensor(tokens, device=device)
@@ -88,7 +88,7 @@ def check_cache(model: Any, tokens: Sequence[int], *, half: bool) -> None:
     mask[0, :3] = 0
     swap = torch.tensor([1, 0], device=device)
     try:
-        positions, cache = model.positions(ids, mask, {}), reserved_cache(model.lm.config, len(tokens))
+        positions, cache = model.positions(ids, mask, {}), create_reserved_cache(model.lm.config, len(tokens))
         model(ids, mask, positions, 1, cache)
         cache.reorder_cache(swap)  # type: ignore[arg-type]
         longer_mask = torch.cat([mask[swap], mask.new_ones(2, 1)], 1)
@@ -102,9 +102,9 @@ def check_cache(model: Any, tokens: Sequence[int], *, half: bool) -> None:
         distance, reason = None, one_line(error).rstrip(".")
     else:
         reason = f"the probabilities of the next token differ by {distance:.2g} from those without a cache"
-    if distance is None or not distance <= _MAX_DISTANCE[half]:
+    if distance is None or not distance <= _MAX_DISTANCE[uses_bf16]:
         raise CheckpointError(
-            f"Models of the type '{model.lm.config.model_type}' cannot generate replies with a cache of padded "
+            f"Models of the type '{model.lm.config.model_type}' do not support generation with a KV cache and padded "
             f"prompts: {reason}. Use a model with attention or hybrid layers, or rollout.backend=vllm."
         )
 

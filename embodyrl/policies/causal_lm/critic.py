@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from embodyrl.errors import ConfigError
-from embodyrl.policies.protocol import Policy, TextPolicy, weights_changed, weights_version
+from embodyrl.policies.protocol import Policy, TextPolicy, get_weights_version, mark_weights_changed
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores
 
 CRITIC_FOLDER = "critic"
@@ -32,21 +32,22 @@ class PolicyWithCritic:
                 f"critic.path={path}: its tokenizer differs from the policy's. Use a model of the same family."
             )
         self.vocabulary = vocabulary
-        self.alone = policy
+        self.policy_without_critic = policy
         """Policy without the critic, used as the reference policy."""
         self._policy, self._critic = policy, critic
         assert isinstance(policy, TextPolicy), "only text policies have a vocabulary"
         self.values, self.imitate = critic.values, policy.imitate
         self.encode_replies, self.prompt_lengths = policy.encode_replies, policy.prompt_lengths
-        self.build_served_reference, self.rest = policy.build_served_reference, getattr(policy, "rest", lambda: None)
+        self.build_served_reference = policy.build_served_reference
+        self.free_engine_memory = getattr(policy, "free_engine_memory", lambda: None)
         self.spec = replace(policy.spec, value_dim=critic.spec.value_dim)
         self.module: nn.Module = nn.ModuleDict({"policy": policy.module, "value_head": critic.module})
         self._version = 0
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a reply to each conversation, with values of the critic (see `Policy.act`)."""
-        if (version := weights_version(self.module)) != self._version:
-            weights_changed(self._policy.module)  # an engine loads its weights from there
+        if (version := get_weights_version(self.module)) != self._version:
+            mark_weights_changed(self._policy.module)  # an engine loads its weights from there
             self._version = version
         output = self._policy.act(obs, noise=noise, temperature=temperature)
         with torch.no_grad():
@@ -68,4 +69,4 @@ class PolicyWithCritic:
         self._policy.load_weights(folder)
         if (folder / CRITIC_FOLDER).is_dir():
             self._critic.load_weights(folder / CRITIC_FOLDER)
-        weights_changed(self.module)
+        mark_weights_changed(self.module)

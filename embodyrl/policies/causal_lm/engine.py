@@ -103,8 +103,8 @@ class VllmEngine:
     ) -> None:
         """Load the module's weights if their version has changed since the last call, and leave sleep mode.
 
-        After the first change, the engine must agree with the module on the log-probability of its next token after
-        `probe`; `logprob(prompt, token)` is the module's.
+        After the first change, check that the engine and the module agree on the log-probability of the engine's next
+        token after `probe`. `logprob(prompt, token)` returns the module's log-probability.
 
         Raises:
             EmbodyError: the log-probabilities differ; the engine has other weights.
@@ -153,7 +153,7 @@ class VllmEngine:
         params = [
             self._engine_sampling(
                 temperature=0.0 if noise is None else temperature,
-                detokenize=bool(self._sampling.stop),  # a sixth of the time of a small model
+                detokenize=bool(self._sampling.stop),  # takes a sixth of the time of a small model
                 max_tokens=limit,
                 seed=seed,
                 **to_vllm_params(self._sampling, top),

@@ -26,13 +26,21 @@ from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
 from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
-from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, merged_problem
+from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, find_merged_adapter_problem
 from embodyrl.policies.weights import check_weights
 
 _ADAPTER_CONFIG = "adapter_config.json"
-_FIELDS = ("alpha_pattern", "bias", "fan_in_fan_out", "modules_to_save", "rank_pattern", "use_dora", "use_qalora")
-_ONLY = {"peft_type": ("LORA",), "init_lora_weights": (*PLAIN_INITS, "pissa", "olora")}
-"""Further fields of adapters, and values of fields, that peft merges correctly; others are rejected."""
+_MERGED_FIELDS = (
+    "alpha_pattern",
+    "bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "rank_pattern",
+    "use_dora",
+    "use_qalora",
+)
+_SUPPORTED_VALUES = {"peft_type": ("LORA",), "init_lora_weights": (*PLAIN_INITS, "pissa", "olora")}
+"""Further fields of adapters that peft merges correctly, and supported values of fields; others are rejected."""
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -113,10 +121,9 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
 
 
 def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: str | None = None) -> Any:
-    """Add low-rank adapters to a model, or merge a given adapter into its weights.
+    """Add low-rank adapters to a model, or merge an existing adapter into its weights.
 
-    The adapters are new, or loaded from `path` (default: `model.lora.path`). A given adapter is merged unless
-    `model.is_lora` is set.
+    An existing adapter is loaded from `path` (default: `model.lora.path`), and is merged unless `model.is_lora` is set.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -129,10 +136,11 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
                 raise CheckpointError(
                     f"{folder}: {name} is missing; the adapter folder is incomplete. Download the folder again."
                 )
-        if path == lora.path and (problem := merged_problem(folder)):
+        if path == lora.path and (problem := find_merged_adapter_problem(folder)):
             raise CheckpointError(f"model.lora.path: {problem}")
         file = folder / _ADAPTER_CONFIG
-        check_keys(read_json(file), file, ignored=(*ADAPTER_FIELDS, *_FIELDS), only=_ONLY, fix="Use a LoRA adapter.")
+        ignored = (*ADAPTER_FIELDS, *_MERGED_FIELDS)
+        check_keys(read_json(file), file, ignored=ignored, only=_SUPPORTED_VALUES, fix="Use a LoRA adapter.")
         with _suppress_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
             if cfg.is_lora:

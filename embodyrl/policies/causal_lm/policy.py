@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.cache import check_cache, reserved_cache, unmap_large_tensors
+from embodyrl.policies.causal_lm.cache import check_cache, create_reserved_cache, unmap_large_tensors
 from embodyrl.policies.causal_lm.model import (
     LanguageModel,
     add_adapters,
@@ -40,9 +40,9 @@ from embodyrl.policies.causal_lm.sampling import (
 )
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.shared_prompts import compute_hidden_states, is_sharing_cheaper
-from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
+from embodyrl.policies.protocol import PolicyRequest, get_weights_version, mark_weights_changed
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 if TYPE_CHECKING:
     from embodyrl.policies.causal_lm.engine import VllmEngine
@@ -74,7 +74,7 @@ class CausalLMPolicy:
         trains_full_weights = not cfg.is_lora or cfg.lora.modules_to_save
         self._autocast = compute if request.trainable and trains_full_weights else None
         dtype = compute if self._autocast is None or cfg.is_lora else torch.float32
-        # With images the processor contains the tokenizer, else it is one.
+        # With images, the processor contains the tokenizer; otherwise the processor is the tokenizer.
         seed = None if cfg.path is not None else ADAPTED_SEED if cfg.is_lora else request.seed
         model, self.processor = load(folder, dtype=dtype, seed=seed, reads_images=reads_images)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -112,7 +112,7 @@ class CausalLMPolicy:
         if not self._uses_engine:
             probe_tokens = [token for token in range(self._net.vocabulary) if token not in forbidden_tokens][:6]
             with self._autocast_context():
-                check_cache(net, probe_tokens, half=cfg.precision is Precision.bf16)
+                check_cache(net, probe_tokens, uses_bf16=cfg.precision is Precision.bf16)
         self._engine: VllmEngine | ServerEngine | None = None
 
     @property
@@ -165,7 +165,7 @@ class CausalLMPolicy:
         """Generate replies with the engine; return tokens, log-probabilities, values (each [B, K]) and top tokens."""
         if self._engine is None:
             self._engine = self._start_engine()
-        self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
+        self._engine.sync(self._net.lm, get_weights_version(self.module), prompts[0], self._next_logprob)
         length, top = self.spec.num_action_chunks, self._request.top
         tokens, logprob, top_tokens = self._engine.generate(prompts, noise, temperature, length, top)
         value = np.zeros_like(logprob)
@@ -182,8 +182,8 @@ class CausalLMPolicy:
             logprob = rescored.cpu().numpy() if rescore else logprob
         return tokens, logprob, value, top_tokens
 
-    def rest(self) -> None:
-        """Free the memory of the engine until the next inference (see `HasEngine.rest`)."""
+    def free_engine_memory(self) -> None:
+        """Free the memory of the engine until the next inference (see `HasEngine.free_engine_memory`)."""
         if self._engine is not None:
             self._engine.sleep()
 
@@ -225,7 +225,7 @@ class CausalLMPolicy:
         first = {id(p): i for i, p in reversed(list(enumerate(prompts)))}
         source = list(range(count)) if deterministic else sorted(first.values())
         ids, mask, positions, image_inputs = self._build_inputs([prompts[i] for i in source])
-        cache = reserved_cache(self._net.lm.config, ids.shape[1] + limit)
+        cache = create_reserved_cache(self._net.lm.config, ids.shape[1] + limit)
         with self._autocast_context():
             logits, value = self._net(ids, mask, positions, 1, cache, **image_inputs)
         rows = torch.arange(count, device=self._device)
@@ -240,7 +240,7 @@ class CausalLMPolicy:
             positions[..., row_index, -1],
         )
         used_tokens = mark_prompt_tokens(ids[row_index], mask, logits, self._sampling)
-        # `rows` are the unfinished replies; all other arrays except `out` and `uniform` have their order.
+        # `rows` are the unfinished replies; all other arrays except `out` and `uniform` have the order of `rows`.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
         top_tokens = on_device(allocate_top_tokens(count, limit, self._request.top), self._device)
         uniform = None if noise is None else on_device(noise, self._device)
@@ -353,14 +353,14 @@ class CausalLMPolicy:
         out[:, :1] = value.cpu().numpy()[:, : self.spec.value_dim]
         return out
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the mean negative log-likelihood of each reply's tokens, and the fraction of argmax matches."""
         tokens = actions[:, :, 0].astype(np.int64)
         logprob, _, _, is_best = self._score(
             obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0
         )
         count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)
-        return ImitationScores(loss=-logprob.sum(1) / count, accuracy=is_best.sum(1) / count)
+        return ImitationLoss(loss=-logprob.sum(1) / count, accuracy=is_best.sum(1) / count)
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
         """Return tokens of replies with their end tokens (see `TextPolicy.encode_replies`)."""
@@ -375,7 +375,7 @@ class CausalLMPolicy:
         return np.asarray([len(prompt) for prompt in self.reader(obs)], np.int64)
 
     def build_served_reference(self, url: str, model: str | None) -> Any:
-        """Return a reference policy that is computed by a server (see `TextPolicy.served_by`)."""
+        """Return a reference policy whose log-probabilities a server computes (see `TextPolicy`)."""
         from embodyrl.policies.causal_lm.server import ServedReference
 
         return ServedReference(url, model, self.reader, max(self.tokenizer.get_vocab().values()))
@@ -434,7 +434,7 @@ class CausalLMPolicy:
                 fill(self._net.lm, loaded.state_dict(), folder)
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
-            weights_changed(self.module)
+            mark_weights_changed(self.module)
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{folder} does not fit this model ({reason}). Use another checkpoint.") from error

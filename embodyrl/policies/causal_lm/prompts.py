@@ -78,7 +78,7 @@ class PromptReader:
         return tokenizer.decode([token for token in tokens if token not in self._hidden_tokens])
 
     def strip_opening_tag(self, reply: str) -> str:
-        """Return a target without the tag that the generation prompt contains."""
+        """Return a target reply without the opening tag, which the generation prompt already contains."""
         tag = self.opening_tag.strip()
         if not tag or not reply.lstrip().startswith(tag):
             return reply
@@ -166,7 +166,7 @@ class PromptReader:
 
 
 def get_reply_text(reader: PromptReader, tokens: Sequence[int], sampling: SamplingSettings) -> str:
-    """Return the text of a reply before the stop string that ended it, after the tag of the generation prompt."""
+    """Return the text of a reply up to the stop string that ended it, after the opening tag of the prompt."""
     text, min_characters = reader.decode(tokens), 0
     if sampling.stop and sampling.min_new_tokens > 1:  # stop strings before the minimum length do not end a reply
         min_characters = len(reader.decode(tokens[: sampling.min_new_tokens - 1]))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.config.shared import SamplingSettings
-from embodyrl.policies.tensors import cumulative
+from embodyrl.policies.tensors import compute_cdf
 from embodyrl.types import FloatArray, IntArray
 
 
@@ -28,7 +28,7 @@ def choose(
         logits: [B, V] float32, neither scaled nor truncated.
         uniform: [B] in [0, 1); None: the most probable token.
         temperature: divides the logits after the penalty.
-        params: top_k, top_p and repetition_penalty.
+        params: penalties and truncation.
         used_tokens: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
         reply_tokens: [B, T] tokens of the reply so far, padded with -1, for frequency and presence penalties.
         forbidden: ids of tokens with probability 0.
@@ -45,7 +45,7 @@ def choose(
         logits = logits.index_fill(1, forbidden, -torch.inf)
     if uniform is None:
         return logits.argmax(-1)
-    cdf = cumulative(truncate(logits / temperature, params).softmax(-1))
+    cdf = compute_cdf(truncate(logits / temperature, params).softmax(-1))
     # The last sum is 1 up to rounding; scaling by it keeps every sample inside the vocabulary.
     return (
         torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
@@ -59,7 +59,7 @@ def truncate(logits: Tensor, params: SamplingSettings) -> Tensor:
     if params.top_p < 1.0:
         ordered, index = logits.sort(descending=True)
         probability = ordered.softmax(-1)
-        outside = cumulative(probability) - probability >= params.top_p
+        outside = compute_cdf(probability) - probability >= params.top_p
         logits = logits.masked_fill(outside.scatter(1, index, outside), -torch.inf)
     return logits
 
@@ -96,7 +96,7 @@ def to_vllm_params(params: SamplingSettings, top: int) -> dict[str, Any]:
 
 
 def get_reply_seeds(noise: FloatArray) -> list[int]:
-    """Return a seed [B] for each reply, derived from the first column of uniform noise [B, K]."""
+    """Return one seed per reply, derived from the first column of uniform noise [B, K]."""
     return [int(float(first) * 2**31) for first in noise[:, 0]]
 
 

@@ -8,9 +8,11 @@ from pydantic import Field
 from embodyrl.config.settings import Path
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
-RESERVED = frozenset({"messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize"})
-RESERVED |= {"tools", "documents", "return_dict", "return_tensors", "padding", "truncation", "max_length"}
-RESERVED |= {"chat_template", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
+RESERVED_ARGUMENTS = frozenset(
+    {"messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize"}
+)
+RESERVED_ARGUMENTS |= {"tools", "documents", "return_dict", "return_tensors", "padding", "truncation", "max_length"}
+RESERVED_ARGUMENTS |= {"chat_template", "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs"}
 """Arguments of `apply_chat_template` that are set by the run, or are not passed to the template."""
 
 
@@ -39,5 +41,5 @@ class CausalLMSettings(AdapterSettings):
         yield from super().problems()
         if self.chat is False and (self.chat_template or self.chat_template_kwargs):
             yield "model.chat=false: model.chat_template and model.chat_template_kwargs have no effect; remove them."
-        if reserved := sorted(RESERVED & {*self.chat_template_kwargs}):
+        if reserved := sorted(RESERVED_ARGUMENTS & {*self.chat_template_kwargs}):
             yield f"model.chat_template_kwargs: {', '.join(reserved)} cannot be set; remove it."

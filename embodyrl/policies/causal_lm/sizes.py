@@ -41,28 +41,28 @@ class TextSizes:
         w, m, k = self.width, self.hidden, self.kv_width
         return rank * self.layers * (2 * (w + w) + 2 * (w + k) + 3 * (w + m))
 
-    def per_token(self, *, half: bool, adapters: bool) -> int:
+    def bytes_per_token(self, *, uses_bf16: bool, adapters: bool) -> int:
         """Return the bytes that a layer stores per token for its backward pass, counted tensor by tensor.
 
         bfloat16 with float32 masters: residual stream and norms in float32, a bfloat16 copy of a norm's output for each
         linear layer; keys and values are repeated for all heads. Trained norms store their normalized inputs.
         """
-        return sum(self._bytes_by_width(half=half, adapters=adapters))
+        return sum(self._bytes_by_width(uses_bf16=uses_bf16, adapters=adapters))
 
-    def tensor_fractions(self, *, half: bool, adapters: bool) -> tuple[tuple[int, float], ...]:
+    def tensor_fractions(self, *, uses_bf16: bool, adapters: bool) -> tuple[tuple[int, float], ...]:
         """Return `PolicyCosts.tensor_fractions` of the tensors as wide as the residual stream, and as the MLP."""
-        narrow, wide = self._bytes_by_width(half=half, adapters=adapters)
+        narrow, wide = self._bytes_by_width(uses_bf16=uses_bf16, adapters=adapters)
         total = max(1, narrow + wide)
         return (4 * self.width, narrow / total), (4 * self.hidden, wide / total)
 
-    def _bytes_by_width(self, *, half: bool, adapters: bool) -> tuple[int, int]:
+    def _bytes_by_width(self, *, uses_bf16: bool, adapters: bool) -> tuple[int, int]:
         w, m = self.width, self.hidden
-        if not half:
+        if not uses_bf16:
             return 4 * (8 if adapters else 10) * w, 4 * 4 * m
         # The adapter library casts the inputs of all seven linear layers to float32.
         return (44 * w, 10 * m) if adapters else (34 * w, 8 * m)
 
-    def shared_bytes(self, prompt: int, reply: int, *, half: bool, adapters: bool) -> tuple[int, int]:
+    def shared_bytes(self, prompt: int, reply: int, *, uses_bf16: bool, adapters: bool) -> tuple[int, int]:
         """Return the activation bytes of one reply and of one distinct prompt if replies share prompts.
 
         Return (0, 0) if the model does not support shared prompts. Each reply stores its prompt's keys and values
@@ -70,8 +70,11 @@ class TextSizes:
         """
         if not self.supports_sharing:
             return 0, 0
-        bytes_per_number = 2 if half else 4
-        stored, repeated = self.per_token(half=half, adapters=adapters), 2 * bytes_per_number * self.width
+        bytes_per_number = 2 if uses_bf16 else 4
+        stored, repeated = (
+            self.bytes_per_token(uses_bf16=uses_bf16, adapters=adapters),
+            2 * bytes_per_number * self.width,
+        )
         reply_numbers = reply * (stored - repeated) + (prompt + reply) * repeated
         return self.layers * reply_numbers, self.layers * prompt * (stored + 2 * bytes_per_number * self.kv_width)
 
@@ -79,7 +82,7 @@ class TextSizes:
         """Return the bytes of three float32 copies of a reply's logits, and of three copies of one chunk's logits."""
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
-    def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
+    def scoring_bytes(self, *, uses_bf16: bool, adapters: bool) -> tuple[int, int]:
         """Return the temporary bytes for gradients of the output matrix, without and with recomputation of layers.
 
         Gradients of earlier micro-batches, of earlier chunks of logits and of this chunk exist at the same time. In
@@ -89,7 +92,7 @@ class TextSizes:
         matrix = self.vocabulary * self.width
         if adapters:
             return 0, 0
-        return 4 * matrix, (6 if half else 4) * matrix
+        return 4 * matrix, (6 if uses_bf16 else 4) * matrix
 
 
 def read_sizes(folder: Path) -> TextSizes:
@@ -117,7 +120,7 @@ def read_image_sizes(folder: Path, height: int, width: int) -> ImageSizes:
     vision = config.get("vision_config", {})
     patch, image_size = int(vision.get("patch_size", 14)), int(vision.get("image_size") or 0)
     size = preprocessor.get("size") or {}
-    if image_size:  # every image, or tile of one, is resized to this
+    if image_size:  # every image or tile is resized to this size
         longest = size.get("longest_edge", image_size)
         tiles = 1 + (-(-longest // image_size)) ** 2 if preprocessor.get("do_image_splitting", True) else 1
         patches, merge_size = tiles * (image_size // patch) ** 2, int(config.get("scale_factor", 1))
@@ -136,7 +139,7 @@ def _read_optional_json(file: Path) -> Any:
 
 
 def _parse_transformer(config: Any) -> TextSizes:
-    # `embed_dim`: of a vision tower whose `hidden_size` is the language model's.
+    # `embed_dim` is the width of a vision tower whose `hidden_size` is the language model's width.
     width = int(config.get("embed_dim") or config.get("hidden_size", config.get("n_embd", 0)))
     heads = int(config.get("num_attention_heads", config.get("n_head", config.get("num_heads", 1))))
     head = int(config.get("head_dim") or width // max(1, heads))

@@ -54,7 +54,7 @@ def rotary(positions: Tensor, spec: LayersSpec) -> Rope:
 
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate [B, heads, T, head_dim] in float32."""
+    """Apply the rotary embedding to [B, heads, T, head_dim] in float32."""
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
@@ -128,7 +128,7 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(spec.mlp, spec.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [..., width] to the same shape."""
+        """Apply the MLP to tokens [..., width]."""
         gate = self.gate_proj(x)
         gate = F.gelu(gate, approximate="tanh") if self.gemma else F.silu(gate)
         return self.down_proj(gate * self.up_proj(x))

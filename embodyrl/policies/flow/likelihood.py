@@ -44,9 +44,9 @@ def ode(x: Tensor, v: Tensor, t: Tensor, end: Tensor) -> Transition:
 def flow_sde(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Transition:
     """Return an Euler-Maruyama step of the SDE with the flow's marginals (Flow-GRPO, arXiv 2505.05470).
 
-    With s = a sqrt(t / (1 - t)), where the first step uses the second's time in the denominator: mean x - d (v + s^2 /
-    (2 t) (x + (1 - t) v)), standard deviation s sqrt(d). `level` is a and broadcasts to `x`; the other arguments are as
-    in `ode`.
+    The mean is x - d (v + s^2 / (2 t) (x + (1 - t) v)) and the standard deviation s sqrt(d), with s = a sqrt(t /
+    (1 - t)). In the denominator of s, the first step uses the time of the second step. `level` is a and broadcasts to
+    `x`; the other arguments are as in `ode`.
     """
     d = t - end
     # At t = 1 the deviation would be infinite: the first step uses its end time.
@@ -60,8 +60,8 @@ def flow_sde(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Tra
 def flow_cps(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Transition:
     """Return a step that preserves the noise level: coefficients-preserving sampling (arXiv 2509.05952).
 
-    mean = clean (1 - end) + noise end cos(a pi / 2), standard deviation end sin(a pi / 2), so that the last step
-    is deterministic. Arguments as in `flow_sde`.
+    The mean is clean (1 - end) + noise end cos(a pi / 2) and the standard deviation end sin(a pi / 2), so the last step
+    is deterministic. The arguments are as in `flow_sde`.
     """
     angle = level * (math.pi / 2)
     mean = (x - v * t) * (1.0 - end) + (x + v * (1.0 - t)) * end * angle.cos()
@@ -108,7 +108,7 @@ class ChainLikelihood(GaussianChain):
 
 
 class FpoLikelihood:
-    """Samples of the ODE, with FPO's estimate of importance ratios; same methods as `GaussianChain`.
+    """Likelihood of chunks sampled with the ODE: FPO's estimate of importance ratios; has `GaussianChain`'s methods.
 
     The "log-probability" of an executed action is minus its flow-matching loss (mean over its dimensions) at N pairs
     of noise and time in (0, 1), averaged over the pairs. Tokens contain the chunk and the seed of the pairs. A

@@ -22,7 +22,7 @@ CYCLES, CONTRAST = 4, 3.0
 
 
 class SiglipEmbeddings(nn.Module):
-    """Patch embedding with learned positions: [N, 3, S, S] to [N, patches, width], row by row."""
+    """Patch embedding with learned positions; patches are in row order."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class SiglipBlock(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """SigLIP tower: images in -1..1 to one feature vector per patch."""
+    """SigLIP tower, which maps images in -1..1 to one feature vector per patch."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -185,10 +185,11 @@ class DenoisingOutput(NamedTuple):
 
 
 def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
-    """Return sine and cosine [..., D] of 2 pi t / period for times [...], D/2 geometric periods from 4e-3 to 4.
+    """Return the sinusoidal embedding [..., D] of times [...].
 
-    `double` computes the angles in float64 (lerobot). Angles reach 1571 rad, where float32 (openpi's JAX code
-    and transformers) has an error of 1e-4 rad.
+    The embedding contains sine and cosine of 2 pi t / period for D/2 geometrically spaced periods from 4e-3 to 4. With
+    `double`, angles are computed in float64 (lerobot). Angles reach 1571 rad, where float32 (openpi's JAX code and
+    transformers) has an error of 1e-4 rad.
     """
     dtype = torch.float64 if double else torch.float32
     fraction = torch.linspace(0.0, 1.0, width // 2, dtype=dtype, device=time.device)
@@ -243,7 +244,7 @@ class FlowModel(nn.Module, ABC):
         """Return embeddings [B, P, D] of all cameras and the text, and a mask [B, P], False for padding."""
         batch, cameras = inputs.image_mask.shape
         images = self.embed_images(inputs.images.flatten(0, 1)).unflatten(0, (batch, cameras))
-        # Text only: `embed_images` scales images.
+        # Only text is scaled here; `embed_images` scales image tokens.
         text = self.language.embed_tokens(inputs.tokens) * math.sqrt(self.spec.language.width)
         image_mask = inputs.image_mask[..., None].expand(-1, -1, images.shape[2]).flatten(1)
         return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([image_mask, inputs.token_mask], dim=1)
@@ -269,7 +270,7 @@ class FlowModel(nn.Module, ABC):
             time: [B], or [1] for a common time, which is cheaper.
         """
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
-        # The last tokens are the actions'; that of the state may come first.
+        # The last tokens are the actions; a state token may come first.
         hidden = self.expert(tokens, memory.contexts, condition)[:, -self.spec.horizon :]
         return DenoisingOutput(velocity=self.action_out_proj(hidden).float(), hidden=hidden)
 
@@ -282,8 +283,8 @@ class FlowModel(nn.Module, ABC):
         """Initialize all weights: normal with variance 1 / fan_in.
 
         Biases and adaptive norms start at 0, plain norms at the identity. A small model learns faster if attention is
-        useful at the start: towers as in `SiglipTower.initialize`, open gates after the expert's adaptive norms, and
-        queries of the expert that depend on the token and not only on the noise.
+        useful at the start. Therefore vision towers are initialized by `SiglipTower.initialize`, gates after the
+        expert's adaptive norms start open, and the expert's queries depend on the token and not only on the noise.
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -305,7 +306,7 @@ class FlowModel(nn.Module, ABC):
             self.vision.initialize(generator)
 
     def time_mlp(self, x: Tensor) -> Tensor:
-        """Apply two layers with SiLU between them: [..., inputs] to [..., D]."""
+        """Map [..., inputs] to [..., D] with two linear layers and SiLU between them."""
         first, second = getattr(self, f"{self._time_mlp}_in"), getattr(self, f"{self._time_mlp}_out")
         return second(F.silu(first(x)))
 

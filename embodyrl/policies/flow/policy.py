@@ -34,7 +34,7 @@ from embodyrl.policies.vla.sampling import (
     pad_per_action,
     uniforms,
 )
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 HIDDEN = (128, 64)
 
@@ -70,8 +70,8 @@ class _Layers(nn.Module):
 class NoiseHead(nn.Module):
     """Head that predicts the noise's standard deviation for each element of a chunk from the expert's hidden states.
 
-    The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094); widths and names of
-    the layers are those of piRL's published code. A new head returns the geometric mean of the range everywhere.
+    The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094). Widths and names of
+    the layers match piRL's published code. A new head returns the geometric mean of `low` and `high` for all inputs.
     """
 
     def __init__(self, width: int, action_width: int, low: float, high: float) -> None:
@@ -90,9 +90,9 @@ RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
 
 
 class ActionScale(Protocol):
-    """Interface for converting between environment actions and the units of the flow."""
+    """Interface of the conversion between environment actions and the units of the flow."""
 
-    varies: FloatArray
+    varying_mask: FloatArray
     """[A] 0 for action dimensions that are constant in the data, else 1. The flow output of constant dimensions is
     arbitrary, and its log-probability would add noise to every gradient."""
 
@@ -105,8 +105,8 @@ class ActionScale(Protocol):
         ...
 
 
-class WeightFiles(Protocol):
-    """Interface for reading and writing the weights of a network in a folder."""
+class WeightIO(Protocol):
+    """Interface of the code that reads and writes the weights of a network in a folder."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write all weights of a `FlowModule`."""
@@ -151,7 +151,7 @@ class FlowPolicy:
         cfg: FlowSettings,
         module: FlowModule,
         scale: ActionScale,
-        files: WeightFiles,
+        files: WeightIO,
         request: PolicyRequest,
     ) -> None:
         self.spec = spec
@@ -165,8 +165,10 @@ class FlowPolicy:
             module.network.requires_grad_(False)
         self.module: nn.Module = module
         # Trained weights stay float32 with bf16 autocast; other weights are bf16.
-        half = cfg.precision is Precision.bf16
-        self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
+        uses_bf16 = cfg.precision is Precision.bf16
+        self._autocast = torch.autocast(
+            self._device.type, dtype=torch.bfloat16, enabled=uses_bf16 and request.trainable
+        )
         fpo = cfg.likelihood is Likelihood.fpo
         self._likelihood = (
             FpoLikelihood(cfg, self._shape) if fpo else ChainLikelihood(cfg, self._shape, module.noise_head)
@@ -212,7 +214,7 @@ class FlowPolicy:
         logprob, entropy = (pad_per_action(self._select_varying_dimensions(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity of a chunk.
 
         Time is 0.001 + 0.999 Beta(`imitated_time`, 1); pi0 (arXiv 2410.24164) uses 1.5. Without gradients (validation)
@@ -229,7 +231,7 @@ class FlowPolicy:
             correct = (self._compute_greedy_chunk(obs, velocity) - target).abs() < 0.1
             # Padding flows to 0 and would count as correct.
             correct = correct[..., : self._shape.action_dim]
-        return ImitationScores(loss=loss, accuracy=correct.float().flatten(1).mean(1))
+        return ImitationLoss(loss=loss, accuracy=correct.float().flatten(1).mean(1))
 
     def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
         """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time."""
@@ -297,9 +299,9 @@ class FlowPolicy:
 
     def _select_varying_dimensions(self, per_action: Tensor) -> Tensor:
         """Select the log-probabilities [B, K, P] of action dimensions that are not constant in the data."""
-        return per_action[..., get_varying_dimensions(self._scale.varies)] if self._by_dimension else per_action
+        return per_action[..., get_varying_dimensions(self._scale.varying_mask)] if self._by_dimension else per_action
 
     def _update_scored_dimensions(self) -> None:
         """Set the number of log-probabilities per action, without dimensions that are constant in the data."""
         if self._by_dimension:
-            self.spec = replace(self.spec, scored=len(get_varying_dimensions(self._scale.varies)))
+            self.spec = replace(self.spec, scored=len(get_varying_dimensions(self._scale.varying_mask)))

@@ -52,8 +52,8 @@ def format_state(state: npt.ArrayLike) -> str:
     return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
 
 
-class FlowPrompts:
-    """Encodes prompts of one format with one tokenizer."""
+class FlowPromptEncoder:
+    """Encoder of prompts of one format with one tokenizer."""
 
     def __init__(self, tokenizer_file: Path, prompt_format: PromptFormat, *, tasks: Sequence[str] = ()) -> None:
         """Read a tokenizer.

@@ -25,7 +25,7 @@ _RISING = valid_if(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 class FlowSettings(ResidualSettings):
     """Config keys for sampling and log-probabilities of a flow."""
 
-    needs = {
+    key_conditions = {
         "likelihood=flow_sde|flow_cps": "stochastic_steps noise_level",
         "likelihood=flow_sde": "ignore_last",
         "likelihood=flow_noise": "noise_range",
@@ -43,8 +43,8 @@ class FlowSettings(ResidualSettings):
     num_steps: Count = 10
     """Number of Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
-    """Initial noise of greedy actions. zero: zeros; random: noise as in published evaluations, but with a seed from the
-    observation's bytes."""
+    """Initial noise of greedy actions. zero: no noise; random: Gaussian noise as in published evaluations, but with a
+    seed from a hash of the observation."""
     likelihood: Likelihood = Likelihood.flow_sde
     """Source of log-probabilities for RL. flow_sde, flow_cps: stochastic steps with a given noise level; flow_noise:
     stochastic steps with learned noise; fpo: differences of the flow-matching loss. dsrl, residual: the flow is frozen,
@@ -78,8 +78,8 @@ class FlowSettings(ResidualSettings):
     """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
     pairs."""
     imitated_time: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """SFT: times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. Larger values are closer to
-    pure noise, where only the observation determines the actions."""
+    """SFT: flow times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. A larger value samples
+    more times near 1 (pure noise), where only the observation determines the actions."""
     value_from: ValueFrom = ValueFrom.prefix
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
@@ -116,7 +116,7 @@ def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
 
 
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
-    """Return the input and output sizes of the actor on a frozen flow; `hidden`: number of expert features."""
+    """Return the input and output sizes of the actor for a frozen flow; `hidden`: number of expert features."""
     if cfg.is_residual:
         return SteeringShape.for_residual(cfg, hidden, shape.action_dim)
     num_values = shape.width * (1 if cfg.noise_repeated else shape.horizon)

@@ -1,4 +1,4 @@
-"""Sizes of flow policies: published sizes, and sizes in a checkpoint's `config.json`.
+"""Sizes of flow policies: the published sizes, and the sizes in a checkpoint's `config.json`.
 
 The file may be in the format of openpi, LeRobot, transformers or embodyrl.
 """
@@ -157,14 +157,14 @@ _STACK = (
     *("num_hidden_layers", "num_image_tokens", "num_key_value_heads", "patch_size", "projection_dim", "rms_norm_eps"),
     *("tie_word_embeddings", "use_adarms", "use_bidirectional_attention", "vision_use_head", "vocab_size"),
 )
-_ROPE = 10_000.0
+_ROPE_THETA = 10_000.0
 _SUPPORTED_STACK_VALUES = {
     "hidden_act": ("gelu_pytorch_tanh",),
     "hidden_activation": ("gelu_pytorch_tanh", None),
     "layer_norm_eps": (1e-6,),
     "num_channels": (3,),
-    "rope_theta": (_ROPE,),
-    "rope_parameters": ({"rope_theta": _ROPE, "rope_type": "default"},),
+    "rope_theta": (_ROPE_THETA,),
+    "rope_parameters": ({"rope_theta": _ROPE_THETA, "rope_type": "default"},),
 }
 _KINDS: dict[str, type[FlowSpec]] = {"pi0": Pi0Spec, "smolvla": SmolVlaSpec}
 _GEMMA = {"gemma_2b": GEMMA_2B, "gemma_300m": GEMMA_300M}
@@ -260,7 +260,7 @@ _TRANSFORMERS_NAMES = {
 
 
 def _sizes(raw: Mapping[str, Any], *same_names: str) -> dict[str, Any]:
-    """Return sizes from a transformers config, by the field names of the specs; `same_names`: names equal in both."""
+    """Return sizes from a transformers config by field name of the specs; `same_names`: names that both use."""
     return {
         local_name: int(raw[external_name])
         for local_name, external_name in (_TRANSFORMERS_NAMES | {name: name for name in same_names}).items()

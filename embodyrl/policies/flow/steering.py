@@ -1,4 +1,4 @@
-"""Actors on a frozen flow: an actor chooses the initial noise, or corrects the actions.
+"""Policies with a frozen flow and an actor that chooses the initial noise or corrects the actions.
 
 Choosing the noise is DSRL (Wagenmaker et al., arXiv 2506.15799). Correcting the actions is a residual policy (ResiP,
 arXiv 2407.16677; Policy Decorator, arXiv 2412.13630).
@@ -49,13 +49,13 @@ class NoiseSteeredFlowPolicy(SteeredFlowPolicy):
         self,
         obs: Observation,
         frozen_outputs: FrozenOutputs,
-        choice: Tensor,
+        pre_tanh: Tensor,
         seeds: IntArray | None,
         temperature: float,
     ) -> FloatArray:
         """Integrate the ODE of the frozen flow or, with `steered_noise` and seeds, its SDE."""
-        # Noise of all rows, or of one row that is repeated.
-        rows = (self._cfg.noise_bound * choice.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
+        # Noise for all rows, or for one row that is repeated.
+        rows = (self._cfg.noise_bound * pre_tanh.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
         x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, frozen_outputs.model
         if seeds is None or not self._cfg.steered_noise:
             x = integrate_ode(velocity, x, steps)
@@ -87,11 +87,11 @@ class ResidualFlowPolicy(SteeredFlowPolicy):
         self,
         obs: Observation,
         frozen_outputs: FrozenOutputs,
-        choice: Tensor,
+        pre_tanh: Tensor,
         seeds: IntArray | None,
         temperature: float,
     ) -> FloatArray:
-        rows = apply_corrections(frozen_outputs.features, choice.tanh().flatten(1), self._actor.shape)
+        rows = apply_corrections(frozen_outputs.features, pre_tanh.tanh().flatten(1), self._actor.shape)
         return self._scale.to_actions(rows.cpu().numpy(), obs)
 
 

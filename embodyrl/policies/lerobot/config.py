@@ -128,7 +128,7 @@ class LeRobotConfig(FeatureConfig):
         cameras = env.cameras.names[-(len(env.cameras.names) // steps or 1) :]
         earlier = tuple(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in cameras)
         if env.cameras.names != earlier + cameras:
-            cameras = env.cameras.names  # the environment shows one step; see `mismatches`
+            cameras = env.cameras.names  # the environment's observations contain one step; see `mismatches`
         inputs = {f"{IMAGES}{name}": Feature(type="VISUAL", shape=shape) for name in cameras}
         if env.state_dim:
             width = env.state_dim // steps
@@ -210,7 +210,7 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
         raise CheckpointError(
             f"{path} cannot be read ({error}). Set model.path to the folder of a LeRobot {kind} policy."
         ) from error
-    # LeRobot executes the actions that the chunk contains.
+    # LeRobot executes at most the actions that a chunk contains.
     available = max(1, parsed.horizon_length - parsed.first_executed)
     if available < parsed.n_action_steps <= parsed.horizon_length:
         parsed = parsed.model_copy(update={"n_action_steps": available})

@@ -31,7 +31,7 @@ _MAY_DIFFER = (
 
 
 class LeRobotFactory(ABC, Generic[S, C]):
-    """Base class of policy factories in LeRobot's layout; subclasses add config, sizes and network.
+    """Base class of factories for policies in LeRobot's layout; subclasses add config, sizes and network.
 
     Implements `PolicyFactory`.
     """
@@ -60,7 +60,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
 
     @abstractmethod
     def policy(self, steering: SteeringShape | None) -> type[Any]:
-        """Return the policy class; `steering`: shape of the actor on a frozen network, or None."""
+        """Return the policy class; `steering`: sizes of the actor for a frozen network, or None."""
 
     def validate(self, cfg: S) -> list[str]:
         """Return config errors with fixes, one line each."""
@@ -82,7 +82,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         """Return the folder of `model.path`.
 
         Raises:
-            ConfigError: the key is not set, or is not a folder.
+            ConfigError: the key is not set, or its value is not a folder.
         """
         folder = None if cfg.path is None else resolve_asset(cfg.path)
         if folder is None or not folder.is_dir():
@@ -136,7 +136,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         return replace(spec, tokens_per_chunk=layout.tokens)
 
     def describe_checkpoint(self, cfg: S, env: EnvSpec) -> list[tuple[str, str]]:
-        """Return lines (label, text) about the files (see `PolicyFactory.describe_checkpoint`)."""
+        """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
         config, _ = self.plan(cfg, env)
         modes = ", ".join(f"{kind} {mode}" for kind, mode in config.normalization_mapping.items())
         height, width = config.image_size
@@ -155,7 +155,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         return costs if shape is None else steering_costs(costs, shape)
 
     def steering(self, cfg: S, config: C) -> SteeringShape | None:
-        """Return the sizes of the actor on top of a frozen network; None if the network itself is trained."""
+        """Return the sizes of the actor for a frozen network; None if the network itself is trained."""
         if not cfg.is_steered:
             return None
         return steering_shape(cfg, config, self.features(config), self.num_actor_values(cfg, config))

@@ -46,10 +46,10 @@ _OLD = re.compile(
     r"(?:un)?normalize_\w+?\.(?:(?P<robot>.+?)[._])?buffer[._](?P<part>.+)\.(?P<name>" + "|".join(STATISTICS) + ")"
     r"|(?P<robot2>.+)\.buffer\.(?P<part2>.+)\.(?P<name2>" + "|".join(STATISTICS) + ")"
 )
-"""Name of a statistic among the weights of an older folder: `normalize_inputs.buffer_observation_state.mean`, or
-`so100.buffer.action.mean`."""
+"""Pattern of statistics' names among the weights of an older folder: `normalize_inputs.buffer_observation_state.mean`,
+or `so100.buffer.action.mean`."""
 _COMPILED = re.compile(r".*\._orig_mod\..*")
-_FIX = "Take config.json and the weights from one folder, and the model settings of the training."
+_FIX = "Use config.json and weights from one folder, and the model settings of the training run."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LeRobotFiles:
     """Statistics that an older folder stores among the weights."""
     metadata: dict[str, str] | None = None
     compiled: Mapping[str, str] = field(default_factory=dict)
-    """Stored name of each weight by plain name, if the weights were saved from a compiled module."""
+    """Stored name of each weight by its name without the prefix of torch.compile, for weights of a compiled module."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write weights, heads, config and processors into a folder."""
@@ -86,7 +86,7 @@ class LeRobotFiles:
         """Read weights into a module in place; heads are optional in module and folder.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or weights are missing, surplus or of another shape.
+            CheckpointError: a file is missing or damaged, or weights are missing, unexpected or of another shape.
         """
         current = module.state_dict()
         path = folder / WEIGHTS_FILE
@@ -125,23 +125,25 @@ def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict
         raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
 
 
-def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, cfg: LeRobotSettings) -> LeRobotFiles:
+def read_files(
+    folder: Path, config: LeRobotConfig, policy_type: str, prefix: str, cfg: LeRobotSettings
+) -> LeRobotFiles:
     """Read the config files, processors and statistics of a folder.
 
-    Statistics come from `dataset_statistics.json`, which `embodyrl sft` writes, or the processors, or
-    older weights.
+    Statistics come from `dataset_statistics.json`, which `embodyrl sft` writes, from the processors, or from older
+    weights.
 
     Args:
         folder: checkpoint folder.
         config: config of the policy.
-        kind: kind of the policy.
+        policy_type: LeRobot's type of the policy.
         prefix: prefix of the names of all weights.
         cfg: settings of the policy.
 
     Raises:
         CheckpointError: a file is damaged or lacks statistics, or a processor is not supported.
     """
-    raw = read_config(folder, kind, type(config))[1]
+    raw = read_config(folder, policy_type, type(config))[1]
     config_files = {path.name: read_side_file(path) for path in _list_config_files(folder)}
     random_init = RANDOM_INIT_KEY in raw
     statistics, eps = _read_processor_statistics(folder, config_files, config, mapped=cfg.cameras is not None)
@@ -161,7 +163,8 @@ def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, cfg:
         config_files |= _build_processor_files(config, statistics, eps)
     if random_init:
         statistics = _get_image_statistics(config) | dict(statistics)
-        config_files = {CONFIG_FILE: config.to_json(kind, raw), **_build_processor_files(config, statistics, eps)}
+        processor_files = _build_processor_files(config, statistics, eps)
+        config_files = {CONFIG_FILE: config.to_json(policy_type, raw), **processor_files}
     return LeRobotFiles(prefix, config_files, statistics, eps, old_statistics, metadata, compiled)
 
 

@@ -25,7 +25,7 @@ from embodyrl.policies.vla.sampling import SampledChunks, get_seeds, get_varying
 from embodyrl.types import (
     BoolArray,
     FloatArray,
-    ImitationScores,
+    ImitationLoss,
     IntArray,
     Observation,
     PolicyOutput,
@@ -48,7 +48,7 @@ class LeRobotModule(HeadedModule):
 
 
 class EncodedObservations(NamedTuple):
-    """Encoding of B observations, shared by all chunks that are sampled for the same observation."""
+    """Encoding of B observations, which all chunks sampled for the same observation share."""
 
     pooled: Tensor
     """[B, F] input of value heads and actors."""
@@ -107,10 +107,10 @@ class LeRobotPolicy(ABC):
         """Return log-probabilities and entropies [B, K, A] of tokens from `_sample`, with gradients."""
 
     @abstractmethod
-    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationLoss:
         """Return the SFT loss of actions [B, H', A]; `padding` [B, H'] is True for repeated actions."""
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the loss of actions [B, H', A] without padding (see `imitate_padded`)."""
         return self.imitate_padded(obs, actions, np.zeros(actions.shape[:2], np.bool_))
 
@@ -199,9 +199,11 @@ class LeRobotPolicy(ABC):
 
     def _update_scored_dimensions(self) -> None:
         """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
-        varies = self._module.units.varies()
+        varying_mask = self._module.units.get_varying_mask()
         self._varying = (
-            np.arange(self._config.action_dim) if varies is None else get_varying_dimensions(varies.cpu().numpy())
+            np.arange(self._config.action_dim)
+            if varying_mask is None
+            else get_varying_dimensions(varying_mask.cpu().numpy())
         )
         if self._by_dimension:
             self.spec = replace(self.spec, scored=len(self._varying))
@@ -247,19 +249,19 @@ class NoiseSteeredLeRobotPolicy(SteeredLeRobotPolicy):
         return FrozenOutputs(encoding.pooled, self._value(encoding), encoding)
 
     @abstractmethod
-    def _from_choice(self, encoding: EncodedObservations, choice: Tensor) -> Tensor:
+    def _from_actor_output(self, encoding: EncodedObservations, actor_output: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] for outputs [B, n] of the actor."""
 
     def _execute(
         self,
         obs: Observation,
         frozen_outputs: FrozenOutputs,
-        choice: Tensor,
+        pre_tanh: Tensor,
         seeds: IntArray | None,
         temperature: float,
     ) -> FloatArray:
-        actor_output = self._actor.shape.bound * choice.tanh().flatten(1)
-        return self._to_actions(self._from_choice(frozen_outputs.model, actor_output))
+        actor_output = self._actor.shape.bound * pre_tanh.tanh().flatten(1)
+        return self._to_actions(self._from_actor_output(frozen_outputs.model, actor_output))
 
 
 class ResidualLeRobotPolicy(SteeredLeRobotPolicy):
@@ -275,8 +277,10 @@ class ResidualLeRobotPolicy(SteeredLeRobotPolicy):
         self,
         obs: Observation,
         frozen_outputs: FrozenOutputs,
-        choice: Tensor,
+        pre_tanh: Tensor,
         seeds: IntArray | None,
         temperature: float,
     ) -> FloatArray:
-        return self._to_actions(apply_corrections(frozen_outputs.features, choice.tanh().flatten(1), self._actor.shape))
+        return self._to_actions(
+            apply_corrections(frozen_outputs.features, pre_tanh.tanh().flatten(1), self._actor.shape)
+        )

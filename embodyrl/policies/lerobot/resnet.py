@@ -14,7 +14,7 @@ from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, EXPANSION, PLAIN, WID
 
 NORM_EPS = 1e-5
 START_SCALE = 0.3
-"""Scale of the last frozen norm in each residual block without pretrained weights. This scale bounds the outputs."""
+"""Initial scale of the last frozen norm in each residual block. Without pretrained weights, it limits the outputs."""
 
 Norm = Callable[[int], nn.Module]
 

@@ -9,7 +9,7 @@ DEPTHS = {
 }
 """Number of blocks in each of the four layers, by architecture."""
 PLAIN = ("resnet18", "resnet34")
-"""ResNets with basic blocks (two convolutions); other ResNets have bottlenecks (three convolutions)."""
+"""ResNets with basic blocks (two convolutions); all others have bottlenecks (three convolutions)."""
 WIDTHS = (64, 128, 256, 512)
 EXPANSION = 4
 """Ratio of output width to inner width of a bottleneck."""
@@ -21,7 +21,7 @@ def last_channels(name: str) -> int:
 
 
 def map_size(size: tuple[int, int], *, dilated: bool = False) -> tuple[int, int]:
-    """Return height and width of the last feature map of an image. Each of the five stride-2 layers rounds up."""
+    """Return height and width of an image's last feature map. Each of the five stride-2 layers rounds up."""
     height, width = size
     for _ in range(4 if dilated else 5):
         height, width = -(-height // 2), -(-width // 2)

@@ -13,7 +13,7 @@ from embodyrl.policies.vla.records import ChunkShape
 class LeRobotSettings(ResidualSettings):
     """Config keys for a policy in LeRobot's layout."""
 
-    needs = {"likelihood=dsrl": "noise_bound"}
+    key_conditions = {"likelihood=dsrl": "noise_bound"}
 
     precision: Precision = Precision.fp32
     """Compute precision; only fp32 is supported."""
@@ -33,7 +33,7 @@ def chunk_shape(config: LeRobotConfig) -> ChunkShape:
 
 
 def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, num_actor_values: int) -> SteeringShape:
-    """Return the input and output sizes of the actor on a frozen model with `features` inputs.
+    """Return the input and output sizes of the actor for a frozen model with `features` features.
 
     `num_actor_values`: number of values that the DSRL actor chooses per chunk.
     """

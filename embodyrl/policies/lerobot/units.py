@@ -17,7 +17,7 @@ PAIRS = {
 }
 """Names of the two statistics that each kind of normalization uses."""
 CLIP = ("low", "high")
-"""Range to which values are clipped before normalization, which only statistics of `embodyrl sft` have."""
+"""Names of the range to which values are clipped before normalization; only statistics of `embodyrl sft` have one."""
 
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
@@ -97,7 +97,7 @@ class Normalizer(nn.Module):
     def unnormalize(self, name: str, x: Tensor) -> Tensor:
         """Convert values of a feature from the network's units.
 
-        The inverse of `normalize`, except for the eps of mean and std.
+        This is the inverse of `normalize`, except for the epsilon of MEAN_STD normalization.
         """
         if (mode := self._modes.get(name)) is None:
             return x
@@ -108,7 +108,7 @@ class Normalizer(nn.Module):
             return (x + 1) / 2 * self._get_span(first, second) + first
         return (x + 1.0) * self._get_span(first, second) / 2.0 + first
 
-    def varies(self) -> Tensor | None:
+    def get_varying_mask(self) -> Tensor | None:
         """Return [A]: 0 for action dimensions that are constant in the data, else 1; None: no dimension is constant."""
         if (mode := self._modes.get(ACTION)) is None:
             return None
@@ -119,7 +119,7 @@ class Normalizer(nn.Module):
     def normalize_inputs(
         self, state: Tensor | None, environment: Tensor | None, images: Tensor | None, names: tuple[str, ...]
     ) -> Inputs:
-        """Normalize observations; `names` are the cameras of `images` [B, T, C, 3, H, W], in 0..1."""
+        """Normalize observations; `names`: cameras of the images [B, T, C, 3, H, W], which are in 0..1."""
         if images is not None:
             images = torch.stack([self.normalize(name, images[:, :, i]) for i, name in enumerate(names)], 2)
         return Inputs(

@@ -55,8 +55,8 @@ class OpenVlaOftFactory:
         problems = []
         if self.autoregressive and cfg.num_action_chunks != 1:
             problems.append(
-                f"model.num_action_chunks is {cfg.num_action_chunks}; OpenVLA predicts one action per inference, set "
-                f"it to 1."
+                f"model.num_action_chunks={cfg.num_action_chunks}: OpenVLA predicts one action per inference; set "
+                "model.num_action_chunks=1."
             )
         return problems + adapter_problems(cfg) + _folder_problems(cfg)
 
@@ -105,7 +105,7 @@ class OpenVlaOftFactory:
         return steering_costs(costs, _get_residual_shape(cfg), num_other_trained=value_parameters(config, options))
 
     def describe_checkpoint(self, cfg: OpenVlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
-        """Return lines (label, text) about the files (see `PolicyFactory.describe_checkpoint`)."""
+        """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
         cfg = as_oft(cfg)
         config = read_config(_folder(cfg))
         key = config.statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
@@ -137,8 +137,7 @@ class OpenVlaOftFactory:
             )
         if not cfg.use_proprio and any(folder.glob("*proprio_projector*")):
             raise CheckpointError(
-                f"{folder} was trained with proprioception (it has a proprio_projector). Fix: set "
-                f"model.use_proprio=true."
+                f"{folder} was trained with proprioception (it has a proprio_projector). Set model.use_proprio=true."
             )
         if cfg.is_residual:
             _get_residual_shape(cfg).check(folder)
@@ -185,7 +184,7 @@ def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
         if width != env.state_dim:
             problems.append(
                 f"model.use_proprio=true: the proprio statistics '{data_set}' in {config.folder} have {width} "
-                f"dimensions, but env '{env.name}' gives {env.state_dim}; set another unnorm_key, or use_proprio=false."
+                f"dimensions, but env '{env.name}' has {env.state_dim}; set another unnorm_key, or use_proprio=false."
             )
     return problems
 

@@ -1,4 +1,4 @@
-"""Weights in the layout of published checkpoints: strictly checked safetensors shards; no code is executed."""
+"""Weights in the layout of published checkpoints. Safetensors shards are strictly checked; no code is executed."""
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
@@ -55,10 +55,12 @@ def side_components(keys: Iterable[str]) -> list[str]:
 
 
 def find_component(folder: Path, name: str) -> Path | None:
-    """Return `<name>.safetensors` (format of embodyrl), or the only `<name>--<step>_checkpoint.pt` (published format).
+    """Return the path of `<name>.safetensors` (embodyrl) or `<name>--<step>_checkpoint.pt` (published format).
+
+    The result is None if neither exists.
 
     Raises:
-        CheckpointError: several public files match.
+        CheckpointError: several files in the published format match.
     """
     local_file = folder / f"{name}.safetensors"
     if local_file.exists():
@@ -79,7 +81,7 @@ def read_pt(path: Path, name: str) -> dict[str, Tensor]:
         CheckpointError: the file is truncated, or contains objects other than tensors.
     """
     try:
-        # Memory-mapped: of several GB only copied tensors are read.
+        # Memory-mapped, so that only copied tensors are read from a file of several GB.
         raw = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         # Prefix of DistributedDataParallel.
         state = {str(key).removeprefix("module."): tensor for key, tensor in raw.items()}
@@ -153,8 +155,8 @@ def load_model(
 ) -> None:
     """Copy the weights of a folder into a module, in place, with the module's dtypes.
 
-    All checks run before the first weight is changed. Heads and projectors are in separate files. RL components are
-    optional, and a value head may be among the model's own keys.
+    All checks run before the first weight is changed. Heads and projectors have separate files. RL components are
+    optional; the value head may also be in the model's shards.
 
     Args:
         module: module on any device; injected adapters are unchanged.
@@ -188,7 +190,7 @@ def load_components(module: nn.Module, folder: Path) -> None:
     """Copy the components of a folder into a module.
 
     Raises:
-        CheckpointError: a component is missing (except those of RL), or its shapes differ.
+        CheckpointError: a component is missing (except optional RL components), or its shapes differ.
     """
     state = module.state_dict()
     names = side_components(state)
@@ -274,7 +276,7 @@ def _copy(
     weights_by_name.clear()
     with torch.no_grad():
         for path in list(files):
-            # Popped, so that the pages of a file can be freed when it is copied.
+            # `pop` allows the pages of a file to be freed after the copy.
             for key, tensor in files.pop(path).items():
                 if key in target:
                     target[key].copy_(transform(key, tensor) if transform else tensor)

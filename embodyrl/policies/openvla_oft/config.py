@@ -45,7 +45,7 @@ class Statistics:
     folder: Path
 
     def find(self, *keys: str | None) -> str:
-        """Return the data set of the first given key (see `find_data_set`). Without keys, return the only data set.
+        """Return the data set of the first key that is set (see `find_data_set`); without keys, the only data set.
 
         Raises:
             CheckpointError: there is no such data set.
@@ -97,7 +97,7 @@ class Statistics:
 def unnormalize(normalized: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
     """Map values [..., D] from -1..1 to the units of the training data; masked dimensions are unchanged."""
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
-    # 1e-8 as in the published code, for identical bits, although there is no division here.
+    # The published code adds 1e-8 here too; without a division, this is only needed for bit-identical results.
     scaled = 0.5 * (normalized + 1.0) * (high - low + 1e-8) + low
     return np.where(bounds.mask, scaled, normalized).astype(np.float32)
 
@@ -105,8 +105,8 @@ def unnormalize(normalized: npt.NDArray[np.floating], bounds: Bounds) -> FloatAr
 def normalize(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
     """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalize`.
 
-    `flat_to_zero`: map dimensions with equal bounds to 0, as in training targets; the public inference code does not do
-    this for proprioception.
+    `flat_to_zero`: map dimensions with equal bounds to 0, as in training targets; the published inference code does not
+    do this for proprioception.
     """
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
     raw = np.asarray(values, dtype=np.float64)
@@ -225,13 +225,14 @@ class PixelNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OftOptions:
-    """Options of the model from the settings, in addition to the checkpoint's JSON files."""
+    """Options of the model that come from the settings instead of the checkpoint's JSON files."""
 
     cfg: OftSettings
     autoregressive: bool = False
-    """True for OpenVLA: token by token with a causal mask; False: all tokens in parallel with full attention."""
+    """True for OpenVLA, which predicts token by token with a causal mask. False for OpenVLA-OFT, which predicts all
+    tokens in parallel with full attention."""
     state_dim: int = 0
-    """Width of the proprioception; 0: not used."""
+    """Dimension of the proprioceptive state; 0: not used."""
     value_dim: int = 0
 
     @property
@@ -251,13 +252,14 @@ class OftConfig:
     llama: LlamaSpec
     pad_token_id: int
     action_vocab_end: int
-    """Vd: one past the highest action id; embedding rows from Vd on are padding."""
+    """Vd: the highest action id plus 1; embedding rows from Vd on are padding."""
     n_bins: int
     statistics: Statistics
     random_init: bool
     """True if the folder requests random initial weights instead of containing weights."""
     random_on_device: bool
-    """True if the random weights are generated on the model's device: fast, but device-dependent; for benchmarks."""
+    """True if random weights are generated on the model's device (for benchmarks): fast, but they depend on the device.
+    """
 
     @property
     def image_size(self) -> int:
@@ -311,7 +313,7 @@ def _parse(folder: Path) -> OftConfig:
         pixel_norms=_read_pixel_norms(folder),
         llama=llama,
         pad_token_id=int(_field(config, "pad_token_id", where)),
-        # The embedding table is padded to a multiple; action ids count from the end of the real vocabulary.
+        # The embedding table is padded; action ids count down from the end of the real vocabulary.
         action_vocab_end=llama.vocab_size - int(_field(config, "pad_to_multiple_of", where)),
         n_bins=int(_field(config, "n_action_bins", where)),
         statistics=Statistics(raw, folder),
@@ -365,15 +367,15 @@ def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
 
 
 def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:
-    known = dict(_KNOWN_VITS)
+    known_vits = dict(_KNOWN_VITS)
     if (folder / TINY_VIT_FILE).exists():
-        known |= _read_json(folder / TINY_VIT_FILE)
-    if name not in known:
+        known_vits |= _read_json(folder / TINY_VIT_FILE)
+    if name not in known_vits:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: unknown vision tower '{name}'.{closest(name, known)} Known: {', '.join(known)}; "
-            f"other towers need their dimensions in {TINY_VIT_FILE} next to config.json."
+            f"{folder / CONFIG_FILE}: unknown vision tower '{name}'.{closest(name, known_vits)} Known: "
+            f"{', '.join(known_vits)}; other towers need their dimensions in {TINY_VIT_FILE} next to config.json."
         )
-    spec = known[name]
+    spec = known_vits[name]
     return VitSpec(
         image_size=image_size,
         patch_size=spec["patch_size"],

@@ -16,14 +16,15 @@ from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
 from embodyrl.policies.tensors import on_device, standard_normal
 from embodyrl.policies.vla.chains import Transition, Velocity
 from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_seeds, normals, uniforms
-from embodyrl.types import FloatArray, ImitationScores, IntArray
+from embodyrl.types import FloatArray, ImitationLoss, IntArray
 
 
 class L1Gaussian:
     """Gaussian around the output of the L1 head, with a learned standard deviation per action dimension.
 
-    The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded: the
-    environment clips them. A token is the bit pattern of a float32, so log-probabilities are of the exact samples.
+    The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded; the
+    environment clips actions. A token is the bit pattern of a float32 sample, so that log-probabilities are those of
+    the exact samples.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class L1Gaussian:
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         return hidden, self._model.regress(hidden)
 
-    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
+    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
         """Return the mean absolute error (L1 loss) of normalized actions [B, K, A], as in the official training."""
         mean, _ = self._forward(inputs)
         loss = (mean - on_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
-        return ImitationScores(loss=loss, accuracy=compute_bin_accuracy(mean.detach(), target, self._tokenizer))
+        return ImitationLoss(loss=loss, accuracy=compute_bin_accuracy(mean.detach(), target, self._tokenizer))
 
     def _get_distribution(self, inputs: ModelInputs, temperature: float) -> tuple[Transition, Tensor]:
         mean, value = self._forward(inputs)
@@ -75,13 +76,17 @@ class Diffusion:
     def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
         self._model, self._cfg, self._tokenizer = model, cfg, tokenizer
         steps = cfg.num_diffusion_steps_inference
-        noisy, self._deterministic = ddim_schedule(steps, cfg.diffusion_eta), ddim_schedule(steps)
+        self._deterministic_schedule = ddim_schedule(steps)
         self._chain = DenoisingChain(
-            record_of(cfg), noisy, self._deterministic, every_step=cfg.every_step, min_std=cfg.diffusion_min_std
+            record_of(cfg),
+            ddim_schedule(steps, cfg.diffusion_eta),
+            self._deterministic_schedule,
+            every_step=cfg.every_step,
+            min_std=cfg.diffusion_min_std,
         )
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
-        """Denoise sampled noise; greedy actions start from one constant noise for all observations."""
+        """Denoise sampled noise into chunks; greedy actions start from the same constant noise for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
             sampled = SampledChunks.from_greedy(self._denoise(inputs, prefix))
@@ -92,12 +97,12 @@ class Diffusion:
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the first denoising step, and the greedy actions."""
         prefix = self._model.prefix(inputs)
-        timestep = torch.full((len(prefix),), int(self._deterministic.timesteps[0]), device=prefix.device)
+        timestep = torch.full((len(prefix),), int(self._deterministic_schedule.timesteps[0]), device=prefix.device)
         hidden = noisy_hidden(self._model, inputs, prefix, self._get_initial_noise(inputs), timestep)
         return hidden, self._denoise(inputs, prefix)
 
     def _denoise(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        return self._deterministic.denoise(
+        return self._deterministic_schedule.denoise(
             partial(predict_noise, self._model, inputs, prefix), self._get_initial_noise(inputs)
         )
 
@@ -118,23 +123,23 @@ class Diffusion:
         """Return values [B, V]."""
         return self._value(inputs, self._model.prefix(inputs))
 
-    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Return the squared error of the noise, at one random training step per sample.
+    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
+        """Return the squared error of the predicted noise, at one random training step per sample.
 
-        Without gradients (validation), noise and step are the same in every call, and actions are compared, which needs
-        a full denoising.
+        Without gradients (validation), noise and step are the same in every call, and the accuracy of actions is
+        computed with a full denoising.
         """
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
         device = inputs.prompt_ids.device
         noise = normals(rows, START, target.shape[1:], device)
         timestep = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
-        noisy = self._deterministic.add_noise(on_device(target, device).float(), noise, timestep)
+        noisy = self._deterministic_schedule.add_noise(on_device(target, device).float(), noise, timestep)
         prefix = self._model.prefix(inputs)
         error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, timestep), noise, reduction="none")
         predicted = torch.full_like(noise, torch.nan) if trains else self._denoise(inputs, prefix)
         accuracy = compute_bin_accuracy(predicted, target, self._tokenizer)
-        return ImitationScores(loss=error.flatten(1).mean(1), accuracy=accuracy)
+        return ImitationLoss(loss=error.flatten(1).mean(1), accuracy=accuracy)
 
     def _network(self, inputs: ModelInputs, prefix: Tensor) -> Velocity:
         def network(x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +149,7 @@ class Diffusion:
         return network
 
     def _value(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        """Return values [B, V], which depend only on the observation: the actions are zeros at the noisiest timestep.
+        """Return values [B, V], computed for zero actions at the noisiest timestep, so that only observations matter.
 
         The features are detached, so that the critic does not change the policy's features.
         """
@@ -159,6 +164,6 @@ class Diffusion:
 
 
 def compute_bin_accuracy(predicted: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
-    """Return the fraction [B] of normalized actions [B, K, A] in the bins of the targets; NaN matches no bin."""
+    """Return the fraction [B] of normalized actions [B, K, A] in the same bins as the targets; NaN matches no bin."""
     same = tokenizer.encode(predicted.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
     return (on_device(same, predicted.device) & ~predicted.isnan()).flatten(1).float().mean(1)

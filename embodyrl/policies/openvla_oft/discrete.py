@@ -1,4 +1,7 @@
-"""Action distribution of the discrete head: a categorical for each action dimension, in parallel or token by token."""
+"""Action distribution of the discrete head: one categorical distribution per action dimension.
+
+Tokens are predicted in parallel (OpenVLA-OFT) or one by one (OpenVLA).
+"""
 
 from collections.abc import Callable
 
@@ -11,7 +14,7 @@ from embodyrl.policies.openvla_oft.config import ActionTokenizer
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
 from embodyrl.policies.vla.sampling import SampledChunks
-from embodyrl.types import FloatArray, ImitationScores, IntArray
+from embodyrl.types import FloatArray, ImitationLoss, IntArray
 
 
 class DiscreteTokens:
@@ -27,7 +30,7 @@ class DiscreteTokens:
         inference_forward: Callable[[ModelInputs], tuple[Tensor, Tensor]],
         tokenizer: ActionTokenizer,
     ) -> None:
-        """Store the forward pass (may be compiled) and the forward pass without gradients (may be a CUDA graph)."""
+        """Store two forward passes: one that may be compiled, and one for inference that may be a CUDA graph."""
         self._model, self._forward, self._tokenizer = model, forward, tokenizer
         self._inference_forward = inference_forward
         self._columns = model.action_columns
@@ -36,7 +39,7 @@ class DiscreteTokens:
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
         """Return normalized chunks [B, K, A] and values [B, V].
 
-        Tokens are sampled from uniforms [B, L], one row per observation; None: greedy.
+        Tokens are sampled with uniform `noise` [B, L]; None: greedy.
         """
         uniform = None if noise is None else on_device(noise, inputs.prompt_ids.device)
 
@@ -64,7 +67,7 @@ class DiscreteTokens:
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """Return the value estimates [B, V] of observations."""
-        # Values depend on the prompt; in an autoregressive model it precedes all action tokens.
+        # Values depend only on the prompt, which precedes all action tokens in an autoregressive model.
         shape = len(inputs.prompt_ids), self._model.options.num_action_tokens
         return self._forward(inputs, torch.full(shape, self._columns.start, device=inputs.prompt_ids.device))[1]
 
@@ -74,21 +77,18 @@ class DiscreteTokens:
         logits, _ = self._model.compute_logits(hidden, self._columns)
         return hidden, self._decode((logits.argmax(-1) + self._columns.start).cpu().numpy())
 
-    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Return the cross-entropy of STOP and of the tokens of normalized actions [B, K, A].
-
-        The cross-entropy is over the whole vocabulary.
-        """
+    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
+        """Return the cross-entropy, over the whole vocabulary, of the tokens of actions [B, K, A] and of STOP."""
         tokens = on_device(self._tokenizer.encode(target), inputs.prompt_ids.device).flatten(1)
         logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
         ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
         # Flattened, because CUDA's cross-entropy of three dimensions is not deterministic.
         losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
         chosen = logits[:, :-1, self._columns].argmax(-1) + self._columns.start
-        return ImitationScores(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
+        return ImitationLoss(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
 
     def _compute_scores(self, logits: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        # Outside of autocast: acting and scoring must give the same numbers.
+        # Computed outside of autocast, so that acting and scoring give the same numbers.
         with torch.autocast(logits.device.type, enabled=False):
             logprob, entropy = categorical_scores(logits / temperature, choice)
         return logprob.unflatten(1, self._chunk), entropy.unflatten(1, self._chunk)

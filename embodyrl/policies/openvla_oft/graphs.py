@@ -1,7 +1,7 @@
 """Inference with CUDA graphs: a forward pass is captured once per batch size, then replayed with a single launch.
 
-A replay runs the captured kernels in order, so acting and scoring use the same computation; it saves the host's time
-for thousands of launches. Batches are padded to a few sizes, because each size has its own graph.
+A replay runs the captured kernels in order, so acting and scoring use the same computation. It saves the time that the
+host needs for thousands of launches. Batches are padded to a few sizes, because each size has its own graph.
 """
 
 import warnings
@@ -68,12 +68,12 @@ class GraphedForward:
         try:
             recording = self._recording(padded) if self._enabled else None
         except torch.OutOfMemoryError:
-            raise  # the plain forward pass would raise it, too
+            raise  # the plain forward pass would raise this error too
         except RuntimeError as error:
             self._enabled = False
             recording = None
             warnings.warn(
-                f"model.cuda_graphs: not used, because a forward pass cannot be recorded: {error}", stacklevel=2
+                f"model.cuda_graphs is ignored, because a forward pass cannot be captured: {error}", stacklevel=2
             )
         if recording is None:
             return self._forward(inputs)

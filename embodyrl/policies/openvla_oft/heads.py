@@ -22,12 +22,12 @@ class ResidualBlock(nn.Module):
         self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to the same shape."""
+        """Apply the block to [..., D]."""
         return x + self.ffn(x)
 
 
 class ResidualMlp(nn.Module):
-    """MLP from the concatenated hidden states of an action's A tokens to the action [A]."""
+    """MLP that maps the concatenated hidden states of an action's A tokens to the action [A]."""
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
@@ -94,6 +94,6 @@ def time_embedding(step: Tensor, width: int) -> Tensor:
 def ddim_schedule(steps: int, eta: float = 0.0) -> Schedule:
     """Return `steps` DDIM steps of the published recipe: cosine noise schedule, clean estimates clipped to -1..1.
 
-    `eta`: 0: deterministic; 1: as much noise as the forward process has (DDPM).
+    With `eta` 0, the steps are deterministic; with 1, they add the same noise as DDPM.
     """
     return Schedule(DiffusionConfig(num_train_timesteps=TRAIN_STEPS), steps, "DDIM", eta)

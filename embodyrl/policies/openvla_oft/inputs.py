@@ -1,7 +1,7 @@
 """Conversion of stored camera pixels and instructions to model inputs.
 
-`act` and training run the same code on the same uint8 pixels. Instructions become token ids by tokenizer.json with the
-`tokenizers` package: no remote code.
+`act` and training run the same code on the same uint8 pixels. The `tokenizers` package converts instructions to token
+ids with tokenizer.json, without remote code.
 """
 
 import io
@@ -51,7 +51,7 @@ def preprocess(
     """
     batch, cameras = images.shape[:2]
     frames = _rotate(images.reshape(-1, *images.shape[2:]), rotation_deg)
-    # The same pixels for acting and training: inside autocast, resizing would run in bfloat16.
+    # Pixels must be the same for acting and training; inside autocast, resizing would run in bfloat16.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if pipeline == "official":
             resized = official_pixels(frames, size, device)
@@ -69,7 +69,7 @@ def preprocess(
 def resize(images: ByteArray, *, rotation_deg: int, size: int, device: torch.device) -> ByteArray:
     """Resize images [B, C, H, W, 3] to [B, C, S, S, 3] like `preprocess` with the RLinf pipeline.
 
-    `preprocess` returns the same numbers for the result, which has the simulator's orientation too.
+    The orientation is unchanged, and `preprocess` returns the same numbers for the result as for the original images.
     """
     frames = _rotate(images.reshape(-1, *images.shape[2:]), rotation_deg)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -86,10 +86,10 @@ def _rotate(frames: ByteArray, rotation_deg: int) -> ByteArray:
 def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
     """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in RLinf's processor.
 
-    Bicubic with antialias in float32, then clamp and round half to even. The same call on uint8 uses a fixed-point
-    kernel that differs by up to 9 levels.
+    Bicubic interpolation with antialiasing in float32, then clamping and rounding half to even. The same call on uint8
+    uses a fixed-point kernel whose result differs by up to 9 levels.
     """
-    # Contiguous, channels first: the same numbers in less than half the time on a CPU. Transposes bytes, not floats.
+    # On a CPU, contiguous channels-first pixels take less than half the time, and transposing bytes is cheaper.
     pixels = on_device(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)), device).float()
     if pixels.shape[-2:] == (size, size):
         return pixels
@@ -100,7 +100,7 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
 def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
     """Resize images [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in OpenVLA-OFT's evaluation.
 
-    JPEG round trip (on the CPU), lanczos3, then a center crop of 0.9 of the area.
+    The steps are a JPEG round trip (on the CPU), lanczos3 resizing, and a center crop to 0.9 of the area.
     """
     decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
     pixels = on_device(decoded, device).permute(0, 3, 1, 2).float()
@@ -110,8 +110,8 @@ def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tenso
 def jpeg_round_trip(frame: ByteArray) -> ByteArray:
     """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0), because the training data were JPEG files.
 
-    Pillow encodes like TensorFlow. TensorFlow decodes with the fast integer cosine transform; Pillow's
-    accurate transform differs by 1 level on average, 17 at most.
+    Pillow encodes like TensorFlow. TensorFlow decodes with the fast integer cosine transform; the result of Pillow's
+    accurate transform differs by 1 level on average, and by 17 at most.
     """
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
@@ -126,9 +126,9 @@ def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
 
 
 def center_crop(pixels: Tensor) -> Tensor:
-    """Crop the central 0.9 of the area of [N, 3, S, S] (0..255) and resize it to S x S.
+    """Crop [N, 3, S, S] (0..255) to the central 0.9 of the area, and resize the crop to S x S.
 
-    Formula of TensorFlow's `crop_and_resize`: plain bilinear between corner pixels, no antialias.
+    The formula is that of TensorFlow's `crop_and_resize`: bilinear between corner pixels, without antialiasing.
     """
     size = pixels.shape[-1]
     low, high, weight = (on_device(t, pixels.device) for t in _crop_coordinates(size))
@@ -143,7 +143,7 @@ def center_crop(pixels: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
     """Return weights [size_out, size_in], float32, whose rows sum to 1."""
-    # float32 throughout, like TensorFlow's weights; with float64 more pixels round to the other side.
+    # All steps use float32, like TensorFlow; with float64, more pixels would be rounded differently.
     scale = np.float32(size_in / size_out)
     center = (np.arange(size_out, dtype=np.float32) + np.float32(0.5)) * scale
     offset = np.arange(size_in, dtype=np.float32)[None, :] + np.float32(0.5) - center[:, None]
@@ -155,7 +155,7 @@ def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lower and upper source pixel (int64) and the weight of the upper pixel (float32) for each of S outputs."""
+    """Return for each of S outputs the lower and upper source pixel (int64), and the upper pixel's weight (float32)."""
     side = np.sqrt(np.float32(CROP_AREA))
     start = (np.float32(1.0) - side) / np.float32(2.0)
     position = start * np.float32(size - 1) + np.arange(size, dtype=np.float32) * side
@@ -172,7 +172,7 @@ TEMPLATE = "In: What action should the robot take to {instruction}?\nOut:"
 
 
 class PromptEncoder:
-    """Encodes instructions with one tokenizer; known tasks are padded to a constant width."""
+    """Encoder of instructions with one tokenizer; known tasks are padded to a constant width."""
 
     def __init__(self, tokenizer_file: Path, *, bos_token_id: int, tasks: Sequence[str] = ()) -> None:
         """Read a tokenizer.

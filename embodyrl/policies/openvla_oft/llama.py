@@ -1,10 +1,10 @@
 """Llama-2 for OpenVLA: full attention for action chunks, causal attention for single tokens.
 
 Frozen linear layers with low-rank adapters are fused on a GPU. Plain PyTorch computes the frozen product, the adapter's
-product and their sum one after the other, each with a pass over the output, and autograd sums the gradients of an input
-of several layers in as many passes. In `apply_linears` the large product runs last and accumulates into the existing
-output (`addmm_`), forwards and backwards, and the first factors of layers with the same input are one matrix. Other
-layers are called normally.
+product and their sum one after the other, each with a pass over the output. If several layers have the same input,
+autograd sums the input's gradients in one pass per layer. In `apply_linears`, the large product runs last and
+accumulates into the existing output (`addmm_`), in the forward and in the backward pass, and the A factors of layers
+with the same input are one matrix. Other layers are called normally.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ def apply_linears(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | Non
 
     `residual` [..., out] is added to the output of a single layer.
     """
-    half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    compute_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if not x.is_cuda or not all(hasattr(layer, "lora_A") for layer in layers):
         out = [layer(x) for layer in layers]
         return out if residual is None else [residual + out[0]]
-    if residual is not None and residual.dtype != half:
-        return [residual + apply_adapted_linears(layers, x.to(half), None)[0]]
-    return apply_adapted_linears(layers, x.to(half), residual)
+    if residual is not None and residual.dtype != compute_dtype:
+        return [residual + apply_adapted_linears(layers, x.to(compute_dtype), None)[0]]
+    return apply_adapted_linears(layers, x.to(compute_dtype), residual)
 
 
 def apply_adapted_linears(layers: Sequence[Any], x: Tensor, residual: Tensor | None) -> list[Tensor]:
@@ -49,9 +49,9 @@ def apply_adapted_linears(layers: Sequence[Any], x: Tensor, residual: Tensor | N
 
 
 class _Adapted(torch.autograd.Function):
-    """Autograd function `residual + W x + b + s B A x` of several LoRA layers with the same input.
+    """Autograd function that computes `residual + W x + b + s B A x` for several LoRA layers with the same input.
 
-    W and b are frozen; W [out, in], b [out], A [r, in], B [out, r].
+    W [out, in] and b [out] are frozen; A [r, in] and B [out, r] are the factors of the adapter.
     """
 
     @staticmethod
@@ -104,8 +104,8 @@ Rope = tuple[Tensor, Tensor]
 def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequencies: bool = False) -> Rope:
     """Return cosine and sine tables [B, 1, T, head_dim] of the rotary embedding at positions [B, T], float32.
 
-    `bf16_frequencies` rounds the inverse frequencies, as in code that casts the whole model with its buffers; large
-    positions then rotate by up to 0.4 rad more or less, which changes the logits visibly.
+    `bf16_frequencies` rounds the inverse frequencies, like code that casts the whole model with its buffers. The
+    rotation of large positions then differs by up to 0.4 rad, which changes the logits noticeably.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
     frequency = 1.0 / theta**exponent
@@ -135,9 +135,9 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Autograd function of the rotary rotation, whose backward pass rotates back.
+    """Autograd function for rotary position embeddings; the backward pass applies the inverse rotation.
 
-    Both halves of the tables are equal.
+    Requires cosine and sine tables whose two halves are equal.
     """
 
     @staticmethod
@@ -158,7 +158,7 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
     begin = torch.arange(len(rows), device=rows.device)[:, None]
     if x.is_cuda:
         return x[begin, rows]
-    # Whole rows: a third of the time, forwards and backwards.
+    # Selecting whole rows takes a third of the time in the forward and backward pass.
     return x.flatten(0, 1).index_select(0, (begin * x.shape[1] + rows).flatten()).unflatten(0, rows.shape)
 
 
@@ -186,9 +186,9 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to the same shape and dtype."""
+        """Apply the norm to [..., D]; shape and dtype are unchanged."""
         if x.is_cuda and x.dtype == self.weight.dtype:
-            # One kernel instead of eight, which sums in float32: autocast would make float32 copies.
+            # One kernel, which sums in float32, instead of eight; autocast would make float32 copies.
             with torch.autocast(x.device.type, enabled=False):
                 return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         if x.dtype == self.weight.dtype == torch.float32:
@@ -224,7 +224,7 @@ class AttentionPlan:
 
     rope: Rope
     mask: Tensor
-    """[B, 1, 1 or T, keys] mask: bool (True: the key is attended to), or float that is added to the logits."""
+    """[B, 1, 1 or T, keys] mask: bool (True: the query attends to the key), or float (added to the logits)."""
     cache: KeyValueCache | None = None
 
 
@@ -232,7 +232,7 @@ class AttentionPlan:
 class RepeatedTokens:
     """Deduplicated inputs of the first layer: the S distinct tokens among T tokens.
 
-    Zero tokens are identical at all positions: their queries and keys are zero, also after the rotation.
+    Zero tokens are identical at all positions, because their queries and keys are zero, also after the rotation.
     """
 
     positions: Tensor
@@ -257,7 +257,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, residual: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Return `residual` plus the attention output of tokens x [B, T, D], or of R tokens, [B, R, D]."""
+        """Return `residual` plus the attention output of tokens x [B, T, D], or only of the tokens at `rows` [B, R]."""
         rope, mask = plan.rope, plan.mask
         if rows is not None:  # only queries are skipped: keys and values of all tokens are needed
             (q,) = apply_linears([self.q_proj], pick_rows(x, rows))
@@ -317,7 +317,7 @@ class LlamaModel(nn.Module):
         self.rope_theta = spec.rope_theta
         self.rope_bf16_table = rope_bf16_table
         self.gradient_checkpointing = False
-        # Not initialized here: on the meta device that would import torch's compiler, a second or two.
+        # Not initialized here: on the meta device, that would import torch's compiler, which takes a second or two.
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(spec.vocab_size, spec.hidden_size), freeze=False)
         self.layers = nn.ModuleList(LlamaLayer(spec, i) for i in range(spec.num_hidden_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -335,12 +335,12 @@ class LlamaModel(nn.Module):
         """Map embeddings [B, T, D] to hidden states after the final norm.
 
         Args:
-            embeddings: [B, T, D]; [B, S, D] of `repeated`.
+            embeddings: [B, T, D], or [B, S, D] with `repeated`.
             mask: [B, 1, 1 or T, keys] bool, False for masked keys.
             rows: [B, R] indices of the required tokens; the last layer skips the queries and the MLP of other tokens.
             positions: [B, T]; default 0..T-1.
             cache: keys and values of earlier tokens, extended by this call.
-            repeated: identical tokens, computed once in the first of several layers; without a cache.
+            repeated: identical tokens, which the first of several layers computes once; not supported with a cache.
 
         Returns:
             [B, R, D], or [B, T, D] without `rows`.
@@ -354,7 +354,7 @@ class LlamaModel(nn.Module):
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         x = embeddings
         for layer in self.layers:
-            # Only in the last layer: all others need keys and values of every token for the layer above.
+            # Only the last layer can skip rows: the layer above any other layer needs keys and values of all tokens.
             layer_rows = rows if layer is self.layers[-1] else None
             layer_plan = first if layer is self.layers[0] else plan
             x = (

@@ -25,7 +25,7 @@ from embodyrl.policies.vla.adapter import (
 )
 
 ADAPTABLE_MODULES = ("vision_backbone.", "projector.", "language_model.")
-"""Prefixes of the modules that may have adapters. Other modules, such as the value head, are trained in full."""
+"""Prefixes of the modules that may have adapters. Other modules, such as the value head, are fully trained."""
 _PUBLIC_PREFIX = "base_model.model."
 _PEFT_INFIX = ".default."
 
@@ -41,7 +41,7 @@ class Adapter:
     """Full weights by parameter name that replace the model's weights (peft adds the output matrix)."""
 
     def merge(self, key: str, tensor: Tensor) -> Tensor:
-        """Return a weight with its adapter added, in float32: W + alpha/r * B A (patch embeddings: reshaped)."""
+        """Return a weight with its adapter added, in float32: W + alpha/r * B A (reshaped for patch embeddings)."""
         tensor = self.replaced.get(key, tensor)
         pair = self.factors.get(key.removesuffix(".weight"))
         if pair is None:
@@ -98,7 +98,7 @@ def build_merge_transform(adapter: Path, known: Container[str], base: Path, pref
         adapter: folder of the adapter.
         known: names of the model's weights.
         base: folder of the base weights.
-        prefix: prefix of the adapter's names before those of the weights.
+        prefix: prefix that the names in the adapter have in addition to the names of the weights.
 
     Raises:
         CheckpointError: a file does not fit, or the adapter belongs to another model.
@@ -119,9 +119,8 @@ def inject(
 ) -> None:
     """Add adapters to the selected linear layers and patch embeddings.
 
-    All other weights of the parts `prefixes` are frozen.
-
-    Adapters of layers without influence on the output are frozen too; public adapters contain them.
+    All other weights of the modules in `prefixes` are frozen. Adapters of layers that do not influence the output are
+    frozen too, but kept, because public adapters contain adapters of these layers.
 
     Raises:
         ConfigError: no layer has one of the target names.
@@ -172,10 +171,10 @@ def _forward_adapted(layer: Any, x: Tensor) -> Tensor:
 
 
 def load_adapter(module: nn.Module, where: Path) -> None:
-    """Copy the factors of an adapter folder into the injected adapters.
+    """Copy the LoRA factors in an adapter folder into the injected adapters.
 
     Raises:
-        CheckpointError: the adapters are on other layers, or have another rank.
+        CheckpointError: the adapters belong to other layers, or have another rank.
     """
     adapter, state = read_adapter(where), module.state_dict()
     local_modules = {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}

@@ -1,6 +1,6 @@
-"""OpenVLA-OFT: from images, prompt and proprioception to the logits of a whole action chunk.
+"""OpenVLA-OFT network: maps images, prompt and proprioception to the logits of a whole action chunk.
 
-Prediction in several passes, token by token (OpenVLA) or by denoising, is at the end of the file.
+Functions for prediction in several passes, token by token (OpenVLA) or by denoising, are at the end of the file.
 """
 
 import math
@@ -30,7 +30,7 @@ BODY = ("vision_backbone", "projector", "language_model", *SFT_COMPONENTS)
 
 
 class ValueHead(nn.Module):
-    """MLP from a hidden state to V value estimates, always computed in float32."""
+    """MLP that maps a hidden state to V value estimates, always computed in float32."""
 
     def __init__(self, width: int, value_dim: int) -> None:
         super().__init__()
@@ -101,8 +101,9 @@ class OpenVlaOft(nn.Module):
             whole_vocabulary: return the logits of all ids, for SFT.
 
         Returns:
-            Float32 logits [B, L, bins] of the action ids in ascending order, before the temperature; or [B, L+1, ids]
-            of all ids, the last row for STOP; or the L1 head's normalized actions [B, K, A]. And values [B, V].
+            Outputs and values [B, V]. The outputs are float32 logits [B, L, bins] of the action ids in ascending order,
+            before the temperature. With `whole_vocabulary`, they are logits [B, L+1, ids] of all ids, with the last row
+            for STOP. With the L1 head, they are normalized actions [B, K, A].
         """
         placeholders = None
         if self.options.autoregressive:
@@ -129,7 +130,7 @@ class OpenVlaOft(nn.Module):
         return self.value_head(hidden[:, 0])
 
     def prefix(self, inputs: ModelInputs) -> Tensor:
-        """Embed the tokens after BOS, [B, P, D]: image patches, then proprioception."""
+        """Return embeddings [B, P, D] of the tokens after BOS: image patches, then proprioception."""
         parts = [self.projector(self.vision_backbone(inputs.pixels))]
         if self.proprio_projector is not None:
             assert inputs.state is not None, "this model needs proprioception"
@@ -153,14 +154,14 @@ class OpenVlaOft(nn.Module):
         return body(embeddings, self.attention_mask(mask), rows=rows, repeated=repeated)
 
     def _can_merge_placeholders(self, prefix: Tensor) -> bool:
-        # Half precision cannot represent the logarithm of the number of slots; in a deep model, one layer saves little.
+        # bfloat16 cannot represent the logarithm of the number of slots; in a deep model, one layer saves little.
         plain = prefix.device.type == "cpu" and prefix.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
     def _embed_merged_placeholders(
         self, prefix: Tensor, inputs: ModelInputs
     ) -> tuple[Tensor, Tensor, Tensor, RepeatedTokens]:
-        """Embed the inputs like `embed`, but with one action slot in place of all slots, which are identical (zero)."""
+        """Embed the inputs like `embed`, but with one action slot instead of L slots, which are identical (zero)."""
         num_merged = self.options.num_action_tokens - 1
         embeddings, key_mask, last_prompt = self.embed(prefix, inputs, num_placeholders=1)
         placeholder = last_prompt[:, None] + 1
@@ -243,7 +244,7 @@ class OpenVlaOft(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, parts: tuple[str, ...] = BODY, *, source: str = "cpu") -> None:
-        """Initialize the given parts so that residual streams have unit scale and logits have unit variance.
+        """Initialize the submodules `parts` so that residual streams have unit scale and logits have unit variance.
 
         A smaller output matrix would start closer to uniform, but learns several times more slowly. The random numbers
         are generated on the device `source`; numbers from the CPU are the same on every machine.
@@ -269,7 +270,7 @@ def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor,
     if isinstance(module, nn.Embedding):
         return 1.0
     if module_name.startswith(VALUE_HEAD):
-        # Kaiming (fan out), and small values at first.
+        # Kaiming (fan out); the last layer starts with small values.
         return 0.02 if module.bias is None else (2.0 / len(parameter)) ** 0.5
     if isinstance(module, nn.Linear | nn.Conv2d):
         fan_in = parameter[0].numel()
@@ -308,7 +309,7 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: ChooseBin) -> 
     logits, value = model.compute_logits(hidden, model.action_columns)
     all_logits, bins = [logits], [choose(0, logits)]
     for index in range(1, model.options.num_action_tokens):
-        # The token chosen last becomes a key.
+        # The last chosen token becomes a key.
         key_mask = torch.cat([key_mask, key_mask.new_ones(len(key_mask), 1)], dim=1)
         token = body.embed_tokens(bins[-1] + model.action_columns.start)
         # Padding is between a short prompt and its new tokens, so cache indices are not positions.
@@ -321,7 +322,7 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: ChooseBin) -> 
 
 
 def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
-    """Predict the noise [B, K, A] in noisy chunks at diffusion timesteps [B]; `prefix` contains images and state."""
+    """Return the predicted noise [B, K, A] in noisy chunks at diffusion timesteps [B]; `prefix`: see `embed`."""
     assert model.action_head is not None
     return model.action_head(noisy_hidden(model, inputs, prefix, noisy, step)).float()
 

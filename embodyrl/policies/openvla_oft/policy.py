@@ -47,7 +47,7 @@ from embodyrl.policies.vla.sampling import pad_per_action
 from embodyrl.types import (
     ByteArray,
     FloatArray,
-    ImitationScores,
+    ImitationLoss,
     IntArray,
     Observation,
     PolicyOutput,
@@ -78,13 +78,15 @@ class OpenVlaOftPolicy:
             bos_token_id=config.llama.bos_token_id,
             tasks=request.env.instructions or request.env.tasks,
         )
-        half = cfg.precision == Precision.bf16
-        mixed = partial(torch.autocast, self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
-        # Recorded casts would keep using the weights at the time of the recording.
+        uses_bf16 = cfg.precision == Precision.bf16
+        mixed = partial(
+            torch.autocast, self._device.type, dtype=torch.bfloat16, enabled=uses_bf16 and request.trainable
+        )
+        # Captured casts would keep using the weights at the time of the capture.
         self._autocast = mixed(cache_enabled=not cfg.cuda_graphs)
-        # Cast weights are cached until the end of a pass, which is useless if layers are recomputed.
+        # Weights cast by autocast are cached until the end of a pass, which is useless if layers are recomputed.
         self._scoring = mixed(cache_enabled=not request.gradient_checkpointing)
-        self._input_dtype = torch.bfloat16 if half and not request.trainable else torch.float32
+        self._input_dtype = torch.bfloat16 if uses_bf16 and not request.trainable else torch.float32
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -116,7 +118,7 @@ class OpenVlaOftPolicy:
         The features are the mean hidden state of the action predictions and the greedy actions in -1..1, concatenated.
 
         Raises:
-            ConfigError: the model predicts actions one after the other.
+            ConfigError: the model predicts tokens one by one.
         """
         if self._model.options.autoregressive:
             raise ConfigError(
@@ -133,7 +135,7 @@ class OpenVlaOftPolicy:
         return resize(images[:, : self.spec.inputs.num_images], rotation_deg=rotation, size=size, device=self._device)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
+        """Return log-probabilities, entropies and values of tokens [B, L], with gradients."""
         with self._scoring:
             logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
         return PolicyScores(
@@ -152,11 +154,12 @@ class OpenVlaOftPolicy:
             )
         return self._actions.encode(normalize(actions, self._bounds)).reshape(len(actions), -1)
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the loss of actions [B, K, A] as in the official training.
 
-        Discrete: cross-entropy of the action tokens and STOP over all ids. L1: mean distance of the normalized actions.
-        Diffusion: squared error of the noise (actions are compared only in validation, which needs a full denoising).
+        The loss of the discrete head is the cross-entropy of the action tokens and STOP over all ids, of the L1 head
+        the mean absolute error of the normalized actions, and of the diffusion head the squared error of the noise
+        (actions are compared only in validation, because this needs a full denoising).
         """
         with self._scoring:
             return self._head.imitate(self._inputs(obs), normalize(actions, self._bounds))
@@ -178,9 +181,9 @@ class OpenVlaOftPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`); keep the value head if none is saved.
 
-        A folder with an adapter only needs the same `model.path`: the adapter is loaded if adapters are trained,
-        otherwise merged into the weights of `model.path`. The folder's action statistics are used, because its tokens
-        refer to them.
+        A folder that contains only an adapter needs the same `model.path`. The adapter is loaded if adapters are
+        trained, otherwise merged into the weights of `model.path`. The folder's action statistics are used, because
+        its tokens refer to these statistics.
         """
         adapter, model, base = None if weight_files(folder) else find_adapter(folder), self._model, self._config.folder
         if adapter is None:
@@ -195,7 +198,7 @@ class OpenVlaOftPolicy:
         self._load_statistics(read_config(folder))
 
     def _load_statistics(self, config: OftConfig) -> None:
-        """Use the statistics of a folder; keep its tokenizer and JSON files for `save`."""
+        """Use the statistics of a checkpoint, and keep its tokenizer and JSON files for `save`."""
         reject_advantage_suffix(config.folder)
         statistics, kind = config.statistics, self._cfg.action_normalization
         data_set = statistics.find(self._cfg.unnorm_key, self._env.benchmark.unnorm_key)
@@ -205,7 +208,7 @@ class OpenVlaOftPolicy:
 
     @property
     def vocabulary(self) -> tuple[int, Bounds]:
-        """Meaning of action tokens: the lowest token id, and the bounds of actions for the bins."""
+        """Lowest id of the action tokens, and the action bounds to which the bin range -1..1 is mapped."""
         return self._config.action_vocab_start, self._bounds
 
     def _build_head(self) -> DiscreteTokens | L1Gaussian | Diffusion:
@@ -230,7 +233,7 @@ class OpenVlaOftPolicy:
         ids, lengths = (on_device(x, self._device) for x in self._prompts.batch(obs.instructions))
         state = None
         if self._state_bounds is not None:
-            # As in the public inference code: constant dimensions are not set to 0, unlike those of actions.
+            # Constant dimensions of the state are not set to 0, unlike those of actions, as in the published code.
             normalized = normalize(obs.state, self._state_bounds, flat_to_zero=False)
             state = on_device(normalized, self._device).to(self._input_dtype)
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
@@ -250,7 +253,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     if not request.trainable:
         module.requires_grad_(False)
     if cfg.precision == Precision.bf16 and (trains_adapter or not request.trainable):
-        # Before memory is allocated: 7 B weights never exist in float32.
+        # Cast before memory is allocated, so that 7 B weights never exist in float32.
         _cast_to_bfloat16(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
     # Always initialized, because a checkpoint may lack a value head; a value head of the checkpoint is loaded later.
@@ -264,7 +267,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     elif request.fresh_heads:
         module.init_weights(request.seed, SFT_COMPONENTS)
     _load_initial_weights(module, cfg, config, request)
-    # After adapters were injected, which changes the trained weights.
+    # Freeze after adapters were injected, because the injection changes which weights are trained.
     freeze(module, cfg.freeze)
     if request.gradient_checkpointing:
         module.recompute_activations()
@@ -288,14 +291,14 @@ def _load_initial_weights(module: OpenVlaOft, cfg: OftSettings, config: OftConfi
 
 
 def _build_merge_transform(module: OpenVlaOft, base: Path, adapter: Path) -> WeightTransform:
-    # Imported only if needed: importing peft takes seconds.
+    # Imported only if needed, because importing peft takes seconds.
     from embodyrl.policies.openvla_oft.lora import build_merge_transform
 
     return build_merge_transform(adapter, base_state(module), base)
 
 
 def _cast_to_bfloat16(module: OpenVlaOft, *, keep_trained: bool) -> None:
-    """Cast all weights to bfloat16, except RL heads and weights that are fully trained next to adapters."""
+    """Cast all weights to bfloat16, except RL heads and weights that are fully trained in addition to adapters."""
     module.to(torch.bfloat16)
     for name in (*RL_COMPONENTS, *SFT_COMPONENTS) if keep_trained else RL_COMPONENTS:
         if (part := getattr(module, name)) is not None:

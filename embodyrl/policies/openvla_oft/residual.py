@@ -16,9 +16,10 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
 class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
-    """Residual policy on a frozen OpenVLA-OFT, with corrections up to `residual_scale` in normalized units.
+    """Residual policy with a frozen OpenVLA-OFT, and corrections up to `residual_scale` in normalized units.
 
-    The model is built as for evaluation, so that its actions stay bit-identical while the actor is trained.
+    The model is built in the same way as for evaluation, so that its actions stay bit-identical while the actor is
+    trained.
     """
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
@@ -50,22 +51,22 @@ class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
         return on_device(normalize(actions, self._bounds).astype(np.float32), self._device)
 
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
-        """Return features: mean hidden state of the predictions, concatenated with the normalized greedy actions."""
+        """Return features: the mean hidden state of the predictions, and the normalized greedy actions."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()
-            exact = on_device(proposed.astype(np.float32), self._device).flatten(1)
-            features = torch.cat([hidden.float().mean(1), exact], 1)
+            greedy_actions = on_device(proposed.astype(np.float32), self._device).flatten(1)
+            features = torch.cat([hidden.float().mean(1), greedy_actions], 1)
         return FrozenOutputs(features, self._model.value(hidden), proposed)
 
     def _execute(
         self,
         obs: Observation,
         frozen_outputs: FrozenOutputs,
-        choice: Tensor,
+        pre_tanh: Tensor,
         seeds: IntArray | None,
         temperature: float,
     ) -> FloatArray:
-        # In float64, where a correction of 0 preserves every bit of a proposal.
-        correction = self._actor.shape.bound * choice.tanh().double().cpu().numpy()
+        # In float64, a correction of 0 preserves every bit of the proposed actions.
+        correction = self._actor.shape.bound * pre_tanh.tanh().double().cpu().numpy()
         return unnormalize(frozen_outputs.model + correction, self._bounds)

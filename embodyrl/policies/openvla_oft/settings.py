@@ -47,13 +47,13 @@ class OpenVlaSettings(AdapterSettings):
         """Yield an error for each contradiction between settings."""
         yield from super().problems()
         if self.compile and self.cuda_graphs:
-            yield "model.compile=true and model.cuda_graphs=true: use one of them; a compiled model cannot be recorded."
+            yield "model.compile=true and model.cuda_graphs=true: use one of them; a compiled model cannot be captured."
 
 
 class OftSettings(OpenVlaSettings, ResidualSettings):
     """Config keys for OpenVLA-OFT, which predicts a whole chunk in parallel."""
 
-    needs = {
+    key_conditions = {
         "likelihood!=residual": "freeze compile",
         "action_head=discrete": "cuda_graphs",
         "action_head=l1": "action_std",
@@ -70,15 +70,17 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     """Source of log-probabilities for RL. head: the action head; residual: an actor that corrects the greedy chunk of
     the frozen model."""
     action_std: Positive = 0.1
-    """l1: initial standard deviation of normalized actions in RL; the standard deviation is a trained parameter."""
+    """With action_head=l1: initial standard deviation of normalized actions in RL, which is a trained parameter."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Number of denoising steps of the diffusion head, at most 50 (the number in training)."""
     stochastic_steps: Stochastic = Stochastic.one
-    """diffusion: train on one random step per chunk, or on all steps; each step needs a forward pass."""
+    """With action_head=diffusion: train on one random step per chunk, or on all steps; each step needs a forward pass.
+    """
     diffusion_eta: Share = 1.0
-    """diffusion: noise scale of a stochastic step, from 0 (only diffusion_min_std) to 1 (the forward process)."""
+    """With action_head=diffusion: noise scale of a stochastic step, from 0 (only diffusion_min_std) to 1 (noise of
+    DDPM)."""
     diffusion_min_std: Positive = 0.1
-    """diffusion: minimum standard deviation of a stochastic step."""
+    """With action_head=diffusion: minimum standard deviation of a stochastic step."""
 
     @property
     def every_step(self) -> bool:
@@ -103,5 +105,5 @@ def record_of(cfg: OftSettings) -> ChunkRecord:
 
 
 def get_residual_shape(cfg: OftSettings, hidden: int) -> SteeringShape:
-    """Return the input and output sizes of the actor on a frozen model; `hidden`: width of the hidden states."""
+    """Return the input and output sizes of the actor for a frozen model; `hidden`: width of the hidden states."""
     return SteeringShape.for_residual(cfg, hidden, cfg.action_dim)

@@ -20,28 +20,29 @@ _VOCABULARY = ("language_model.model.embed_tokens.", "language_model.lm_head.")
 
 
 def _sample_costs(
-    config: OftConfig, weights: Mapping[str, WeightSize], *, images: int, tokens: int, half: bool, adapters: bool
+    config: OftConfig, weights: Mapping[str, WeightSize], *, images: int, tokens: int, uses_bf16: bool, adapters: bool
 ) -> PolicyCosts:
     """Return the memory and FLOPs of one sample, counted tensor by tensor.
 
-    Bytes that a layer stores per token, with width D and MLP width M (`tests/fakegpu` measures the same sums):
+    A layer with width D and MLP width M stores per token (`tests/fakegpu` measures the same sums):
 
-    * float32: 10 D + 4 M numbers in a Llama layer, 8 D + 2 M in a ViT block.
-    * bfloat16, adapters: the residual stream is bfloat16. Two inputs of norms and their outputs, queries, keys, values
-      and the attention output; gate, SiLU, up and product.
-    * bfloat16, all trained: the stream is float32, and autocast copies a norm's output for each linear layer.
+    * In float32: 10 D + 4 M numbers in a Llama layer, 8 D + 2 M numbers in a ViT block.
+    * In bfloat16 with adapters: the inputs and outputs of two norms, queries, keys, values and the attention output,
+      and in the MLP gate, SiLU, up and product. The residual stream is bfloat16.
+    * In bfloat16 without adapters: the same tensors, but the residual stream is float32, and autocast copies a norm's
+      output for each linear layer.
     """
     llama, towers = config.llama, config.towers
     tokens += images * max(vit.num_patches for vit in towers) + PROMPT_TOKENS
     d, m = llama.hidden_size, llama.intermediate_size
     per_token, stream = (16 * d + 8 * m, 2) if adapters else (30 * d + 8 * m, 4)
-    if not half:
+    if not uses_bf16:
         per_token, stream = 4 * (10 * d + 4 * m), 4
     blocks = []
     for vit in towers:
         w, hidden = vit.width, vit.mlp_hidden
         block = (16 * w + 4 * hidden) if adapters else (24 * w + 4 * hidden)
-        blocks.append(images * (vit.num_patches + vit.num_prefix) * (block if half else 4 * (8 * w + 2 * hidden)))
+        blocks.append(images * (vit.num_patches + vit.num_prefix) * (block if uses_bf16 else 4 * (8 * w + 2 * hidden)))
     inputs = sum(stream * v.depth * images * (v.num_patches + v.num_prefix) * v.width for v in towers)
     matrices = {name: weight for name, weight in weights.items() if weight.adaptable and weight.trained}
     language, vision = count(matrices, _LAYERS), count(matrices, "vision_backbone.", "projector.")
@@ -50,13 +51,13 @@ def _sample_costs(
         activation_bytes=llama.num_hidden_layers * tokens * per_token
         + sum((v.depth - 1) * b for v, b in zip(towers, blocks, strict=True)),
         recomputed_bytes=llama.num_hidden_layers * tokens * stream * d + inputs,
-        # And equally many gradients: of gate, SiLU, up, product and the inputs of the adapters or weights.
+        # Includes gradients of gate, SiLU, up, product and the inputs of the adapters or weights.
         largest_layer=(
             count(matrices, f"{_LAYERS}0."),
-            max(tokens * (per_token + 12 * m * (1 if half else 2)), *blocks),
+            max(tokens * (per_token + 12 * m * (1 if uses_bf16 else 2)), *blocks),
         ),
         # Gate, SiLU, up and product; embeddings, stream, a norm's output and the tables of positions.
-        inference_bytes=tokens * ((8 * m + 3 * d) * (1 if half else 2) + 2 * stream * d),
+        inference_bytes=tokens * ((8 * m + 3 * d) * (1 if uses_bf16 else 2) + 2 * stream * d),
         forward_flops=2.0 * (tokens * language + images * towers[0].num_patches * vision) + 2.0 * attention,
     )
 
@@ -67,7 +68,7 @@ def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
     repeated = cfg.action_head == ActionHead.diffusion and (cfg.every_step or cfg.is_residual)
     passes = cfg.num_diffusion_steps_inference if repeated else 1
     weights = weight_sizes(NETWORK, config, options)
-    sample = _sample_costs(config, weights, images=images, tokens=tokens, half=cfg.half, adapters=cfg.is_lora)
+    sample = _sample_costs(config, weights, images=images, tokens=tokens, uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora)
     body = {name: weight for name, weight in weights.items() if name.startswith(_BODY)}
     heads = count(weights) - count(body)
     adapter_sides = sum(weight.fan_in_plus_fan_out for weight in body.values() if weight.adaptable and weight.trained)
@@ -76,7 +77,7 @@ def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
         num_parameters=count(weights),
         # Adapters on all layers (an upper bound for selected targets), and fully trained heads.
         num_trained=lora_spec(cfg).r * adapter_sides + heads if cfg.is_lora else None,
-        # A frozen model stores no activations for backward.
+        # A frozen model stores no activations for a backward pass.
         activation_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.activation_bytes,
         recomputed_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.recomputed_bytes,
         outside_layers=count(body, "projector.", *_VOCABULARY) + heads,

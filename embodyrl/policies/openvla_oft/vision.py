@@ -1,4 +1,4 @@
-"""The two vision towers and the projector: plain PyTorch with the parameter names of the published checkpoints."""
+"""Two vision towers and the projector in plain PyTorch, with the parameter names of the published checkpoints."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping convolution: [B, 3, S, S] to [B, patches, width], row by row."""
+    """Patch embedding: a convolution without overlap; patches are in row order."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class PatchEmbed(nn.Module):
         """Map pixels [B, 3, S, S] to tokens [B, patches, width]."""
         if pixels.is_cuda or not isinstance(self.proj, nn.Conv2d):  # with an adapter it is not a Conv2d
             return self.proj(pixels).flatten(2).transpose(1, 2)
-        # The same sums as a matrix product, on a CPU in two thirds of the time.
+        # On a CPU, the equivalent matrix product takes two thirds of the time.
         size = self.proj.weight.shape[-1]
         rows, columns = (side // size for side in pixels.shape[2:])
         blocks = pixels[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """MLP with exact GELU, used in the towers and as projector of other inputs."""
+    """MLP with exact GELU, used in the towers and to project proprioception and noisy actions."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LayerScale(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm without autocast's float32 copies on a GPU, where the kernel itself sums in float32."""
+    """Layer norm that avoids autocast's float32 copies on a GPU, where the kernel itself sums in float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=LAYER_NORM_EPS)
@@ -143,14 +143,14 @@ class Vit(nn.Module):
         if spec.attn_pool:
             self.attn_pool = AttentionPool(spec)
         for name, parameter in self.named_parameters():
-            # Without influence on the output: excluded from the optimizer, but part of a saved checkpoint.
+            # Weights that do not influence the output are excluded from the optimizer, but saved in checkpoints.
             unused = name.startswith((f"blocks.{spec.depth - 1}.", "norm.", "attn_pool."))
             parameter.requires_grad_(not unused)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map normalized pixels [B, 3, S, S] to [B, patches, width]."""
         x = self.patch_embed(pixels) + self.pos_embed
-        # After the positions: prefix tokens have none (timm's `no_embed_class`).
+        # Prefix tokens are added after the position embeddings, because they have none (timm's `no_embed_class`).
         prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]
         if prefix:
             x = torch.cat([*(p.expand(len(x), -1, -1) for p in prefix), x.to(prefix[0].dtype)], dim=1)
@@ -180,7 +180,7 @@ class VisionBackbone(nn.Module):
 
 
 class Projector(nn.Module):
-    """Three linear layers from vision width to language width, exact GELU between them."""
+    """Three linear layers that map the vision width to the language width, with exact GELU in between."""
 
     def __init__(self, vision_width: int, llm_width: int) -> None:
         super().__init__()

@@ -38,14 +38,14 @@ class RemotePolicy(InferenceOnlyPolicy):
         """Connect and read the server's metadata.
 
         Raises:
-            EmbodyError: there is no server at `model.url`, or it uses another protocol.
+            EmbodyError: there is no server at `model.url`, or the server uses another protocol.
         """
         super().__init__(spec)
-        self._cfg, self._env, self._names = cfg, env, get_field_names(cfg)
+        self._cfg, self._env_spec, self._names = cfg, env, get_field_names(cfg)
         self._sequence = 0
         connection = ExitStack()
         self._socket = _connect(cfg, connection)
-        # Policies have no `close`: the connection ends with the object or the process.
+        # Policies have no `close` method; the connection ends with this object or this process.
         weakref.finalize(self, connection.close)
         self.server = self._handshake()
 
@@ -55,12 +55,12 @@ class RemotePolicy(InferenceOnlyPolicy):
         Raises:
             EmbodyError: the server reports an error, times out or disconnects.
         """
-        images = np.ascontiguousarray(rotate_upright(obs.images, self._env.cameras.rotation_deg))
+        images = np.ascontiguousarray(rotate_upright(obs.images, self._env_spec.cameras.rotation_deg))
         rows = [
             self._request_actions(
                 RemoteObservation(
                     images=tuple(images[row, : self.spec.inputs.num_images]),
-                    state=obs.state[row] if self._env.state_dim else None,
+                    state=obs.state[row] if self._env_spec.state_dim else None,
                     prompt=obs.instructions[row],
                 )
             )
@@ -69,7 +69,7 @@ class RemotePolicy(InferenceOnlyPolicy):
         return self.output(np.stack(rows))
 
     def _handshake(self) -> dict[str, Any]:
-        """Return the server's metadata. openpi sends them on connection, vla-eval after a first message."""
+        """Return the server's metadata, which openpi sends on connection and vla-eval after a first message."""
         if self._cfg.protocol == "vla_eval":
             self._send_message("hello", {"harness_version": "0", "protocol_version": 1})
             return self._receive_reply("hello")
@@ -80,7 +80,7 @@ class RemotePolicy(InferenceOnlyPolicy):
         """Return actions [K, A] for one observation."""
         message = self._names.write(observation)
         if self._cfg.protocol == "vla_eval":
-            # Otherwise the server would continue the chunk of another observation.
+            # Without this message, the server would continue the chunk of another observation.
             self._send_message("episode_start", {"task": {"name": observation.prompt}})
             self._send_message("observation", message)
             reply = self._receive_reply("action")
@@ -125,7 +125,7 @@ class RemotePolicy(InferenceOnlyPolicy):
                 raise self._error("the server does not support vla-eval's protocol. Fix: model.protocol=openpi.")
             if reply.get("type") == "error":
                 raise self._error(f"the server reports: {str(payload.get('error', payload))[:2000]}")
-            # By sequence number: a late reply to an earlier request must be ignored.
+            # The sequence number identifies late replies to earlier requests, which must be ignored.
             if reply.get("type") == kind and reply.get("seq") == self._sequence:
                 return payload
         raise self._error(f"no {kind} reply arrived within {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
@@ -133,7 +133,7 @@ class RemotePolicy(InferenceOnlyPolicy):
     def _send(self, data: bytes) -> None:
         try:
             self._socket.send(data)
-        except Exception as error:  # websockets' own kinds and the system's
+        except Exception as error:  # errors of websockets or of the operating system
             raise self._error(f"the connection was closed: {error}. Check the server's log.") from error
 
     def _receive(self) -> Any:
@@ -161,7 +161,7 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
     client = import_optional("websockets.sync.client")
     clock = RunClock()
     while True:
-        # Only time in which this process ran counts, so that a suspended laptop does not time out.
+        # Only time in which this process runs counts, so that a suspended laptop does not time out.
         remaining = cfg.connect_timeout_s - clock.now()
         try:
             websocket = client.connect(
@@ -176,7 +176,7 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
         except ConnectionRefusedError as error:
             if remaining <= 0:
                 raise EmbodyError(
-                    f"No server answered at model.url={cfg.url} for {cfg.connect_timeout_s:g} s "
+                    f"No server answered at model.url={cfg.url} within {cfg.connect_timeout_s:g} s "
                     "(model.connect_timeout_s). Fix: start the server, for example `embodyrl serve RUN`, or correct "
                     "the address."
                 ) from error

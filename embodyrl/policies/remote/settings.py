@@ -30,9 +30,9 @@ class RemoteSettings(ModelSettings, ConversationSettings):
     ) = None
     """Address of the server, for example ws://127.0.0.1:8000."""
     connect_timeout_s: Seconds = 60.0
-    """Seconds to wait until the server accepts the connection."""
+    """Maximum time in seconds until the server accepts the connection."""
     answer_timeout_s: Seconds = 120.0
-    """Seconds to wait for a reply."""
+    """Maximum time in seconds for a reply."""
 
 
 class ServeSettings(ConversationSettings):
@@ -45,7 +45,7 @@ class ServeSettings(ConversationSettings):
     answer_timeout_s: Seconds = 120.0
     """Time limit in seconds for computing one chunk; after a timeout, the client receives an error."""
     idle_timeout_s: Seconds = 3600.0
-    """Seconds without a message, or with an unread reply, after which a client is disconnected."""
+    """Time in seconds without a message or with an unread reply, after which a client is disconnected."""
     max_message_mib: Count = 64
     """Maximum size of a client's message in MiB."""
     max_clients: Count = 64

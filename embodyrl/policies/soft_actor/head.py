@@ -38,7 +38,7 @@ class SquashedHead(GaussianHead):
         logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
         return logprob, -logprob
 
-    def draw(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Sample squashed actions [B, K * A] with their log density [B] per row, with gradients."""
         mean, log_std = self.get_mean_and_log_std(outputs)
         choice = mean + log_std.exp() * torch.randn_like(mean)

@@ -25,18 +25,18 @@ class SoftActor(Policy, Protocol):
         """Return the inputs of actor and critics [B, F], with gradients."""
         ...
 
-    def draw(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample chunks [B, L], within -1..1, with their log-probability [B], with gradients."""
         ...
 
-    def chosen(self, tokens: IntArray) -> torch.Tensor:
+    def tokens_to_chunks(self, tokens: IntArray) -> torch.Tensor:
         """Convert tokens from `act` to chunks [B, L] in -1..1; repeat a correction that applies to a whole chunk."""
         ...
 
     def normalize(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
-        """Convert actions [B, K, A] in the units of `act` to normalized chunks [B, L], as returned by `chosen`.
+        """Convert actions [B, K, A] in the units of `act` to the chunks [B, L] that `tokens_to_chunks` returns.
 
-        `obs`: the observations, required by a `frozen` policy; its corrections towards distant actions exceed -1..1.
+        `obs`: the observations, which a `frozen` policy needs. Corrections towards distant actions may exceed -1..1.
         """
         ...
 

@@ -15,7 +15,7 @@ from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.sampling import START, SampledChunks, get_seeds, normals, pad_per_action
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 MAX_CORRECTION = 1.0 - 1e-3
 """Maximum correction in SFT targets, as a fraction of the correction bound."""
@@ -220,12 +220,12 @@ class SteeredPolicy(ABC):
         """L: number of actor outputs per chunk."""
         return self._actor.shape.width
 
-    def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample noise or corrections [B, L], divided by their bound (see `SoftActor.draw`)."""
-        return self._actor.head.draw(self._actor(features))
+    def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample noise or corrections [B, L], divided by their bound (see `SoftActor.sample`)."""
+        return self._actor.head.sample(self._actor(features))
 
-    def chosen(self, tokens: IntArray) -> Tensor:
-        """Return the noise or corrections that tokens contain, as fractions of the bound (see `SoftActor.chosen`)."""
+    def tokens_to_chunks(self, tokens: IntArray) -> Tensor:
+        """Return the noise or corrections in tokens, as fractions of the bound (see `SoftActor.tokens_to_chunks`)."""
         rows, shape = self._actor.unpack_samples(tokens, self._device).tanh(), self._actor.shape
         # Expanded as in demonstrations, whose actions are not repeated rows.
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
@@ -253,7 +253,7 @@ class SteeredPolicy(ABC):
             critics = Critics(count, (shape.features + shape.width, *WIDTHS), generator, layer_norm=layer_norm)
         return critics.to(self._device)
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the negative log-likelihood of the corrections that produce actions [B, K, A] (see `Policy.imitate`).
 
         Corrections beyond the bound are moved inside. If one correction applies to the whole chunk, the target is the
@@ -273,4 +273,4 @@ class SteeredPolicy(ABC):
         outputs = self._actor(features)
         logprob, _ = head.score(outputs, target.atanh(), 1.0)
         error = (head.get_mean_and_log_std(outputs)[0].detach().tanh() - target).abs().flatten(1).mean(1) * shape.bound
-        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=torch.zeros_like(error), error=error)
+        return ImitationLoss(loss=-logprob.flatten(1).mean(1), accuracy=torch.zeros_like(error), error=error)

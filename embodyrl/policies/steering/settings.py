@@ -24,7 +24,7 @@ SHAPE_FILE = "steering.json"
 class ResidualSettings(WeightSettings):
     """Config keys for residual policies; subclasses declare the key `likelihood`."""
 
-    needs = {"likelihood=residual": "residual_scale residual_repeated"}
+    key_conditions = {"likelihood=residual": "residual_scale residual_repeated"}
 
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
     """residual: bound of a correction, in units of the model's normalized actions (-1..1)."""
@@ -50,7 +50,7 @@ class ResidualSettings(WeightSettings):
     def problems(self) -> Iterator[str]:
         """Yield errors of adapter keys, which a frozen model does not support."""
         yield from super().problems()
-        if self.adapted and self.is_steered:
+        if self.trains_adapters and self.is_steered:
             yield (
                 f"model.is_lora=true: model.likelihood={self.likelihood_name} freezes the model including adapters; "
                 "set it to false."

@@ -9,7 +9,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import to_builtin
 from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
-from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, merged_problem
+from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, find_merged_adapter_problem
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -126,7 +126,7 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
                 read_adapter_spec(adapter)
             except CheckpointError as error:
                 problems.append(f"model.lora.path: {error}")
-            if merged := merged_problem(adapter):
+            if merged := find_merged_adapter_problem(adapter):
                 problems.append(f"model.lora.path: {merged}")
             # Written by a run that trained these modules in full in addition to its adapters; a value head is not
             # needed to act.

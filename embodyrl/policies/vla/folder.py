@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json, read_small
-from embodyrl.policies.inputs import missing_weights
+from embodyrl.policies.inputs import find_missing_weights
 from embodyrl.registry import closest
 
 CONFIG_FILE = "config.json"
@@ -72,7 +72,7 @@ def find_missing_files(folder: Path, *, tokenizer: str, adapted: bool) -> Iterat
     if not (folder / TOKENIZER_FILE).exists():
         yield f"model.path: {folder} has no {TOKENIZER_FILE}{tokenizer}"
     if not has_random_init(folder):
-        if problem := missing_weights(folder, "model*.safetensors"):
+        if problem := find_missing_weights(folder, "model*.safetensors"):
             yield f"model.path: {problem}"
     elif adapted:
         yield (

@@ -86,9 +86,9 @@ def pad_per_action(numbers: Tensor, spec: PolicySpec) -> Tensor:
     return torch.nn.functional.pad(numbers, (0, tokens_per_action - numbers.shape[2])).flatten(1)
 
 
-def get_varying_dimensions(varies: FloatArray) -> IntArray:
+def get_varying_dimensions(varying_mask: FloatArray) -> IntArray:
     """Return the indices of the action dimensions that vary in the data, or all indices if none varies.
 
     Noise has no effect on constant dimensions, so they have no log-probability.
     """
-    return np.flatnonzero(varies) if varies.any() else np.arange(len(varies))
+    return np.flatnonzero(varying_mask) if varying_mask.any() else np.arange(len(varying_mask))

@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig
 from transformers.cache_utils import DynamicLayer
 
-from embodyrl.policies.causal_lm.cache import ReservedLayer, reserved_cache
+from embodyrl.policies.causal_lm.cache import ReservedLayer, create_reserved_cache
 
 
 def states(rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +39,7 @@ def test_tokens_are_appended_without_copying_earlier_tokens():
 
 
 def test_layers_with_a_sliding_window_are_unchanged():
-    sliding = reserved_cache(MistralConfig(num_hidden_layers=2, sliding_window=8), 20)
+    sliding = create_reserved_cache(MistralConfig(num_hidden_layers=2, sliding_window=8), 20)
     assert not any(isinstance(layer, ReservedLayer) for layer in sliding.layers)
-    full = reserved_cache(LlamaConfig(num_hidden_layers=2), 20)
+    full = create_reserved_cache(LlamaConfig(num_hidden_layers=2), 20)
     assert all(isinstance(layer, ReservedLayer) for layer in full.layers)

@@ -30,7 +30,7 @@ from embodyrl.plan.generation import generation_problems
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.server import ServedReference
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
-from embodyrl.policies.protocol import PolicyRequest, weights_changed
+from embodyrl.policies.protocol import PolicyRequest, mark_weights_changed
 from embodyrl.types import Observation
 
 KL = "algorithm.kl_beta=1"
@@ -145,7 +145,7 @@ def test_server_replies_match_the_module_after_adapter_updates(folder: Path, url
                 if parameter.requires_grad:
                     parameter += change * torch.randn_like(parameter)
         own.module.load_state_dict(policy.module.state_dict())
-        weights_changed(policy.module)
+        mark_weights_changed(policy.module)
         said, expected = policy.act(ASKED, noise=None), own.act(ASKED, noise=None)
         assert said.tokens.tolist() == expected.tokens.tolist()
         assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)

@@ -16,7 +16,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.critic import PolicyWithCritic
-from embodyrl.policies.protocol import Policy, PolicyRequest, weights_changed, weights_version
+from embodyrl.policies.protocol import Policy, PolicyRequest, get_weights_version, mark_weights_changed
 from embodyrl.types import Observation
 
 ASKED = Observation(
@@ -61,12 +61,12 @@ def test_weight_updates_with_a_separate_critic_reach_the_engine() -> None:
     policy = build(1, 0)
     joined = PolicyWithCritic(policy, critic(), "c")
     joined.act(ASKED, noise=None)
-    known = weights_version(policy.module)
+    known = get_weights_version(policy.module)
     joined.act(ASKED, noise=None)
-    assert weights_version(policy.module) == known, "nothing has changed"
-    weights_changed(joined.module)
+    assert get_weights_version(policy.module) == known, "nothing has changed"
+    mark_weights_changed(joined.module)
     joined.act(ASKED, noise=None)
-    assert weights_version(policy.module) != known
+    assert get_weights_version(policy.module) != known
 
 
 @pytest.mark.integration

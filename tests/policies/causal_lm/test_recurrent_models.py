@@ -72,7 +72,7 @@ def test_hybrid_model_replies_match_a_plain_forward_pass(tmp_path: Path, kind: s
     ],
 )
 def test_model_without_a_cache_of_padded_prompts_is_rejected(tmp_path: Path, kind: str, sizes: dict):
-    with pytest.raises(CheckpointError, match=f"'{kind}' cannot generate replies with a cache of padded prompts"):
+    with pytest.raises(CheckpointError, match=f"'{kind}' do not support generation with a KV cache"):
         read(write(tmp_path, kind, **sizes))
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from test_causal_lm import PROMPTS, TINY, build, noise, observe
 
-from embodyrl.policies.protocol import weights_changed
+from embodyrl.policies.protocol import mark_weights_changed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -27,7 +27,7 @@ def stir(policy, seed: int) -> None:
     with torch.no_grad():
         for p in policy.module.lm.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
-    weights_changed(policy.module)
+    mark_weights_changed(policy.module)
 
 
 def test_vllm_replies_match_the_weights_after_each_update(policy):

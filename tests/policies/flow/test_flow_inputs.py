@@ -16,7 +16,7 @@ from embodyrl.policies.flow.prompts import (
     PI0_PROMPT,
     PI05_PROMPT,
     SMOLVLA_PROMPT,
-    FlowPrompts,
+    FlowPromptEncoder,
     PromptFormat,
     format_state,
 )
@@ -100,12 +100,12 @@ def spelled(prompts, ids):
 
 
 def test_pi0_prompt_matches_reference(tokenizer_file):
-    prompts = FlowPrompts(tokenizer_file, PI0_PROMPT)
+    prompts = FlowPromptEncoder(tokenizer_file, PI0_PROMPT)
     assert spelled(prompts, prompts.encode(" pick_up the\nbowl ")) == "<bos>pick up the bowl\n"
 
 
 def test_pi05_prompt_matches_reference(tokenizer_file):
-    prompts = FlowPrompts(tokenizer_file, PI05_PROMPT)
+    prompts = FlowPromptEncoder(tokenizer_file, PI05_PROMPT)
     state = np.array([-1.0, 0.0, 1.0, -1.5, 2.0], np.float32)
     expected = "<bos>Task: open it, State: 0 128 255 -1 255;\nAction: "
     assert spelled(prompts, prompts.encode("open_it\n", state)) == expected
@@ -115,7 +115,7 @@ def test_pi05_prompt_matches_reference(tokenizer_file):
 
 def test_smolvla_prompt_matches_reference(tokenizer_file):
     """No start token, no cleaning, and one newline."""
-    prompts = FlowPrompts(tokenizer_file, SMOLVLA_PROMPT)
+    prompts = FlowPromptEncoder(tokenizer_file, SMOLVLA_PROMPT)
     for task in ("pick up", "pick up\n"):
         assert spelled(prompts, prompts.encode(task)) == "pick up\n"
 
@@ -126,7 +126,7 @@ def test_states_are_binned_as_text():
 
 
 def test_batches_are_padded_on_the_right(tokenizer_file):
-    prompts = FlowPrompts(tokenizer_file, SMOLVLA_PROMPT, tasks=["open", "close it"])
+    prompts = FlowPromptEncoder(tokenizer_file, SMOLVLA_PROMPT, tasks=["open", "close it"])
     ids, mask = prompts.batch(["open", "close it"])
     assert ids.shape == (2, 9)
     assert mask.sum(1).tolist() == [5, 9]
@@ -137,7 +137,7 @@ def test_batches_are_padded_on_the_right(tokenizer_file):
 
 
 def test_prompts_beyond_the_token_limit_are_rejected(tokenizer_file):
-    prompts = FlowPrompts(tokenizer_file, PromptFormat(template="{task}", max_tokens=48))
+    prompts = FlowPromptEncoder(tokenizer_file, PromptFormat(template="{task}", max_tokens=48))
     assert prompts.batch(["x" * 48])[0].shape == (1, 48)
     with pytest.raises(ConfigError, match="has 49 tokens, but this model supports 48"):
         prompts.batch(["x" * 49])
@@ -145,9 +145,9 @@ def test_prompts_beyond_the_token_limit_are_rejected(tokenizer_file):
 
 def test_unusable_tokenizers_are_rejected(tokenizer_file, tmp_path):
     with pytest.raises(CheckpointError, match="no token '<s>'"):
-        FlowPrompts(tokenizer_file, PromptFormat(template="{task}", max_tokens=48, bos="<s>"))
+        FlowPromptEncoder(tokenizer_file, PromptFormat(template="{task}", max_tokens=48, bos="<s>"))
     with pytest.raises(CheckpointError, match="PaliGemma's"):
-        FlowPrompts(tmp_path / "none.json", PI0_PROMPT)
+        FlowPromptEncoder(tmp_path / "none.json", PI0_PROMPT)
 
 
 # --- statistics ---

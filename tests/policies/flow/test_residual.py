@@ -54,7 +54,7 @@ def test_record_contains_the_executed_correction(folder, start, repeated):  # no
     alone.module.network.load_state_dict(policy.module.network.state_dict())
     obs = observe(6)
     out = policy.act(obs, noise=noise_for(policy, 6))
-    chosen, proposed = policy.chosen(out.tokens), policy.features(obs)[:, -12:]
+    chosen, proposed = policy.tokens_to_chunks(out.tokens), policy.features(obs)[:, -12:]
     assert (chosen.shape, policy.width) == ((6, 12), 4 if repeated else 12)
     assert not repeated or torch.equal(chosen[:, :4], chosen[:, 8:])
     assert 0.3 < chosen.abs().max() < 1
@@ -83,7 +83,7 @@ def test_residual_logprob_matches_the_correction(folder):  # noqa: F811
     torch_own = torch.distributions.TransformedDistribution(
         torch.distributions.Normal(mean, log_std.exp()), [torch.distributions.transforms.TanhTransform(cache_size=1)]
     )
-    expected = torch_own.log_prob(policy.chosen(out.tokens).view(6, 3, 4)).sum(2).detach().numpy()
+    expected = torch_own.log_prob(policy.tokens_to_chunks(out.tokens).view(6, 3, 4)).sum(2).detach().numpy()
     shares = out.logprob.reshape(6, 3, -1)
     assert shares[..., 0] == pytest.approx(expected, abs=1e-3)
     assert not shares[..., 1:].any()

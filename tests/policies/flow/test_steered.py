@@ -53,7 +53,7 @@ def flow_from(policy: SteeredFlowPolicy, start: torch.Tensor) -> FloatArray:
 def test_dsrl_action_is_the_initial_noise(folder, repeated):  # noqa: F811
     policy = steer(folder, noise_repeated=repeated, noise_bound=2.0)
     out = policy.act(observe(6), noise=noise_for(policy, 6))
-    chosen = policy.chosen(out.tokens)
+    chosen = policy.tokens_to_chunks(out.tokens)
     assert chosen.shape == (6, policy.width) == (6, 4 if repeated else 12)
     assert chosen.abs().max() < 1
     start = 2.0 * (chosen[:, None].expand(-1, 3, -1) if repeated else chosen.unflatten(1, (3, 4)))
@@ -68,7 +68,7 @@ def test_dsrl_noise_is_denoised_by_the_sde(folder):  # noqa: F811
     assert np.array_equal(out.tokens, certain.tokens)
     assert np.array_equal(out.logprob, certain.logprob)
     assert np.array_equal(*(p.act(obs, noise=None).actions for p in (policy, plain)))
-    network, x = policy.module.network, 1.5 * policy.chosen(out.tokens)[:, None].expand(-1, 3, -1)
+    network, x = policy.module.network, 1.5 * policy.tokens_to_chunks(out.tokens)[:, None].expand(-1, 3, -1)
     with torch.no_grad():
         prefix = network.encode_prefix(obs)
         for k in range(4):
@@ -100,7 +100,7 @@ def test_dsrl_logprob_matches_a_squashed_gaussian(folder):  # noqa: F811
     torch_own = torch.distributions.TransformedDistribution(
         torch.distributions.Normal(mean, log_std.exp()), [torch.distributions.transforms.TanhTransform(cache_size=1)]
     )
-    expected = torch_own.log_prob(policy.chosen(out.tokens)).sum(1).detach().numpy()
+    expected = torch_own.log_prob(policy.tokens_to_chunks(out.tokens)).sum(1).detach().numpy()
     assert out.logprob[:, 0] == pytest.approx(expected, abs=1e-3)
     assert not out.logprob[:, 1:].any()
 
@@ -184,7 +184,7 @@ def test_temperature_widens_the_dsrl_distribution(folder):  # noqa: F811
     noise, chosen = noise_for(policy, 6), []
     for temperature in (0.5, 1.0, 1.5):
         out = policy.act(observe(6), noise=noise, temperature=temperature)
-        chosen.append(policy.chosen(out.tokens).double().atanh())
+        chosen.append(policy.tokens_to_chunks(out.tokens).double().atanh())
     torch.testing.assert_close(chosen[2] - chosen[1], chosen[1] - chosen[0], rtol=1e-3, atol=1e-4)
     assert float((chosen[1] - chosen[0]).abs().mean()) > 0.01
 
@@ -197,7 +197,7 @@ def test_dsrl_logprob_includes_the_temperature(folder, temperature):  # noqa: F8
     normal = torch.distributions.Normal(mean, log_std.exp() * temperature)
     tangent = torch.distributions.transforms.TanhTransform(cache_size=1)
     chosen = torch.distributions.TransformedDistribution(normal, [tangent])
-    expected = chosen.log_prob(policy.chosen(out.tokens)).sum(1).detach().numpy()
+    expected = chosen.log_prob(policy.tokens_to_chunks(out.tokens)).sum(1).detach().numpy()
     assert out.logprob[:, 0] == pytest.approx(expected, abs=1e-3)
 
 

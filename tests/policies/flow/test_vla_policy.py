@@ -292,7 +292,7 @@ def test_vla_residual_starts_at_zero_with_a_frozen_base(form, tmp_path):
     assert np.array_equal(*(p.act(obs, noise=None).actions for p in (alone, policy)))
     torch.nn.init.normal_(policy.module.residual_actor.layers[-1].weight, std=0.1)
     out = policy.act(obs, noise=noise_for(policy, 4))
-    proposed, chosen = policy.features(obs)[:, -21:], policy.chosen(out.tokens)
+    proposed, chosen = policy.features(obs)[:, -21:], policy.tokens_to_chunks(out.tokens)
     rows = (proposed + 0.4 * chosen).detach().numpy().reshape(4, 3, 7)
     np.testing.assert_allclose(policy._scale.to_actions(rows, obs), out.actions, atol=1e-5)
     policy.save(tmp_path / "saved")

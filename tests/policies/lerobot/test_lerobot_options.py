@@ -95,7 +95,7 @@ def test_crops_are_random_in_training_and_centered_in_evaluation():
     encoder = ImageEncoder.__new__(ImageEncoder)
     torch.nn.Module.__init__(encoder)
     config = DiffusionConfig.model_validate(base)
-    encoder._crop, encoder._random = config.crop, config.crop_is_random
+    encoder._crop, encoder._random = config.crop_size, config.crop_is_random
     images = torch.arange(9 * 11).float().view(1, 1, 9, 11).expand(2, 3, -1, -1)
     encoder.eval()
     center = encoder._crop_images(images, 4, 6)

@@ -123,11 +123,11 @@ def test_only_the_added_actor_and_value_head_are_trainable(kind, likelihood, tmp
     assert np.abs(scores.logprob.detach().numpy() - out.logprob).max() < 1e-5
     features = policy.features(obs)
     assert features.shape == (3, policy.costs.steering_features)
-    drawn, _ = policy.draw(features)
+    drawn, _ = policy.sample(features)
     assert drawn.shape == (3, policy.width)
     critics = policy.build_critics(2, 0, layer_norm=False)
     # A critic sees the correction of each action; of a whole chunk the chosen numbers.
-    assert critics(features, policy.chosen(out.tokens)).shape == (2, 3)
+    assert critics(features, policy.tokens_to_chunks(out.tokens)).shape == (2, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +163,7 @@ def test_dsrl_noise_is_the_initial_denoising_sample(repeated, tmp_path):
     env = SEEN["state"]
     policy, obs = build("diffusion", tmp_path, env, likelihood="dsrl", noise_repeated=repeated), observe(env, 3)
     out = policy.act(obs, noise=noise_for(policy, 3))
-    chosen = policy.chosen(out.tokens)
+    chosen = policy.tokens_to_chunks(out.tokens)
     assert chosen.shape == (3, 2 if repeated else 16)
     rows = 1.5 * (chosen[:, None].expand(-1, 8, -1) if repeated else chosen.view(3, 8, 2))
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_constant_action_dimensions_have_no_log_prob(kind, tmp_path, monkeypatch
     policy, obs = build(kind, tmp_path, SEEN["state"]), observe(SEEN["state"], 3)
     noise = noise_for(policy, 3)
     whole = policy.act(obs, noise=noise).logprob.reshape(3, 4, -1)
-    monkeypatch.setattr(policy.module.units, "varies", lambda: torch.tensor([0.0, 1.0]))
+    monkeypatch.setattr(policy.module.units, "get_varying_mask", lambda: torch.tensor([0.0, 1.0]))
     (again := tmp_path / "again").mkdir()
     policy.save(again)
     policy.load_weights(again)

@@ -82,7 +82,7 @@ def test_oft_record_contains_the_executed_correction(build, repeated):
     """The model's greedy chunk plus the bounded stored correction; critics and demonstrations use the same sum."""
     policy, obs = correct(build, residual_scale=0.3, residual_repeated=repeated), observe(6)
     out = policy.act(obs, noise=uniform(policy, 6))
-    chosen, features = policy.chosen(out.tokens), policy.features(obs)
+    chosen, features = policy.tokens_to_chunks(out.tokens), policy.features(obs)
     assert (chosen.shape, policy.width) == ((6, 14), 7 if repeated else 14)
     assert 0.3 < chosen.abs().max() <= 1
     assert torch.equal(chosen[:, :7], chosen[:, 7:]) is repeated
@@ -110,7 +110,7 @@ def test_oft_residual_log_prob_matches_a_squashed_gaussian(build):
     torch_own = torch.distributions.TransformedDistribution(
         torch.distributions.Normal(mean, log_std.exp()), [torch.distributions.transforms.TanhTransform(cache_size=1)]
     )
-    expected = torch_own.log_prob(policy.chosen(out.tokens).view(4, 2, 7)).sum(2).detach().numpy()
+    expected = torch_own.log_prob(policy.tokens_to_chunks(out.tokens).view(4, 2, 7)).sum(2).detach().numpy()
     shares = out.logprob.reshape(4, 2, -1)
     assert shares[..., 0] == pytest.approx(expected, abs=1e-3)
     assert not shares[..., 1:].any()

@@ -99,7 +99,7 @@ def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vl
     from embodyrl.config.shared import Precision
     from embodyrl.policies.causal_lm import CAUSAL_LM
     from embodyrl.policies.causal_lm.settings import CausalLMSettings
-    from embodyrl.policies.protocol import PolicyRequest, weights_changed
+    from embodyrl.policies.protocol import PolicyRequest, mark_weights_changed
     from embodyrl.text.specs import ANY_TEXT
     from embodyrl.types import Observation
 
@@ -129,12 +129,12 @@ def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vl
 
     differences = [act("first replies, with the start of the engine"), act("replies")]
     free["awake"] = Gpus().free
-    policy.rest()
+    policy.free_engine_memory()
     free["asleep"] = Gpus().free
     with torch.no_grad():
         for weight in policy.module.parameters():
             weight.mul_(1.01)
-    weights_changed(policy.module)
+    mark_weights_changed(policy.module)
     differences.append(act("replies after new weights"))
     parts.record("seconds", seconds)
     parts.record("free GiB", {name: round(value / _GIB, 2) for name, value in free.items()})

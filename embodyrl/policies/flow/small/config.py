@@ -1,4 +1,4 @@
-"""Config, and bounds of actions and states, in the folder of a small flow policy. Does not import torch."""
+"""Config and normalization bounds in the folder of a small flow policy. Does not import torch."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -33,7 +33,7 @@ class SmallConfig:
 
     @classmethod
     def read(cls, folder: Path | None) -> tuple[Self, bool]:
-        """Return the config of a folder, and True if the folder has no weights; without a folder, the defaults.
+        """Return the config of a folder, and True if the folder has no weights; without a folder, return the defaults.
 
         Raises:
             CheckpointError: the file is missing or malformed.
@@ -72,7 +72,7 @@ class NormalizationBounds:
 def read_bounds(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> NormalizationBounds:
     """Return the bounds of actions and states that normalization maps to -1 and 1.
 
-    The bounds are q01 and q99 of the folder's statistics, else those of the action space, else -1 and 1.
+    The bounds are q01 and q99 of the folder's statistics, else the bounds of the action space, else -1 and 1.
 
     Args:
         env: environment spec, with the dimensions of actions and states.

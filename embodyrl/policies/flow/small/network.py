@@ -26,8 +26,8 @@ from embodyrl.types import FloatArray, Observation, PolicySpec
 
 
 @dataclass(frozen=True, slots=True)
-class SmallFiles:
-    """Reads and writes `model.safetensors` and `config.json`; implements `WeightFiles`."""
+class SmallFlowWeightIO:
+    """Reader and writer of `model.safetensors` and `config.json`; implements `WeightIO`."""
 
     config: SmallConfig
 
@@ -112,7 +112,7 @@ class ExpertBlock(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, time: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """Map action tokens x [B, H, width], given `time` [B, width] and the prefix's keys [B, heads, N, d]."""
+        """Apply the block to action tokens x [B, H, width], with `time` [B, width] and the prefix's keys and values."""
         scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(time)[:, None].chunk(6, dim=2)
         q, k, v = self.attention.project(self.norm(x) * (1 + scale1) + shift1)
         keys_values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
@@ -121,9 +121,9 @@ class ExpertBlock(nn.Module):
 
 
 class InstructionAttention(nn.Module):
-    """Finds image locations that the instruction refers to: spatial softmax of feature maps (arXiv 1504.00702).
+    """Network that finds image locations for the instruction: spatial softmax of feature maps (arXiv 1504.00702).
 
-    The instruction scales and shifts the features (FiLM, arXiv 1709.07871), starting at the identity.
+    The instruction scales and shifts the features (FiLM, arXiv 1709.07871); initially, features are unchanged.
     """
 
     def __init__(self, planes: tuple[int, ...], maps: int, width: int) -> None:
@@ -179,7 +179,7 @@ class SmallFlow(nn.Module):
         self.config, self.shape = config, shape
         self.prefix_width = self.hidden_width = width = config.width
         self._min_words = min_words
-        self.varies = np.ones(shape.action_dim, np.float32)
+        self.varying_mask = np.ones(shape.action_dim, np.float32)
         for name in ("action_low", "action_high", "state_low", "state_high"):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(bounds, name))))
         if config.num_images:
@@ -198,7 +198,7 @@ class SmallFlow(nn.Module):
         self.action_out = nn.Linear(width, shape.width)
 
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
-        """Encode observations: images [B, C, h, w, 3], state [B, S] unnormalized, instructions."""
+        """Encode observations: images [B, C, h, w, 3], unnormalized state [B, S] and instructions."""
         ids = on_device(self._word_ids(obs.instructions), self.action_in.weight.device)
         words, word_mask = self.word(ids), ids > 0
         token_groups = [words + _embed_positions(ids.shape[1], self.config.width, ids.device)]
@@ -216,7 +216,7 @@ class SmallFlow(nn.Module):
             tokens = block(tokens, token_mask)
         tokens = self.norm(tokens)
         keys_values = self.memory(tokens).unflatten(2, (2, self.config.layers, self.config.heads, -1))
-        # Computed for all layers of the expert together: no step of the flow changes them.
+        # Computed once for all layers of the expert: no step of the flow changes these keys and values.
         keys, values = keys_values.permute(2, 3, 0, 4, 1, 5).unbind()
         mask = F.pad(token_mask, (0, self.shape.horizon), value=True)
         weights = token_mask[:, 0, 0, :, None] / token_mask.sum(3, keepdim=True)[:, 0]
@@ -276,7 +276,7 @@ def _embed_positions(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def _embed_times(t: Tensor, width: int) -> Tensor:
-    """Return sinusoidal embeddings [B, width] of times [B], with geometric periods from 0.004 to 4 (openpi)."""
+    """Return sinusoidal embeddings [B, width] of times [B]; periods have geometric spacing, 0.004 to 4 (openpi)."""
     fraction = torch.linspace(0, 1, width // 2, device=t.device)
     angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** fraction))
     return torch.cat([angle.sin(), angle.cos()], -1)
@@ -301,7 +301,7 @@ def build_policy(
         torch.manual_seed(request.seed)
         network = SmallFlow(config, shape, bounds, min_words=max(1, max_words))
         module = FlowModule(network, cfg, request.value_dim)
-    policy = policy_class(cfg)(spec, cfg, module, network, SmallFiles(config), request)
+    policy = policy_class(cfg)(spec, cfg, module, network, SmallFlowWeightIO(config), request)
     if folder is not None:
         policy.load_weights(folder)
     return policy

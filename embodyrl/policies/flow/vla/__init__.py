@@ -95,7 +95,7 @@ class VlaFactory:
         return add_actor_costs(estimate_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
 
     def describe_checkpoint(self, cfg: VlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
-        """Return lines (label, text) about the files (see `PolicyFactory.describe_checkpoint`)."""
+        """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
         folder = _folder(cfg)
         model = read_flow_spec(folder, cfg)
         size, limit = model.vision.image_size, get_prompt_format(cfg, model, folder).max_tokens
@@ -157,7 +157,7 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
     ):
         if size > max_size:
             problems.append(
-                f"env '{env.name}' has {quantity} of {size} numbers; {cfg.model_type} supports at most {max_size}."
+                f"env '{env.name}' has {quantity} with {size} numbers; {cfg.model_type} supports at most {max_size}."
             )
     if cfg.delta_dims > min(env.action.dim, env.state_dim):
         problems.append(

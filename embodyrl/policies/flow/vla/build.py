@@ -1,7 +1,7 @@
 """Construction of pi0, pi0.5 and SmolVLA: build on the meta device, load weights from a folder, freeze some weights.
 
-Weights are safetensors in any published layout, strictly checked; no code is executed. Adapters and other files are in
-the same folder.
+Weights are safetensors in any published layout. They are strictly checked, and no code is executed. Adapters and other
+files are in the same folder.
 """
 
 from collections.abc import Mapping
@@ -114,9 +114,9 @@ EXTRA_WEIGHTS_FILE = "beside.safetensors"
 
 
 class VlaFiles:
-    """Reads and writes weights in published layouts, or adapters together with the fully trained weights.
+    """Reader and writer of weights in published layouts, or of adapters together with the fully trained weights.
 
-    Implements `WeightFiles`.
+    Implements `WeightIO`.
     """
 
     def __init__(self, base: Path, network: VlaNetwork, adapter: AdapterSpec | None) -> None:
@@ -196,7 +196,7 @@ def _get_base_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _get_extra_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights without adapters, which are trained in full: heads, and input and output projections."""
+    """Return the fully trained weights, which have no adapters: heads, and input and output projections."""
     parts = ("vision.", "projector.", "language.", "expert.")
     return {key: tensor for key, tensor in _get_base_weights(module).items() if not key.startswith(parts)}
 
@@ -220,7 +220,7 @@ def build_policy(
         model = Pi0(flow_spec) if isinstance(flow_spec, Pi0Spec) else SmolVla(flow_spec)
     adapted = cfg.is_lora and request.trainable
     if cfg.precision is Precision.bf16:
-        # Frozen weights, also those with adapters, are stored in half precision.
+        # Frozen weights, including weights with adapters, are stored in bfloat16.
         parts = ("expert", *BACKBONE) if adapted else BACKBONE if cfg.train_expert_only else ()
         for part in parts if request.trainable else ("",):
             model.get_submodule(part).to(torch.bfloat16)

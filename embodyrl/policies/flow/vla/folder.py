@@ -15,9 +15,9 @@ from safetensors.numpy import load, save
 from embodyrl.config.settings import format_value
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.files import read_json
-from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptFormat
+from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPromptEncoder, PromptFormat
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
-from embodyrl.policies.flow.vla.processors import MODES, check_processors, read_prompt_limit
+from embodyrl.policies.flow.vla.processors import MODES, read_checked_processors, read_prompt_limit
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.statistics import (
     LEROBOT_EPS,
@@ -125,8 +125,8 @@ def find_contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     if config.get("use_relative_actions") and not cfg.delta_dims:
         problems.append(
             f"model.delta_dims=0: {folder / CONFIG_FILE} was trained on actions relative to the state "
-            f"(use_relative_actions); set it to the number of relative dimensions (all except the gripper: 6 on "
-            f"LIBERO)."
+            f"(use_relative_actions); set model.delta_dims to the number of relative dimensions (all except the "
+            f"gripper: 6 on LIBERO)."
         )
     return problems
 
@@ -158,7 +158,7 @@ def check_prompts(prompt_format: PromptFormat, folder: Path, tasks: Sequence[str
         - 2
     )
     if long_tasks := [task for task in tasks if len(task.encode()) > max_short_bytes]:
-        prompts = FlowPrompts(folder / TOKENIZER_FILE, prompt_format)
+        prompts = FlowPromptEncoder(folder / TOKENIZER_FILE, prompt_format)
         for task in long_tasks:
             prompts.encode(task, state)
 
@@ -183,10 +183,10 @@ def find_warnings(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
 
 
 def read_normalizer(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Normalizer:
-    """Read the statistics of a folder that the config selects, cut to the environment's dimensions.
+    """Read the statistics that the config selects in a folder, truncated to the environment's dimensions.
 
-    Sources are `dataset_statistics.json` (embodyrl), or openpi's `norm_stats.json` (also in `assets`), or
-    LeRobot's preprocessor or older weights. A folder without weights may lack statistics: values are then unchanged.
+    Sources are `dataset_statistics.json` (embodyrl), openpi's `norm_stats.json` (also in `assets`), and LeRobot's
+    preprocessor or older weights. A folder without weights may lack statistics; then values are not normalized.
 
     Raises:
         CheckpointError: the statistics are missing, ambiguous, or have too few dimensions.
@@ -235,7 +235,7 @@ def read_normalizer(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: 
 def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[Mapping[str, FlowStatistics], float]:
     """Return statistics by part (state, actions), and the epsilon that is added to the denominators."""
     key = cfg.unnorm_key
-    processors = check_processors(folder, cfg, action_dim)
+    processors = read_checked_processors(folder, cfg, action_dim)
     if (folder / STATISTICS_FILE).exists():
         sft_statistics = read_sft_statistics(folder / STATISTICS_FILE)
         parts = {"proprio": "state", "action": "actions"}
@@ -249,7 +249,7 @@ def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[M
     if processors.statistics:
         flat = {f"{part}.{name}": row for part, rows in processors.statistics.items() for name, row in rows.items()}
         return read_lerobot(flat, folder / f"{PREPROCESSOR}.json", key), processors.eps
-    # Processors were introduced later: older models have the statistics among their weights.
+    # Older models have no processors and store the statistics with the weights.
     for path in (*sorted(folder.glob(_NORMALIZER)), *sorted(folder.glob("model*.safetensors"))):
         tensors = _read_statistics(path)
         if tensors or path.name.startswith("policy_"):
@@ -282,7 +282,7 @@ def _read_statistics(path: Path) -> dict[str, np.ndarray]:
 
 
 def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
-    """Read configuration, tokenizer, processors and the statistics of the settings, to save them with new weights."""
+    """Read configuration, tokenizer, processors and the selected statistics, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     files = {p.name: read_side_file(p) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
     files[CONFIG_FILE] = saved_config(files[CONFIG_FILE])
@@ -325,7 +325,7 @@ def _with_lerobot_statistics(files: dict[str, bytes], mode: str) -> dict[str, by
 
 
 def _add_statistics_files(processor: str, steps: Sequence[dict[str, Any]], parts: Collection[str]) -> dict[str, bytes]:
-    """Declare a statistics file in each normalizer that has none, as in lerobot/pi05_base; return the new files."""
+    """Declare a statistics file in each normalizer without one (lerobot/pi05_base has none); return the new files."""
     new_files: dict[str, bytes] = {}
     for index, step in enumerate(steps):
         kind = str(step.get("registry_name"))

@@ -1,4 +1,4 @@
-"""Networks of pi0, pi0.5 and SmolVLA from stored observations to velocities, and conversion of units."""
+"""Networks of pi0, pi0.5 and SmolVLA, which map observations to velocities, and conversion of units."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from embodyrl.policies.flow.layers import (
     rotary,
 )
 from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, add_memory, time_embedding
-from embodyrl.policies.flow.prompts import FlowPrompts
+from embodyrl.policies.flow.prompts import FlowPromptEncoder
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.vla.folder import from_deltas, get_prompt_format, pad_dims, read_normalizer, to_deltas
 from embodyrl.policies.flow.vla.settings import VlaSettings
@@ -35,7 +35,8 @@ from embodyrl.types import ByteArray, FloatArray, Observation
 class Pi0(FlowModel):
     """Network of pi0 and pi0.5.
 
-    The suffix contains a state token and the actions; in pi0.5 only the actions, and the time conditions the norms.
+    In pi0, the suffix contains a state token and the actions. In pi0.5, the suffix contains only the actions, and the
+    time conditions the norms.
     """
 
     spec: Pi0Spec
@@ -60,7 +61,7 @@ class Pi0(FlowModel):
         return self.projector(self.vision(images))
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Return one view per expert layer, with the keys and values of the corresponding language layer.
+        """Return one attention context per expert layer, with the keys and values of the same language layer.
 
         The state token does not attend to the actions.
         """
@@ -125,7 +126,7 @@ class SmolVla(FlowModel):
         return self.projector(squares) * math.sqrt(self.spec.language.width)
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Append the state to the keys and values of the prefix; project them for layers with cross-attention."""
+        """Append the state to the prefix's keys and values, which are projected for layers with cross-attention."""
         text, size, device = self.spec.language, self.spec.horizon, prefix.valid.device
         valid = torch.cat([prefix.valid, prefix.valid.new_ones(len(prefix.valid), 1)], dim=1)
         prefix_mask, count = key_mask(valid), valid.sum(1, keepdim=True)
@@ -137,7 +138,7 @@ class SmolVla(FlowModel):
             rotary(count + steps, self.spec.expert),
             torch.cat([prefix_mask.expand(-1, -1, size, -1), suffix_mask], dim=-1),
         )
-        # Positions from 0; keys translated from the other stack are already rotated.
+        # Positions start at 0; keys projected from the language model are already rotated.
         cross_context = AttentionContext(rotary(steps[None], self.spec.expert), prefix_mask, self_attention=False)
         contexts = []
         for i, (layer, pair) in enumerate(zip(self.expert.layers, layers, strict=True)):
@@ -178,7 +179,7 @@ def fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
 def pad_centered(frames: ByteArray, side: int) -> Tensor:
     """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, centered with black padding.
 
-    As in openpi's data transforms and client: Pillow's bilinear filter (which antialiases) on bytes.
+    Uses Pillow's bilinear filter (which antialiases) on bytes, as openpi's data transforms and client do.
     """
     height, width = fitted_size(frames, side)
     canvas = np.zeros((len(frames), side, side, 3), np.uint8)
@@ -194,11 +195,11 @@ def pad_centered(frames: ByteArray, side: int) -> Tensor:
 def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = None) -> Tensor:
     """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, padded with black on the left and top.
 
-    As in LeRobot's SmolVLA: plain bilinear interpolation in float32, without antialiasing.
+    Uses bilinear interpolation in float32 without antialiasing, as LeRobot's SmolVLA does.
     """
     pixels = _to_signed_unit_range(on_device(np.array(frames), device or "cpu"))
     height, width = fitted_size(frames, side)
-    # The same pixels for acting and training: inside autocast, resizing would run in bfloat16.
+    # Pixels must be the same for acting and training; inside autocast, resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):
         pixels = F.interpolate(pixels, size=(height, width), mode="bilinear", align_corners=False)
     return F.pad(pixels, (side - width, 0, side - height, 0), value=BLACK)
@@ -221,7 +222,7 @@ class VlaProcessor:
         self.cfg, self._spec, self._env = cfg, spec, request.env
         self._device = torch.device(request.device)
         prompt_format = get_prompt_format(cfg, spec, folder)
-        self._prompts = FlowPrompts(
+        self._prompts = FlowPromptEncoder(
             folder / TOKENIZER_FILE,
             prompt_format,
             tasks=() if prompt_format.reads_state else request.env.instructions or request.env.tasks,
@@ -232,7 +233,7 @@ class VlaProcessor:
         """Read the normalization statistics of a weights folder."""
         self._normalizer = read_normalizer(folder, self.cfg, self._env.state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
-        self.varies = (np.array(self._normalizer.actions.scale) > 1e-5).astype(np.float32)
+        self.varying_mask = (np.array(self._normalizer.actions.scale) > 1e-5).astype(np.float32)
 
     def encode(self, obs: Observation) -> FlowInputs:
         """Convert observations to model inputs.
@@ -289,7 +290,7 @@ class VlaNetwork(nn.Module):
     """Network of a `FlowModule` for pi0, pi0.5 and SmolVLA."""
 
     def __init__(self, model: FlowModel, processor: VlaProcessor, shape: ChunkShape, *, with_pooled: bool) -> None:
-        """Combine model and reader.
+        """Combine a model and its processor.
 
         `with_pooled`: also run the last backbone layer, and average its hidden states over the prefix for a value head.
         """

@@ -29,7 +29,7 @@ MODES = {Normalization.mean_std: "MEAN_STD", Normalization.quantiles: "QUANTILES
 _LEROBOT_HINT = "or set model=lerobot to run the policy in LeRobot."
 
 
-def check_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Processors:
+def read_checked_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> Processors:
     """Read the processors of a folder, and check that their steps match this implementation and the settings.
 
     Raises:

@@ -9,7 +9,7 @@ from embodyrl.types import PolicyCosts
 _NETWORK = "embodyrl.policies.flow.vla.network"
 _BACKBONE = ("vision.", "projector.", "language.")
 _PROMPT_TOKENS = 48
-_HALF = 2.5
+_BYTES_PER_ELEMENT = 2.5
 """Average bytes per stored activation element under autocast, which stores most in bfloat16 and some in float32."""
 
 
@@ -32,7 +32,8 @@ def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
             + lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
         )
     activation_bytes = int(
-        (_HALF if cfg.half else 4) * _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
+        (_BYTES_PER_ELEMENT if cfg.uses_bf16 else 4)
+        * _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
     )
     return PolicyCosts(
         num_parameters=total,
@@ -45,8 +46,8 @@ def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
 def _count_activations(model: FlowSpec, images: int, *, expert_only: bool) -> int:
     """Return the approximate number of activation elements stored per sample for the backward pass.
 
-    Per token and layer: 10 vectors of the model's width and 4 of the MLP's; per expert layer: keys and values of
-    all tokens. Measured by tests/fakegpu/rows.py.
+    Each layer stores 10 vectors of the model's width and 4 of the MLP's width per token; each expert layer also stores
+    keys and values of all tokens. tests/fakegpu/rows.py measures these numbers.
     """
     expert, tokens = model.expert, images * model.image_tokens + _PROMPT_TOKENS + model.horizon + 1
     count_total = (model.horizon + 1) * _count_layer_activations(

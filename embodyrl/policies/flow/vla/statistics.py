@@ -74,8 +74,8 @@ class FlowStatistics:
             CheckpointError: q01 or q99 is missing.
         """
         low, high = self._get_pair("q01", "q99")
-        half = tuple((b - a + eps) / 2 for a, b in zip(low, high, strict=True))
-        return Affine(shift=tuple(a + h for a, h in zip(low, half, strict=True)), scale=half)
+        half_range = tuple((b - a + eps) / 2 for a, b in zip(low, high, strict=True))
+        return Affine(shift=tuple(a + h for a, h in zip(low, half_range, strict=True)), scale=half_range)
 
     def clip(self, size: int) -> Clip:
         """Return the range of the first `size` dimensions, see `data_range`."""
@@ -115,8 +115,8 @@ STATISTIC = re.compile(
     r"(?:(?:un)?normalize_\w+?\.)?(?:(?P<robot>.+?)[._])?(?:buffer[._])?"
     r"(?P<part>observation[._]state|action)\.(?P<number>mean|std|min|max|q01|q10|q50|q90|q99)"
 )
-"""Name of a statistic, such as `observation.state.mean` or `normalize_inputs.buffer_observation_state.mean`. Models for
-several robots add the robot's name before `buffer`: `so100.buffer.action.mean`."""
+"""Pattern of a statistic's name, such as `observation.state.mean` or `normalize_inputs.buffer_observation_state.mean`.
+Models for several robots add the robot's name before `buffer`: `so100.buffer.action.mean`."""
 
 
 def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = None) -> dict[str, FlowStatistics]:
@@ -154,7 +154,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
 
 
 def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
-    """Check and convert statistics that were read from a file. `where` names the file and ends in the part's name.
+    """Check and convert statistics that were read from a file; `where`: `<file>: <part>`, for error messages.
 
     Raises:
         CheckpointError: see `check_statistics`.

@@ -66,7 +66,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         return replace(spec, warnings=(*spec.warnings, warning))
 
     def features(self, config: ActConfig) -> int:
-        """Return F, the width of the encoder output averaged over its tokens."""
+        """Return F, the width of the encoder output, which is averaged over its tokens."""
         return config.dim_model
 
     def num_actor_values(self, cfg: ActSettings, config: ActConfig) -> int:

@@ -47,7 +47,7 @@ class Posterior(NamedTuple):
     """[B, Z] log-variance of the latent."""
 
     def divergence(self) -> Tensor:
-        """Return the KL divergence to the standard normal distribution, summed over the latent: [B]."""
+        """Return the KL divergence [B] from the standard normal distribution, summed over the latent dimensions."""
         return -0.5 * (1 + self.log_variance - self.mean.square() - self.log_variance.exp()).sum(1)
 
 
@@ -108,7 +108,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(config.dim_model) if config.pre_norm else nn.Identity()
 
     def forward(self, x: Tensor, positions: Tensor, padding: Tensor | None = None) -> Tensor:
-        """Map tokens [N, B, D] (see `EncoderLayer`)."""
+        """Apply all layers to tokens [N, B, D] (see `EncoderLayer`)."""
         for layer in self.layers:
             x = layer(x, positions, padding)
         return self.norm(x)

@@ -18,7 +18,7 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Transition
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.sampling import START, SampledChunks, normals
-from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput
+from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput
 
 
 class ActPolicy(LeRobotPolicy):
@@ -77,13 +77,13 @@ class ActPolicy(LeRobotPolicy):
         rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(distribution.mean)
         return distribution.log_prob(rows), distribution.entropy()
 
-    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationLoss:
         """Return the SFT loss of actions [B, H, A]: mean absolute error, plus `kl_weight` times the KL of the latent.
 
         Actions marked in `padding` [B, H] are ignored.
 
-        Without gradients the latent is zero as in acting, there is no KL, and `error` is the mean absolute
-        error of the executed actions in the environment's units.
+        Without gradients, the latent is zero (as in `act`), the KL is omitted, and `error` is the mean absolute error
+        of the executed actions in the environment's units.
         """
         target, padded = self._from_actions(actions), on_device(padding, self._device)
         if not (torch.is_grad_enabled() and self._config.use_vae):
@@ -93,14 +93,14 @@ class ActPolicy(LeRobotPolicy):
             predicted = on_device(self._to_actions(self._select_executed(chunk.detach())), self._device)
             expert_actions = on_device(actions[:, : self._shape.executed], self._device)
             error = (predicted - expert_actions).abs().flatten(1).mean(1)
-            return ImitationScores(loss=distance, accuracy=torch.zeros_like(error), error=error)
+            return ImitationLoss(loss=distance, accuracy=torch.zeros_like(error), error=error)
         loss = self.loss(obs, target, padded)
-        return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
+        return ImitationLoss(loss=loss, accuracy=torch.zeros_like(loss))
 
     def loss(self, obs: Observation, target: Tensor, padding: Tensor) -> Tensor:
         """Return the training loss [B] of normalized chunks [B, H, A]; actions marked in `padding` [B, H] are ignored.
 
-        The sum is divided by H A, padding included (LeRobot 0.4).
+        The sum of absolute errors is divided by H A, including padding (LeRobot 0.4).
         """
         network, inputs = self._network, self._inputs(obs)
         tokens, latent = network.embed(inputs), self._build_zero_latent(len(obs))
@@ -117,10 +117,10 @@ class ActPolicy(LeRobotPolicy):
 class SteeredActPolicy(NoiseSteeredLeRobotPolicy, ActPolicy):
     """DSRL policy: an actor chooses the latent of a frozen ACT."""
 
-    def _from_choice(self, encoding: EncodedObservations, choice: Tensor) -> Tensor:
+    def _from_actor_output(self, encoding: EncodedObservations, actor_output: Tensor) -> Tensor:
         tokens, _ = encoding.model
         with torch.no_grad():
-            encoded = self._network.encode(tokens, choice)
+            encoded = self._network.encode(tokens, actor_output)
             return self._select_executed(self._network.decode(tokens, encoded).actions)
 
 

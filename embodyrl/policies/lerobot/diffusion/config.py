@@ -8,7 +8,7 @@ from embodyrl.policies.lerobot.config import STATE, LeRobotConfig, Normalization
 
 KIND = "diffusion"
 FINAL_GROUPS = 8
-"""Number of groups in the last group norm, a constant as in the original implementation, which ignores `n_groups`."""
+"""Number of groups in the last group norm: a constant, because the original implementation ignores `n_groups` there."""
 
 
 class DiffusionConfig(LeRobotConfig):
@@ -58,7 +58,7 @@ class DiffusionConfig(LeRobotConfig):
         return self.num_inference_steps or self.num_train_timesteps
 
     @property
-    def crop(self) -> tuple[int, int] | None:
+    def crop_size(self) -> tuple[int, int] | None:
         """Height and width to which images are cropped; with `resize_shape`, `crop_ratio` determines the size."""
         if self.resize_shape is None:
             return self.crop_shape
@@ -70,7 +70,7 @@ class DiffusionConfig(LeRobotConfig):
     @property
     def input_size(self) -> tuple[int, int]:
         """Height and width of the backbone's input."""
-        return self.crop or self.resize_shape or self.image_size
+        return self.crop_size or self.resize_shape or self.image_size
 
     @property
     def condition_width(self) -> int:
@@ -82,8 +82,12 @@ class DiffusionConfig(LeRobotConfig):
         """Return a description of the first config error, or None."""
         if STATE not in self.input_features:
             return f"input_features has no '{STATE}'"
-        if self.cameras and self.crop and any(a > b for a, b in zip(self.crop, self._before_crop, strict=True)):
-            return f"crop_shape={list(self.crop)} is larger than the images"
+        if (
+            self.cameras
+            and self.crop_size
+            and any(a > b for a, b in zip(self.crop_size, self._before_crop, strict=True))
+        ):
+            return f"crop_shape={list(self.crop_size)} is larger than the images"
         if self.horizon % 2 ** len(self.down_dims):
             return f"horizon={self.horizon} is not a multiple of 2 to the power of the {len(self.down_dims)} down_dims"
         if self.kernel_size % 2 == 0 or self.diffusion_step_embed_dim % 2:

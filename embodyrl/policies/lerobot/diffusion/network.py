@@ -32,11 +32,11 @@ class SpatialSoftmax(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Image encoder: resize, crop, backbone, key points and a linear layer."""
+    """Image encoder: resizing, cropping, backbone, key points and a linear layer."""
 
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()
-        self._resize, self._crop, self._random = config.resize_shape, config.crop, config.crop_is_random
+        self._resize, self._crop, self._random = config.resize_shape, config.crop_size, config.crop_is_random
         norm = group_norm if config.use_group_norm else nn.BatchNorm2d
         self.backbone = nn.Sequential(*resnet_parts(config.vision_backbone, norm).values())
         points, channels = config.spatial_softmax_num_keypoints, last_channels(config.vision_backbone)
@@ -88,7 +88,7 @@ class ConvBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolution blocks; the condition shifts, and may scale, their channels (arXiv 1709.07871)."""
+    """Residual block of two convolution blocks with FiLM conditioning in between (arXiv 1709.07871)."""
 
     def __init__(self, inputs: int, outputs: int, condition: int, config: DiffusionConfig) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class UNet(nn.Module):
         self.final_conv = nn.Sequential(first, nn.Conv1d(levels[0], config.action_dim, 1))
 
     def forward(self, x: Tensor, timestep: Tensor, condition: Tensor) -> Tensor:
-        """Predict [B, H, A] for noisy chunks [B, H, A] at training steps [B], given conditions [B, D]."""
+        """Return predictions [B, H, A] for noisy chunks [B, H, A] at training steps [B] with conditions [B, D]."""
         x, condition_embedding = x.transpose(1, 2), torch.cat([self.diffusion_step_encoder(timestep), condition], 1)
         skips = []
         for stage in self.down_modules:
@@ -171,7 +171,7 @@ class Diffusion(nn.Module):
         self.unet = UNet(config, config.condition_width)
 
     def condition(self, inputs: Inputs) -> Tensor:
-        """Return conditions [B, D]: state, image features of all cameras and environment state of each step."""
+        """Return conditions [B, D]: the state, image features of all cameras and environment state of each step."""
         assert inputs.state is not None
         parts = [inputs.state]
         if inputs.images is not None:

@@ -1,4 +1,4 @@
-"""Diffusion Policy: chunks by denoising, likelihood of the denoising chain (DPPO), and noise-prediction loss."""
+"""Diffusion Policy: denoising of chunks, likelihood of the denoising chain (DPPO), and the SFT loss."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from embodyrl.policies.lerobot.policy import (
 )
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_observation_seeds, normals, uniforms
-from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
+from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation
 
 
 class DiffusionPolicy(LeRobotPolicy):
@@ -54,7 +54,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return predicted, predicted
 
     def _compute_greedy_actions(self, obs: Observation, encoding: EncodedObservations) -> Tensor:
-        """Denoise zeros, or noise seeded by the observation; return the executed actions."""
+        """Denoise zeros, or noise seeded by the observation, and return the executed actions."""
         if self._cfg.greedy_start is GreedyStart.zero:
             start, seeds = torch.zeros(len(obs), *self._size, device=self._device), None
         else:
@@ -77,7 +77,7 @@ class DiffusionPolicy(LeRobotPolicy):
         """Return log-probabilities and entropies of the chain's denoising steps."""
         return self._chain.score(partial(self._predict, encoding.model), tokens, self._device, self._temperature)
 
-    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationLoss:
         """Return the SFT loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
 
         Actions marked in `padding` [B, H'] are ignored with `do_mask_loss_for_padding`; the sum is divided by H A.
@@ -98,10 +98,10 @@ class DiffusionPolicy(LeRobotPolicy):
         included = on_device(~excluded, self._device)[..., None]
         loss = (self.compute_errors(encoding.model, target, noise, timestep) * included).flatten(1).mean(1)
         if trains:
-            return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
+            return ImitationLoss(loss=loss, accuracy=torch.zeros_like(loss))
         predicted = on_device(self._to_actions(self._compute_greedy_actions(obs, encoding)), self._device)
         error = (predicted - self._select_executed(on_device(actions, self._device))).abs().flatten(1).mean(1)
-        return ImitationScores(loss=loss, accuracy=torch.zeros_like(error), error=error)
+        return ImitationLoss(loss=loss, accuracy=torch.zeros_like(error), error=error)
 
     def compute_errors(self, condition: Tensor, target: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """Add `noise` to normalized chunks at timesteps `timestep` [B]; return squared denoising errors [B, H, A]."""
@@ -112,10 +112,10 @@ class DiffusionPolicy(LeRobotPolicy):
 class SteeredDiffusionPolicy(NoiseSteeredLeRobotPolicy, DiffusionPolicy):
     """DSRL policy: an actor chooses the initial noise of a frozen diffusion policy with deterministic DDIM steps."""
 
-    def _from_choice(self, encoding: EncodedObservations, choice: Tensor) -> Tensor:
+    def _from_actor_output(self, encoding: EncodedObservations, actor_output: Tensor) -> Tensor:
         with torch.no_grad():
             # With `noise_repeated`, all rows have the same noise.
-            start = choice.unflatten(1, (-1, self._shape.width)).expand(-1, self._shape.horizon, -1)
+            start = actor_output.unflatten(1, (-1, self._shape.width)).expand(-1, self._shape.horizon, -1)
             return self._select_executed(
                 self._deterministic_schedule.denoise(partial(self._network.unet, condition=encoding.model), start)
             )

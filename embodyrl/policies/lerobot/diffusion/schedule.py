@@ -112,32 +112,27 @@ class DenoisingChain(GaussianChain):
     def __init__(
         self,
         record: ChunkRecord,
-        noisy: Schedule,
-        deterministic: Schedule,
+        stochastic_schedule: Schedule,
+        deterministic_schedule: Schedule,
         *,
         every_step: bool,
         min_std: float,
         first_executed: int = 0,
     ) -> None:
-        """Set up a chain of the steps of `noisy`; deterministic steps are those of `deterministic`."""
-        steps = len(noisy.timesteps)
+        """Set up a chain whose stochastic and deterministic steps have separate schedules."""
+        steps = len(stochastic_schedule.timesteps)
         super().__init__(record, num_steps=steps, every_step=every_step, sampled_steps=steps)
-        self._noisy, self._deterministic, self._min_std, self._first_executed = (
-            noisy,
-            deterministic,
-            min_std,
-            first_executed,
-        )
+        self._stochastic_schedule, self._deterministic_schedule = stochastic_schedule, deterministic_schedule
+        self._min_std, self._first_executed = min_std, first_executed
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
         """Return the stochastic and the deterministic denoising step."""
-        timestep = on_device(self._noisy.timesteps, x.device)[index]
+        timestep = on_device(self._stochastic_schedule.timesteps, x.device)[index]
         predicted, _ = velocity(x, timestep)
-        step = self._noisy.step(x, predicted, timestep)
-        return Transition(mean=step.mean, std=step.std.clamp(min=self._min_std)), self._deterministic.step(
-            x, predicted, timestep
-        )
+        step = self._stochastic_schedule.step(x, predicted, timestep)
+        greedy_step = self._deterministic_schedule.step(x, predicted, timestep)
+        return Transition(mean=step.mean, std=step.std.clamp(min=self._min_std)), greedy_step
 
     def _select_executed(self, x: Tensor) -> Tensor:
-        """Return the executed actions [B, K, A] of a chunk x [B, H, A]; earlier actions belong to past steps."""
+        """Return the executed actions [B, K, A] of chunks x [B, H, A], without the actions of past steps."""
         return x[:, self._first_executed : self._first_executed + self._shape.executed]

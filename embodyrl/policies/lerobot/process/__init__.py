@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeRobotProcessFactory:
-    """Builds policies that run in an installed LeRobot; implements `PolicyFactory`."""
+    """Factory of policies that run in a separate process with LeRobot; implements `PolicyFactory`."""
 
     settings: type[LeRobotProcessSettings] = LeRobotProcessSettings
     """Settings class of the keys under `model`."""
@@ -86,7 +86,7 @@ class LeRobotProcessFactory:
 
 
 def find_camera_indices(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
-    """Return one index per camera of the checkpoint, into the environment's cameras of one observation step."""
+    """Return the index of each camera of the checkpoint among the environment's cameras of one observation step."""
     known = env.cameras.names[-(len(env.cameras.names) // saved.n_obs_steps) :]
     camera_names = cfg.cameras or [name.removeprefix(IMAGES) for name in saved.cameras]
     if cfg.cameras or {*camera_names} <= {*known}:
@@ -121,11 +121,12 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
         )
     if saved.action_dim != env.action.dim:
         problems.append(
-            f"the checkpoint returns actions of {saved.action_dim} numbers, env '{env.name}' takes {env.action.dim}."
+            f"the checkpoint returns actions with {saved.action_dim} numbers; env '{env.name}' needs {env.action.dim}."
         )
     if saved.state_dim and saved.state_dim * steps != env.state_dim:
         problems.append(
-            f"the checkpoint needs a state of {saved.state_dim} numbers; env '{env.name}' has {env.state_dim // steps}."
+            f"the checkpoint needs a state with {saved.state_dim} numbers; env '{env.name}' has "
+            f"{env.state_dim // steps}."
         )
     return problems
 

@@ -41,13 +41,13 @@ class LeRobotPolicy(InferenceOnlyPolicy):
             views: index of each camera of the checkpoint among the environment's cameras of one step.
 
         Raises:
-            MissingDependencyError: the interpreter, or LeRobot in its environment, is missing.
+            MissingDependencyError: the interpreter does not exist, or cannot import LeRobot.
             EmbodyError: LeRobot cannot load the policy.
         """
         super().__init__(spec)
         self._env, self._saved, self._views = request.env, saved, views
         self._python, self._timeout_s = cfg.python or sys.executable, cfg.answer_timeout_s
-        # Policies have no `close`: the process ends with the object or with this process.
+        # Policies have no `close` method; the LeRobot process ends with this object or this process.
         self._script = ExternalScript(self._python, worker.__file__, key="model.python", program="LeRobot")
         load_request = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
         self._request(load_request, cfg.load_timeout_s, "model.load_timeout_s")

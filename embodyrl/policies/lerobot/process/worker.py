@@ -1,4 +1,4 @@
-"""Policy server of LeRobot: a script for a Python environment that has LeRobot, but not necessarily embodyrl."""
+"""LeRobot policy server: a script for a Python environment with LeRobot; embodyrl need not be installed there."""
 
 import sys
 from collections.abc import Mapping
@@ -27,10 +27,10 @@ def decode_arrays(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Server:
-    """Runs a LeRobot policy with its preprocessor and postprocessor, for requests of the client."""
+    """Server that runs a LeRobot policy with its preprocessor and postprocessor."""
 
     def __init__(self, path: str, device: str, seed: int) -> None:
-        """Load the policy as in LeRobot's evaluation."""
+        """Load the policy in the same way as LeRobot's evaluation."""
         import torch
         from lerobot.configs.policies import PreTrainedConfig  # pyright: ignore[reportMissingImports]
         from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # pyright: ignore[reportMissingImports]
@@ -55,8 +55,8 @@ class Server:
         torch = self._torch
         with torch.inference_mode():
             self._policy.reset()
-            # A policy observes in `select_action`, and computes a chunk when the last one is executed. Therefore a
-            # whole number of chunks is executed before the newest observation.
+            # `select_action` stores the observation, and computes a new chunk only after the last chunk has been
+            # executed. Therefore a whole number of chunks is executed before the newest observation.
             earlier = len(batches) - 1
             calls = -(-earlier // self._executed) * self._executed
             for call in range(calls):
