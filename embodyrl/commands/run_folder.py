@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from embodyrl.channels.messages import POLICY_FOLDER
-from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
+from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.trust import find_user_modules, format_shell_command, python_path, trust_overrides
 from embodyrl.devices import visible_gpus
@@ -31,7 +31,7 @@ from embodyrl.monitor.history import COSTS_FILE, METRICS_FILE, VIDEO_FOLDER
 from embodyrl.plan.saved import START_FOLDER, find_run_config, read_saved, save_config
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
-from embodyrl.plan.weights import resolve_weights
+from embodyrl.plan.weights import find_checkpoint, resolve_weights
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import InputProblem, find_short_limits, find_unknown_instructions, input_problems
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
@@ -145,7 +145,8 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         CheckpointError: `model.path` is inside a damaged checkpoint.
     """
     for path in (cfg.model.weights, cfg.model.lora.path if isinstance(cfg.model, AdapterSettings) else None):
-        _verify_checkpoint(resolve_asset(path or ""))
+        if path and (checkpoint := find_checkpoint(resolve_asset(path))):
+            CheckpointStore(checkpoint.parent).verify(checkpoint)
     root = resume or Path(cfg.runner.output_dir)
     try:
         root = resume or _new_root(cfg, command)
@@ -283,14 +284,15 @@ def _acquire(lock: Path, folder: Path) -> int:
 def _check_links(folder: Path) -> None:
     """Check that no link in a folder, possibly from an untrusted source, leads outside, and no file is a pipe.
 
-    Links in `START_FOLDER` lead to weights, which are only read. Deeper levels contain links of trackers to their logs.
+    Links in `START_FOLDER` lead to weights, which are only read; those in checkpoints are rejected by the manifest.
+    Deeper levels contain links of trackers to their logs.
 
     Raises:
         ConfigError: a file or folder is such a link, or a pipe, socket or device.
     """
-    root, start = os.path.realpath(folder), folder / START_FOLDER
+    root, unchanged = os.path.realpath(folder), {folder / START_FOLDER, *folder.glob("checkpoints/*")}
     for path in (path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern)):
-        is_link = path.is_symlink() and start not in path.parents
+        is_link = path.is_symlink() and unchanged.isdisjoint(path.parents)
         if is_link and not Path(os.path.realpath(path)).is_relative_to(root):
             raise ConfigError(f"{path} is a link to {os.readlink(path)}, outside {folder}. Replace it by its content.")
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -341,13 +343,6 @@ def _describe_machine(cfg: Config) -> str:
     if folders := python_path(cfg):
         lines.append(f"pythonpath {os.pathsep.join(folders)}")
     return "\n".join(lines) + "\n"
-
-
-def _verify_checkpoint(path: Path) -> None:
-    """Verify the checkpoint that contains the path against its manifest; do nothing for other paths."""
-    for folder in (path, *path.parents):
-        if folder.parent.name == "checkpoints" and (folder / MANIFEST_NAME).is_file():
-            CheckpointStore(folder.parent).verify(folder)
 
 
 def _processor_name() -> str:

@@ -1,12 +1,24 @@
 """Resolution of the values of weight keys, such as `ckpt`, to policy folders."""
 
+import os
 from pathlib import Path
 
 from embodyrl.channels.messages import POLICY_FOLDER
-from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.inputs import find_missing_weights
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that contains a path after links are followed, also if its folder was copied or renamed."""
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        is_policy = real.relative_to(folder).parts[:1] == (POLICY_FOLDER,)
+        # The manifest may be lost, the folder copied, and the path that of the checkpoint itself.
+        if is_policy + (folder.parent.name == "checkpoints") + (folder / MANIFEST_NAME).is_file() > 1:
+            return folder
+    return None
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
@@ -23,11 +35,12 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
         if not steps:
             raise CheckpointError(f"{key}={ckpt}: the run has no complete checkpoint; choose another run.")
         path = store.path(steps[-1])
-    elif path.name == POLICY_FOLDER and path.parent.parent.name == "checkpoints":
-        path = path.parent
+    checkpoint = find_checkpoint(path)
     if (path / POLICY_FOLDER).is_dir():
-        CheckpointStore(path.parent).verify(path)
-        return path / POLICY_FOLDER
+        checkpoint, path = path, path / POLICY_FOLDER
+    if checkpoint is not None:
+        CheckpointStore(checkpoint.parent).verify(checkpoint)
+        return path
     if (path / "config.json").is_file():
         # A policy without an index may store its adapter in a subfolder.
         if (problem := find_missing_weights(path)) and not any(path.glob("*/*.safetensors")):

@@ -231,7 +231,7 @@ def _get_bubblewrap_command() -> tuple[str, ...]:
     rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
     # The files of programs are in memory, also files that a program removed but still maps.
     mounts = f"--dev /dev --proc /proc --size {FOLDER_BYTES} --tmpfs {tempfile.gettempdir()}"
-    command = [shutil.which("bwrap") or "bwrap", *mounts.split(), *"--unshare-pid --unshare-net --chdir /".split()]
+    command = [shutil.which("bwrap") or "bwrap", *mounts.split(), *["--unshare-pid", "--unshare-net", "--chdir", "/"]]
     python = Path(sys.executable)
     interpreter_paths = [
         python.parent,

@@ -146,6 +146,24 @@ def test_flipped_bytes_are_detected(healthy, tmp_path, part):
             train_toy(tmp_path, f"model.path={run / part}", name="by_path")
 
 
+@pytest.mark.parametrize("name", ["link", "link_to_the_checkpoint", "copy", "copy/policy"])
+def test_flipped_bytes_of_a_linked_or_copied_checkpoint_are_detected(healthy, tmp_path, name):
+    shutil.copytree(healthy, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step_000002"
+    path = tmp_path / name
+    if name.startswith("link"):
+        path.symlink_to(newest / "policy" if name == "link" else newest)
+    else:
+        shutil.copytree(newest, tmp_path / "copy")
+    assert resolve_weights(str(path)).samefile(path if (path / "config.json").exists() else path / "policy")
+    said = flip_a_bit(tmp_path / "copy" if name.startswith("copy") else newest)
+    with pytest.raises(CheckpointError, match=said):
+        resolve_weights(str(path))
+    if name in ("link", "copy/policy"):
+        with pytest.raises(CheckpointError, match=said):
+            train_toy(tmp_path, f"model.path={path}", name="by_path")
+
+
 def test_damaged_metric_rows_are_skipped(healthy, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
