@@ -6,11 +6,17 @@ import json
 import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 
 from embodyrl.text.sandboxed_tests import find_problems, program_names
 
 Test = str | Mapping[str, str]
-_FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<lead>.*?)(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<tag>\w*)[^`]*")
+# Without backtracking, which is quadratic for lines of blanks or backticks.
+_FENCE = re.compile(
+    r"(?P<indent>[ \t]*+)(?P<lead>.{0,2000}?)(?P<fence>(?<!`)`{3,}+|(?<!~)~{3,}+)[ \t]*+\{?+\.?+(?P<tag>\w*+)[^`]*+"
+)
+_MAX_ENDS = 64
+"""Maximum number of lines of a reply that are tried as the end of a program."""
 _STARTS_CODE = re.compile(r"(?:import|from|def|class|async)\b|@")
 _READS_INPUT = re.compile(r"\binput\(|\bstdin\b|open\(0")
 
@@ -30,19 +36,36 @@ def find_program(response: str, tests: Sequence[Test]) -> str:
     test_names = {name for test in tests if isinstance(test, str) for name in program_names(test)}
     index = max(range(len(blocks)), key=lambda i: (*_rank_block(blocks[i], test_names), i))
     program, missing = blocks[index], _get_names(blocks[index], ast.Load)
+    defined = _get_defined_names(program)
     for block in blocks[index - 1 :: -1] if index else ():
-        if missing & _get_defined_names(block) - _get_defined_names(program):
+        names = _get_defined_names(block)
+        if missing & names - defined:
             program = f"{block}\n{program}"
+            defined |= names
             missing |= _get_names(block, ast.Load)
     return program
 
 
 def _remove_prose(response: str) -> str:
     """Return a reply without blocks, and without text before and after the longest program in it."""
+    if _is_valid(response):
+        return response
     lines = response.split("\n")
     first = next((i for i, line in enumerate(lines) if _STARTS_CODE.match(line)), 0)
-    texts = ("\n".join(lines[first:end]) for end in range(len(lines), first, -1))
-    return response if _is_valid(response) else next((text for text in texts if _is_valid(text)), response)
+    end = len(lines)
+    for _ in range(_MAX_ENDS):
+        text = "\n".join(lines[first:end])
+        try:
+            ast.parse(textwrap.dedent(text))
+        except SyntaxError as error:  # no program contains this line
+            end = first + min(end - first, error.lineno or 0) - 1
+        except (ValueError, RecursionError, MemoryError):
+            break
+        else:
+            return text
+        if end <= first:
+            break
+    return response
 
 
 def _rank_block(block: str, test_names: Collection[str]) -> tuple[bool, bool]:
@@ -58,19 +81,21 @@ def _find_blocks(response: str) -> list[tuple[str, str]]:
     A block ends at the first fence that leaves valid Python, because docstrings may contain fences, or else at the
     first fence. The last block may lack its end.
     """
-    lines, blocks, i = response.replace("\r\n", "\n").split("\n"), [], 0
+    lines, blocks, i, num_ends = response.replace("\r\n", "\n").split("\n"), [], 0, _MAX_ENDS
     while i < len(lines):
         opening = _FENCE.fullmatch(lines[i])
         i += 1
         if opening is None or (opening["lead"] and not opening["tag"].lower().startswith("py")):
             continue
-        indent, fence = len(opening["indent"]), opening["fence"]
-        ends = [k for k in range(i, len(lines)) if lines[k].lstrip().startswith(fence)] or [len(lines)]
-        texts = ("\n".join(re.sub(rf"^[ \t]{{0,{indent}}}", "", line) for line in lines[i:k]) for k in ends)
-        valid = ((k, textwrap.dedent(text)) for k, text in zip(ends, texts, strict=True) if _is_valid(text))
-        first = textwrap.dedent("\n".join(lines[i : ends[0]]))
-        end, text = next(valid, (ends[0], first)) if opening["tag"].lower().startswith("py") else (ends[0], first)
-        blocks.append((opening["tag"], text + "\n"))
+        is_python, fence = opening["tag"].lower().startswith("py"), opening["fence"]
+        closing_lines = (k for k in range(i, len(lines)) if lines[k].lstrip().startswith(fence))
+        ends = [*islice(closing_lines, num_ends if is_python else 1)] or [len(lines)]
+        content = [re.sub(rf"^[ \t]{{0,{len(opening['indent'])}}}", "", line) for line in lines[i : ends[-1]]]
+        texts = (textwrap.dedent("\n".join(content[: end - i])) for end in ends)
+        number = next((k for k, text in enumerate(texts) if is_python and _is_valid(text)), None)
+        num_ends = max(1, num_ends - (len(ends) - 1 if number is None else number))
+        end = ends[number or 0]
+        blocks.append((opening["tag"], textwrap.dedent("\n".join(content[: end - i])) + "\n"))
         # The end of a block may be missing before the next block.
         closing = _FENCE.fullmatch(lines[end]) if end < len(lines) else None
         i = end if closing is not None and closing["tag"] else end + 1

@@ -34,6 +34,8 @@ FORMS = {
     "block not closed before the next": f"```python\nimport math\n{BLOCK}",
     "two parts": "```python\nONE = 1\n```\nThen:\n```python\ndef f(x):\n    return x+ONE\n```",
     "no block": PROGRAM,
+    "lists after the program": f"{PROGRAM}\n1. It adds one (to x):\n- f(1) is 2.\n",
+    "unfinished call after the program": f"{PROGRAM}print(f(1),\n",
     "prose without a block": f"The program:\n\n{PROGRAM}\nIt adds one.",
 }
 
@@ -48,6 +50,21 @@ def test_common_program_formats_are_extracted(form: str):
 def test_program_that_reads_its_input_is_preferred_for_tests_of_output():
     reply = "```python\nprint(input())\n```\nFor example:\n```python\nx = 1\n```"
     assert find_program(reply, [{"input": "1", "output": "1"}]) == "print(input())\n"
+
+
+REPEATED = {
+    "blanks": " " * 60_000 + "x",
+    "backticks": "`" * 60_000 + "x`",
+    "open blocks": "```python\nx=(\n" * 2_500,
+    "fences in a docstring": "```python\n'''\n" + "```\n" * 12_000,
+    "open parentheses": "def f(x):\n" + "  return (\n" * 8_000,
+    "branches": "if 1: pass\n" + "elif 1: pass\n" * 5_000,
+}
+
+
+@pytest.mark.parametrize("form", REPEATED)
+def test_degenerate_reply_ends_before_the_timeout(form: str):
+    assert isinstance(find_program(REPEATED[form], ["assert f(1) == 2"]), str)
 
 
 @pytest.mark.parametrize(
