@@ -66,7 +66,7 @@ def grpo(
 
 
 def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
-    """Standardise to mean 0 and variance 1: (x - mean) / sqrt(var + eps), with the unbiased variance (ddof=1).
+    """Standardize to mean 0 and variance 1: (x - mean) / sqrt(var + eps), with the unbiased variance (ddof=1).
 
     Fewer than two values, or equal values, become 0.
     """
@@ -143,7 +143,7 @@ def gae(
     lam: float,
     ends: npt.ArrayLike | None = None,
 ) -> tuple[DoubleArray, DoubleArray]:
-    """Compute generalised advantage estimates (arXiv 1506.02438); invalid entries are skipped.
+    """Compute generalized advantage estimates (arXiv 1506.02438); invalid entries are skipped.
 
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V.
 
@@ -183,7 +183,7 @@ def gae(
 
 
 class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
-    """Settings of generalised advantage estimation."""
+    """Settings of generalized advantage estimation."""
 
     normalize_returns: bool = False
     """Divide rewards by the running standard deviation of discounted returns; returns in metrics are not divided."""

@@ -93,7 +93,7 @@ def compute_metrics(parts: Sequence[MetricInputs]) -> list[dict[str, float]]:
     weighted_means[WEIGHT_SUM] = rows["weight"]
     table = torch.stack([*(share.sum(1) for share in weighted_means.values()), rows["ratio"].flatten(1).amax(1)])
     summed = torch.stack([scalar for part in parts for scalar in part.sums.values()])
-    # One copy from the device: each copy synchronises.
+    # One copy from the device: each copy synchronizes.
     numbers = torch.cat([table.flatten(), summed]).cpu().numpy()
     table, sums = np.split(numbers, [table.numel()])
     table, sums = table.reshape(len(weighted_means) + 1, -1), sums.reshape(len(parts), -1).tolist()

@@ -4,7 +4,7 @@ A unit is a token, an action or a chunk that has one probability ratio (`logprob
 the part of an episode in the optimizer step. Only executed actions count. Weights are computed over the whole optimizer
 step, so that the losses of micro-batches add up to the loss of the step.
 
-A is the advantage, r = pi / pi_old, d = log r; all losses are minimised. For sequence-level methods (gspo, gmpo), one
+A is the advantage, r = pi / pi_old, d = log r; all losses are minimized. For sequence-level methods (gspo, gmpo), one
 sample (a chunk of actions or a text response) is the sequence. Losses call tensor methods only, so that a module with
 a loss does not import torch.
 """

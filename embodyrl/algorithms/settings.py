@@ -104,7 +104,7 @@ class AlgorithmSettings(InferenceAlgorithm):
     reward_clip: Positive | None = None
     """Clip the outcomes of episodes to [-reward_clip, reward_clip]."""
     reward_norm: RewardNorm = RewardNorm.none
-    """Standardise the outcomes of episodes over the group or the batch."""
+    """Standardize the outcomes of episodes over the group or the batch."""
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
     """Treatment of episodes that hit a limit: train, mask (no loss, but their outcomes count in their groups) or
     zero_reward (outcome 0)."""

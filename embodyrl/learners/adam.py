@@ -26,7 +26,7 @@ class _PlainAdamW(AdamW):
     def step(self, closure: Any = None) -> Any:
         """Perform one optimizer step with the current gradients."""
         if self.defaults["fused"]:
-            # On a CPU the fused step reads tensors in memory order and ignores strides.
+            # On a CPU, the fused step reads tensors in memory order and ignores strides.
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None and not parameter.grad.is_contiguous():
@@ -38,7 +38,7 @@ _STEP = unwrap(AdamW.step)
 
 
 def build_adam(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    """Build AdamW, fused on a GPU and for unsharded CPU weights, because torch's default version copies all weights."""
+    """Build AdamW, which is fused on a GPU and for unsharded CPU weights; the default version copies all weights."""
     parameters = [p for group in groups for p in group["params"]]
     plain = all(
         type(p) in (Tensor, torch.nn.Parameter) and p.is_cpu and p.dtype == torch.float32 and p.is_contiguous()

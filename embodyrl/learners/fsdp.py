@@ -1,7 +1,7 @@
 """Training ranks that shard one policy with FSDP2 (`fully_shard`).
 
-During inference, every rank has the full parameters: a rollout runs no collectives, so ranks may run a different
-number of inferences. During training the parameters are sharded.
+During inference, every rank has the full parameters. A rollout runs no collectives, so ranks may run different numbers
+of inferences. During training, the parameters are sharded.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class _Root(nn.Module):
-    """FSDP root module whose forward calls a given function, so that FSDP hooks run for all policy methods."""
+    """FSDP root module whose `forward` calls its argument, so that FSDP hooks run for all policy methods."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ShardedRanks(Ranks):
             cfg: sharding settings.
             gradient_sync: synchronization of gradients between ranks: step or micro_batch.
             bfloat16: gather the layers in bfloat16; master weights and reductions stay float32.
-            acts: the process also runs inference for rollouts.
+            acts: True if the process also runs inference for rollouts.
         """
         super().__init__(rank_info)
         self._module = module
@@ -82,7 +82,7 @@ class ShardedRanks(Ranks):
         self._syncs_micro_batches = gradient_sync == "micro_batch"
         self._acts = acts
         device = next(module.parameters()).device.type
-        # Before the mesh, which needs the process group.
+        # The mesh needs the process group.
         _join_process_group(rank_info, device)
         shards = rank_info.world if cfg.shard_size == -1 else cfg.shard_size
         if shards == rank_info.world:
@@ -99,7 +99,7 @@ class ShardedRanks(Ranks):
         mixed = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        # Inner units first, the root last: parameters without a unit belong to the enclosing one.
+        # Inner units first, the root last: parameters without a unit belong to the enclosing unit.
         for unit in find_layers(module):
             fully_shard(unit, mp_policy=mixed, **common)
         root: Any = _Root(module)
@@ -114,14 +114,14 @@ class ShardedRanks(Ranks):
         """Run a forward pass through the FSDP root (see `Ranks.forward`)."""
         synchronizes = last or self._syncs_micro_batches
         self._root.set_requires_gradient_sync(synchronizes)
-        # FSDP reduces gradients in the last backward pass only; until then every rank accumulates full gradients.
+        # FSDP reduces gradients only in the last backward pass; until then, every rank accumulates full gradients.
         self._root.set_is_last_backward(synchronizes)
         kind, tensors = self._root(compute)
         return kind(**tensors)
 
     def gather_metrics(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
         """Gather the metrics of all ranks as JSON (see `Ranks.gather_metrics`)."""
-        # As JSON: torch's exchange of objects unpickles received data.
+        # Metrics are exchanged as JSON, because torch's exchange of objects unpickles received data.
         device = next(self._module.parameters()).device
         encoded = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
         # Gathered texts need equal lengths, so exchange the lengths first.
@@ -140,8 +140,8 @@ class ShardedRanks(Ranks):
 
     def shard_weights(self) -> None:
         """Prepare the shards for an update (see `Ranks.shard_weights`)."""
-        # Without the reset, ranks with different numbers of inferences would prefetch in different orders.
-        # The reset also frees full weights.
+        # Without the reset, ranks with different numbers of inferences would prefetch in different orders. The reset
+        # also frees the full weights.
         self._root.reset_iter_state()
         self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
 
@@ -163,14 +163,14 @@ class ShardedRanks(Ranks):
         """Gather the full weights on rank 0 inside the block; with `write`, scatter the changed weights afterwards."""
         self.shard_weights()
         is_first = self.rank_info.rank == 0
-        # Tied weights occur under each of their names and are gathered once (`full` is by identity).
+        # Tied weights occur under each of their names, but are gathered once, because `full` is indexed by identity.
         shards = {name: p for name, p in self._module.named_parameters(remove_duplicate=False)}
         full: dict[int, nn.Parameter] = {}
         for name, shard in shards.items():
             if id(shard) not in full:
                 tensor = _gather_tensor(shard, keep=is_first)  # collective
                 if write and not is_first:
-                    # The other ranks have names and shapes only, so that all ranks run the same code.
+                    # Other ranks have only names and shapes, so that all ranks run the same code.
                     tensor = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
                 full[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
             _replace_parameter(self._module, name, full[id(shard)])
@@ -220,7 +220,10 @@ def _join_process_group(rank_info: RankInfo, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)  # the only visible GPU
     limit = timedelta(seconds=rank_info.timeout_s)
-    for library in ("GLOO", "NCCL"):  # by default they listen on the interface of the host's name, or on all
+    for library in (
+        "GLOO",
+        "NCCL",
+    ):  # by default, they listen on the interface of the host's name, or on all interfaces
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", find_interface(rank_info.host or LOOPBACK))
     host, port = rank_info.host, rank_info.port
     if rank_info.secret:
@@ -255,7 +258,7 @@ def _gather_tensor(shard: Tensor, *, keep: bool) -> Tensor:
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
         if not keep:
             return full.new_empty(0, device="cpu")
-        # Gathering pads uneven shards: the result may be a view of larger memory.
+        # Gathering pads uneven shards, so the result may be a view of larger memory.
         padded = full.untyped_storage().nbytes() != full.nbytes
         return full.to("cpu", copy=True) if padded else full.cpu()
 

@@ -1,4 +1,4 @@
-"""SFT learner, which reads observations and target actions from arena records, like the RL learners."""
+"""SFT learner, which reads observations and target actions from records in the arena, as the RL learners do."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ class TokenPolicy(Policy, Protocol):
 
 
 class ImitationLearner(Learner):
-    """Learner that runs SFT of the policy on one rank, on samples in arena records."""
+    """Learner that trains the policy by SFT on one rank, with samples from records in the arena."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.objective is not None
@@ -60,8 +60,8 @@ class ImitationLearner(Learner):
     def update(self, request: ImitateRequest) -> UpdateGenerator[dict[str, float]]:
         """Take one optimizer step on the mean loss of the records, or evaluate the summed loss.
 
-        Returns loss, grad_norm, lr and skipped_nonfinite; or, without training, the sums `loss`, `accuracy` and, if
-        measured, `error`.
+        A training step returns loss, grad_norm, lr and skipped_nonfinite. An evaluation returns the sums `loss`,
+        `accuracy` and, if the policy measures it, `error`.
         """
         records = self._group_records(self._arena.read(request.record_refs))
         self._trainer.ranks.shard_weights()
@@ -69,7 +69,7 @@ class ImitationLearner(Learner):
         self._policy.module.train(request.learn)
         if not request.learn:
             return self._evaluate(records)
-        # Seeded by sample and not by rank: the images are the same on any number of ranks.
+        # Augmentation is seeded by sample and not by rank, so that images are the same on any number of ranks.
         augmentation = self._sample_augmentation(request.augment, len(records))
         step_result = yield from self._trainer.run_optimizer_step(
             self._split_micro_batches(records),
@@ -91,7 +91,7 @@ class ImitationLearner(Learner):
             if counts:
                 error = {} if losses.error is None else {"error": float(losses.error.sum())}
                 parts.append({"loss": float(losses.loss.sum()), "accuracy": float(losses.accuracy.sum()), **error})
-        # Exchange sums, not means: ranks may have measured different numbers of samples.
+        # Exchange sums and not means, because ranks may have measured different numbers of samples.
         parts = ranks.gather_metrics(parts)
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
@@ -103,7 +103,7 @@ class ImitationLearner(Learner):
         )
 
     def _count_tokens(self, records: IntArray) -> IntArray:
-        """Return the number of tokens of each sample's forward pass, including the padding of pairs of answers."""
+        """Return the number of tokens in each sample's forward pass, including the padding of pairs of answers."""
         if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
             return np.ones(len(records), np.int64)
         prompt_lengths = self._policy.prompt_lengths(read_observation(self._arena, records))
@@ -144,13 +144,13 @@ class ImitationLearner(Learner):
     def _compute_dpo_loss(self, obs: Observation, tokens: IntArray) -> ImitationLoss:
         """Compute the DPO loss; `tokens` contain the chosen answers [B], followed by the rejected answers [B]."""
         assert self._reference is not None, "no reference policy was built"
-        # In one batch, so that both halves of a pair are computed in the same way.
+        # Both answers of a pair are in one batch, so that they are computed in the same way.
         with torch.no_grad():
             reference = self._reference.score(obs, tokens).logprob.sum(1)
         return self._compare_scores(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
 
     def _compute_preference_loss(self, obs: Observation, records: IntArray) -> ImitationLoss:
-        """Return the preference loss on the values of conversations that end with the better and the worse answer."""
+        """Return the preference loss of the values of conversations that end with the better and the worse answer."""
         # The input of a reward model: the user's message and the reply, without the system prompt.
         prompts = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
         answers = [Message(role="assistant", content=text) for text in self._read_pairs(records)]
@@ -177,7 +177,7 @@ class ImitationLearner(Learner):
 
     def _compute_values(self, obs: Observation) -> Tensor:
         """Return the value [B] of each observation, with gradients."""
-        # The value head reads only the input before the actions, so the tokens have no effect.
+        # The value head uses only the input before the actions, so the tokens have no effect.
         dummy_tokens = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
         return self._policy.score(obs, dummy_tokens).value[:, 0]
 
@@ -213,8 +213,8 @@ def _repeat_observations(obs: Observation, instructions: Sequence[str]) -> Obser
 def preference_loss(better: Tensor, worse: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return -(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B] (Bradley and Terry, 1952).
 
-    For scores of a value head, this is the loss of a reward model. For scores beta (log pi - log pi_ref), summed over
-    the tokens of an answer, it is DPO (arXiv 2305.18290), and conservative DPO with smoothing s > 0.
+    For the outputs of a value head, this is the loss of a reward model. For beta (log pi - log pi_ref), summed over the
+    tokens of an answer, this is the loss of DPO (arXiv 2305.18290), and of conservative DPO with smoothing s > 0.
     """
     gap = better - worse
     # -log sigmoid(x) = log(1 + exp(-x)), in a form that does not overflow.

@@ -21,7 +21,7 @@ from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
 MAX_COLLECTED_TOKENS = 2**18
-"""Number of sampled tokens, over all ranks, after which collected metrics are computed. The limit bounds memory."""
+"""Number of sampled tokens of all ranks after which the collected metrics are computed, to limit the memory."""
 _StepResult = tuple[dict[str, float], list[MetricInputs]]
 
 
@@ -87,9 +87,9 @@ class PolicyGradientLearner(Learner):
         proximal = yield from self._compute_proximal(batch)
         self._ranks.shard_weights()
         result = yield from self._run_update(batch, proximal, request.step)
-        # Gradients are as large as the weights, and unused until the next update.
+        # Gradients are as large as the weights, and are not needed until the next update.
         self._trainer.optimization.zero_grad()
-        # After the update: its ratios are relative to the statistics that the rollout used.
+        # Statistics change after the update, because its ratios are relative to the statistics used in the rollout.
         self._trainer.update_statistics(self._arena, records)
         interval = self._settings.reference_interval
         if self._reference is not None and interval and (request.step + 1) % interval == 0:
@@ -123,7 +123,7 @@ class PolicyGradientLearner(Learner):
         step_parts: Iterator[list[tuple[_MicroBatch, bool]]] = iter(())
         for number in range(total := self._settings.update_epoch * len(sizes)):
             if number % len(sizes) == 0:
-                # The same order on all ranks and after a resume: it depends only on seed, step and epoch.
+                # The order depends only on seed, step and epoch, so it is equal on all ranks and after a resume.
                 order = _shuffle(len(batch.records), self._seed, step, number // len(sizes))
                 step_parts = self._plan_micro_batches(batch, proximal, np.split(order, np.cumsum(sizes[:-1])))
             parts = next(step_parts)
@@ -136,12 +136,12 @@ class PolicyGradientLearner(Learner):
             if step_result is None:
                 continue
             pending.append(step_result)
-            # A fixed count, not this rank's: all ranks must exchange metrics after the same steps.
+            # Count the tokens of all ranks, because all ranks must exchange metrics after the same steps.
             num_tokens += sizes[number % len(sizes)] * self._arena[Record.tokens].shape[1]
             if can_stop_early or num_tokens >= MAX_COLLECTED_TOKENS:
                 steps += self._compute_metrics(pending)
                 pending, num_tokens = [], 0
-                # Stop after the step that exceeded the limit: its metrics are known only now.
+                # Stop after the step that exceeded the limit, because its metrics are available only now.
                 if steps[-1]["ratio"] > limit or steps[-1]["kl"] > kl_limit:
                     stopped = 1.0
                     break
@@ -153,7 +153,7 @@ class PolicyGradientLearner(Learner):
         result["optimizer_steps"] = float(len(steps))
         result["skipped_nonfinite"] = float(skipped)
         if steps:
-            # Before the first step of an update the weights equal those that acted: any gap is numerical.
+            # Before the first step of an update, weights equal those of the rollout, so any gap is numerical.
             result["logprob_gap"] = steps[0]["logprob_gap"]
         return result
 
@@ -166,7 +166,7 @@ class PolicyGradientLearner(Learner):
         ]
 
     def _compute_proximal(self, batch: PreparedBatch) -> UpdateGenerator[_Proximal]:
-        """Return the old log-probabilities: recomputed if the algorithm requires it, otherwise those of the rollout."""
+        """Return the old log-probabilities: recomputed if the algorithm requires this, otherwise from the rollout."""
         behavior = torch.from_numpy(self._arena[Record.logprob].take(batch.records, 0))
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behavior, correction=None, metrics={})
@@ -210,7 +210,7 @@ class PolicyGradientLearner(Learner):
         counts: list[list[bool]] = []
         by_size: dict[int, LossWeights] = {}
         for samples in planned:
-            # Of all samples of the optimizer step, including inert ones: they count in the denominators.
+            # Weights include samples without a gradient, because these count in the denominators.
             step_weights = by_size.get(len(samples)) or self._algorithm.weights(batch, samples)
             if has_equal_weights:
                 by_size[len(samples)] = step_weights
@@ -301,7 +301,7 @@ def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
 def split_evenly(total: int, largest: int, number: int | None = None) -> list[int]:
     """Split `total` into `number` nearly equal parts, or by default into the fewest parts of at most `largest`.
 
-    >>> even_parts(10, 4), even_parts(10, 4, 2)
+    >>> split_evenly(10, 4), split_evenly(10, 4, 2)
     ([4, 3, 3], [5, 5])
     """
     if total == 0:

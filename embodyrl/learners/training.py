@@ -294,7 +294,7 @@ _MAX_CONCATENATED_ELEMENTS = 2**20
 
 
 def _copy_to_host(scalars: list[Tensor]) -> list[float]:
-    """Copy scalar tensors to the host, with a single synchronisation of the device."""
+    """Copy scalar tensors to the host, with a single synchronization of the device."""
     return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(scalar) for scalar in scalars]
 
 

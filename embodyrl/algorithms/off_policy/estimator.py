@@ -44,7 +44,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     """Maximum shift of camera images in pixels, for random-shift augmentation of each update; 0: no augmentation."""
     hindsight_goals: Index = 0
     """Number of relabeled transitions per original transition in goal environments (HER, strategy `future`).
-    Goals are states reached later in the same episode. The paper uses 4. 0: no relabelling."""
+    Goals are states reached later in the same episode. The paper uses 4. 0: no relabeling."""
 
     def problems(self) -> Iterator[str]:
         """Yield one error per contradiction between settings."""

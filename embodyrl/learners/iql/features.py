@@ -1,4 +1,4 @@
-"""Features of a policy for the frames of data sets, the inputs of the critics."""
+"""Policy features of the frames of data sets, which are the inputs of the critics."""
 
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from embodyrl.types import ROWS_AT_A_TIME, IntArray, Observation
 
 @runtime_checkable
 class HasFeatures(Policy, Protocol):
-    """Interface of a policy whose features of an observation can be the input of critics."""
+    """Interface of a policy that computes features of observations as inputs of critics."""
 
     def features(self, obs: Observation) -> Tensor:
         """Return features [B, F] of observations, without gradients."""

@@ -68,7 +68,7 @@ class IqlLearner(Learner):
         for done in range(count):
             indices = rng.integers(len(self._steps.start), size=self._batch_size)
             if isinstance(result := self._evaluate(indices), str):
-                # The loss of the critics depends on the updated value network: check it after that update.
+                # The loss of the critics depends on the updated value network, so it is checked after that update.
                 state = "policy and critics are unchanged, but the value network was updated"
                 network = {"value": "value network"}.get(result, result)
                 self._trainer.reject_step(

@@ -26,8 +26,8 @@ class DataTransitions:
 def find_terminal_episodes(demos: Demonstrations) -> BoolArray:
     """Return a mask [E] of the episodes of one data set that end in a terminal state.
 
-    An episode is terminal if its last action is its first success, or if it is shorter than the longest episode: all
-    episodes that a time limit cuts have the same length.
+    An episode is terminal if its last action is its first success, or if it is shorter than the longest episode,
+    because all episodes that a time limit truncates have the same length.
     """
     length = demos.stop - demos.start
     success_counts = np.concatenate([[0], demos.success.cumsum()])
@@ -40,7 +40,7 @@ def build_transitions(
 ) -> tuple[Demonstrations, DataTransitions]:
     """Return the concatenated data sets, and the transitions of all chunks of `length` actions.
 
-    A chunk without a next observation is left out, unless the episode ends in a terminal state.
+    A chunk without a next observation is omitted, unless the episode ends in a terminal state.
     """
     demos, is_terminal = (
         join_demonstrations(list(parts)),

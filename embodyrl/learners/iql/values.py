@@ -25,7 +25,7 @@ class IqlValues:
     ) -> None:
         """Build networks with random weights for N frames.
 
-        `features` [N, F] are the features of the frames; `actions` [N, K A] are their flattened chunks.
+        `features` [N, F] are the features of the frames; `actions` [N, K A] are the flattened chunks that start there.
         """
         self._features, self._actions = _standardize(features), _standardize(actions)
         self._settings, self._clip = settings, optim.value_clip_grad
@@ -50,8 +50,8 @@ class IqlValues:
     ) -> tuple[Tensor, dict[str, float]] | str:
         """Update V, then Q, then the target critics; return the advantages [B] and metrics.
 
-        Return the name of the network, "value" or "critics", whose loss or gradient is not finite. That network and
-        the networks after it in this order are not updated.
+        If a loss or gradient is not finite, return the name of its network ("value" or "critics") instead. This network
+        and the networks after it in this order are not updated.
 
         Args:
             start: [B] frame indices of the observations and chunks.
@@ -119,6 +119,6 @@ class IqlValues:
 
 
 def _standardize(values: Tensor) -> Tensor:
-    """Return values [N, X], each column normalized to mean 0 and standard deviation 1."""
+    """Return values [N, X] with each column normalized to mean 0 and standard deviation 1."""
     values = values.float()
     return (values - values.mean(0)) / values.std(0, correction=0).clamp(min=MINIMUM_SCALE)

@@ -1,4 +1,4 @@
-"""Learner of filtered behavior cloning: SFT on a buffer with the chunks of episodes that have a high return."""
+"""Learner of filtered behavior cloning: SFT on a buffer with chunks from episodes with a high return."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class FilteredLearner(Learner):
         self._replay = ReplayBuffer(settings.replay_size, 1.0, 1)
         trained = {name: w for name, w in self._policy.module.named_parameters() if w.requires_grad}
         self._weights = trained if settings.average else {}
-        # The weights that the module does not hold: the average during an update, else the trained weights.
+        # Weights that the module does not contain: the average during an update, else the trained weights.
         self._swapped_weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self._demonstrations = (
             load_rl_demonstrations(settings.demonstrations, spec) if settings.demonstrations else None
@@ -82,7 +82,7 @@ class FilteredLearner(Learner):
                     for name, weight in self._weights.items():
                         self._swapped_weights[name].lerp_(weight, 1 - self._settings.average)
         self._swap()
-        # No dropout: inference and training must compute the same log-probabilities.
+        # Dropout is disabled, because inference and training must compute the same log-probabilities.
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
         self._trainer.ranks.reshard()
@@ -91,7 +91,7 @@ class FilteredLearner(Learner):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Swap the policy's weights with the stored weights: the trained weights with their moving average, or back."""
+        """Swap the policy's weights with the stored weights, which are either the average or the trained weights."""
         for name, weight in self._weights.items():
             copy = weight.clone()
             weight.copy_(self._swapped_weights[name])
@@ -159,13 +159,13 @@ class FilteredLearner(Learner):
         begin = np.cumsum(counts) - counts
         last = np.append(np.flatnonzero(np.diff(episode)), len(episode) - 1)
         end = (begin + counts)[last][np.searchsorted(last, np.arange(len(episode)))]
-        # With a delay, the first executed action comes some env steps after the observation.
+        # With a delay, the first executed action follows some env steps after the observation.
         begin = begin - valid.argmax(1)
         return executed[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
 
     def save(self, folder: Path) -> None:
         """Save the buffer if `save_replay` is set, and the trained weights if rollouts use averaged weights."""
-        # Gathering is collective; only rank 0 writes. The buffer is equal on all ranks.
+        # Gathering is collective, but only rank 0 writes. The buffer is equal on all ranks.
         trained = self._trainer.ranks.gather(self._swapped_weights)
         if self._trainer.ranks.rank_info.rank:
             return

@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, IntArray
 
 
 class Hindsight:
-    """Relabels sampled transitions with achieved goals; the environment computes the rewards for these goals."""
+    """Relabeling of sampled transitions with achieved goals, for which the environment computes the rewards."""
 
     def __init__(self, settings: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
         assert env.goal is not None, "checked by the run plan"
@@ -50,7 +50,7 @@ class Hindsight:
         rewards, terminated = self._goal_rewards(self._get_achieved_goals(buffer, ends).reshape(goals.shape), goals)
         before = buffer.get_later_indices(starts, np.minimum(steps, num_later) - 1)
         if terminated is None:
-            # Terminations do not depend on the goal: use those of single-chunk transitions.
+            # Terminations do not depend on the goal, so the terminations of single-chunk transitions are used.
             terminated = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
         terminated = terminated.reshape(ends.shape)
         counts = (steps <= num_later) & (np.cumsum(terminated, axis=1) - terminated == 0)
@@ -91,7 +91,7 @@ class UnfinishedEpisodes:
         for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True):
             part, number = new.map(lambda array, own=slice(start, stop): array[own]), int(new.episode[start])
             parts = unfinished.pop(earlier.get(number, -1), [])
-            # The last held frame is the first new frame: keep it once.
+            # The last stored frame equals the first new frame and is kept once.
             parts[-1:] = [previous.map(lambda array: array[:-1]) for previous in parts[-1:]]
             parts.append(part)
             if number in continuing:

@@ -52,7 +52,7 @@ class SacLearner(Learner):
         self._critics, self._targets = (
             self._policy.build_critics(settings.critics, seed, layer_norm=settings.critic_layer_norm) for _ in range(2)
         )
-        # Built from the same seed as the critics, so they begin as copies of them.
+        # Target critics are built with the seed of the critics, so that they start as copies.
         self._targets.requires_grad_(False)
         device = next(self._critics.parameters()).device
         self._log_alpha = torch.tensor(math.log(settings.alpha_init), device=device, requires_grad=True)
@@ -77,7 +77,7 @@ class SacLearner(Learner):
 
         Returns metrics averaged over the updates.
         """
-        # Before the updates: the records may be reused after the reply to this request.
+        # Read the records before the updates, because they may be reused after the reply to this request.
         records = self._store(request)
         self._trainer.update_statistics(self._arena, records)
         starts = self._replay.starts
@@ -116,7 +116,7 @@ class SacLearner(Learner):
         Without `updates_policy`, temperature and actor are not updated. `target_critics`: indices of the critics whose
         minimum is the bootstrapped value.
         """
-        # Both sets of images are shifted before the forward pass: the order of random numbers must not change.
+        # Images are shifted before all forward passes, so that the order of random numbers does not change.
         observations = [self._get_observations(batch, batch.indices) for batch in batches]
         next_observations = [self._get_observations(batch, batch.after) for batch in batches]
         features = torch.cat([self._compute_features(batch) for batch in observations])
@@ -135,7 +135,7 @@ class SacLearner(Learner):
         with torch.no_grad():
             after = torch.cat([self._compute_features(batch) for batch in next_observations])
             next_action, next_logprob = self._policy.sample(after)
-            # Few critics for any number of critics: the minimum of all critics would be far too low.
+            # Only a few critics are used, because the minimum of all critics would be far too low.
             next_value = self._targets(after, next_action)[target_critics]
             target = soft_target(reward, discount, next_value, next_logprob, alpha * self._settings.backup_entropy)
         value = self._critics(features, action)
@@ -261,7 +261,7 @@ class SacLearner(Learner):
         """Return a buffer with all chunks of the data sets.
 
         A demonstration is terminal if its last action is its first success. For a frozen policy, the buffer contains
-        features, and the corrections of the policy's proposals; both take a forward pass per chunk.
+        features, and corrections of the policy's proposed actions; computing them takes two forward passes per chunk.
         """
         demos = load_rl_demonstrations(self._settings.demonstrations, self._policy.spec, executed=True)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
@@ -325,7 +325,7 @@ class SacLearner(Learner):
         self._log_alpha.data.copy_(state["log_alpha"])
         if (folder / f"{REPLAY}.json").is_file():
             replay = load_state(folder, REPLAY)
-            if "action" in replay and replay["action"].ndim == 3:  # older checkpoints: in the environment's units
+            if "action" in replay and replay["action"].ndim == 3:  # in older checkpoints, in the environment's units
                 replay["action"] = self._policy.normalize(replay["action"], None).cpu().numpy()
             unfinished = replay.pop(OPEN, None)
             self._replay.load_state(replay)

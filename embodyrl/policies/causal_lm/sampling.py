@@ -34,8 +34,8 @@ def choose(
         forbidden: ids of tokens with probability 0.
     """
     if params.repetition_penalty != 1.0:
-        penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits = torch.where(used_tokens, penalised, logits)
+        penalized = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits = torch.where(used_tokens, penalized, logits)
     if reply_tokens is not None and (params.frequency_penalty or params.presence_penalty):
         counts = torch.zeros_like(logits).scatter_add_(
             1, reply_tokens.clamp(min=0), (reply_tokens >= 0).to(logits.dtype)

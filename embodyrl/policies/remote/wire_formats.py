@@ -88,7 +88,7 @@ def unpack(data: bytes | str) -> Any:
 
 
 class _Reader:
-    """Decoder that limits the entries and pixels of a message, because one byte can become an object of 100 bytes."""
+    """Decoder that limits a message's entries and pixels, because one byte can become an object of 100 bytes."""
 
     def __init__(self) -> None:
         self._parts = self._pixels = 0
@@ -163,7 +163,7 @@ def _field(content: Mapping[Any, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteObservation:
-    """Received observation. Its images are upright for any image orientation of the simulator."""
+    """Received observation. Its images are upright, regardless of the simulator's image orientation."""
 
     images: tuple[ByteArray, ...]
     """Images, each [H, W, 3] uint8."""
@@ -258,7 +258,7 @@ VLA_EVAL = Names(
 
 
 def get_field_names(cfg: ConversationSettings) -> Names:
-    """Return the keys of message fields: the config's keys if set, else those of the protocol."""
+    """Return the keys of message fields: the config's keys if set, else the protocol's keys."""
     names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
     return Names(
         images=names.images if cfg.image_names is None else tuple(cfg.image_names),

@@ -16,14 +16,14 @@ _MAX_TANH = 1.0 - 1e-6
 class SquashedHead(GaussianHead):
     """Tanh of a diagonal Gaussian whose mean and standard deviation depend on the observation.
 
-    Outputs [B, K, 2A] are means and log standard deviations. The raw sample is the Gaussian's, before tanh;
+    Outputs [B, K, 2A] are means and log standard deviations. Raw samples are the Gaussian's samples before tanh;
     log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions stay within their bounds, within 2 of
     their only bound, or within -1..1 without bounds.
     """
 
     def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
         super().__init__(low, high, 0.0)
-        # The deviation is an output here: the parameter would be unused.
+        # The deviation is an output of the network here, so the parameter would be unused.
         del self.log_std
 
     def get_mean_and_log_std(self, outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from embodyrl.types import FloatArray, IntArray, Observation
 
 @runtime_checkable
 class SoftActor(Policy, Protocol):
-    """Interface of a policy for soft actor-critic: reparameterised samples with gradients, and critics."""
+    """Interface of a policy for soft actor-critic: reparameterized samples with gradients, and critics."""
 
     encoder: Sequence[nn.Parameter]
     """Weights of the encoder that the critic loss trains; empty if `features` has no trainable weights."""

@@ -1,4 +1,4 @@
-"""Actor on a frozen model, its critics, and the base class of policies with such an actor."""
+"""Actor for a frozen model, its critics, and the base class of policies with such an actor."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ VALUE_WIDTHS = (256, 128)
 
 
 class SteeringActor(nn.Module):
-    """Actor on a frozen model: a squashed Gaussian over outputs [B, rows, n], given features [B, F].
+    """Actor for a frozen model, which maps features [B, F] to a squashed Gaussian over outputs [B, rows, n].
 
-    Its initial mean is near 0 (`gain` 0: exactly 0), where greedy actions equal those of the frozen model. The
-    log-probability of a chunk is that of the actor's sample; if one row applies to the whole chunk, it is stored at the
-    first action. Tokens contain the seed, and the Gaussian's sample before it is squashed to -1..1.
+    Its initial mean is near 0 (exactly 0 with `gain` 0), where greedy actions equal those of the frozen model. The
+    log-probability of a chunk is that of the actor's sample; if one row applies to the whole chunk, the log-probability
+    is stored at the first action. Tokens contain the seed, and the Gaussian's sample before it is squashed to -1..1.
     """
 
     def __init__(self, shape: SteeringShape, gain: float) -> None:
@@ -52,7 +52,7 @@ class SteeringActor(nn.Module):
         return self.head.get_mean_and_log_std(self(features))[0]
 
     def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> SampledChunks:
-        """Sample outputs [B, rows, n] from the seeds [B]; return them with tokens and log-probability [B, K, 1]."""
+        """Sample outputs [B, rows, n] with seeds [B]; return outputs, tokens and log-probabilities [B, K, 1]."""
         outputs = self(features)
         mean, log_std = self.head.get_mean_and_log_std(outputs)
         choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], features.device)
@@ -85,7 +85,7 @@ class HeadedModule(nn.Module):
         self.residual_actor: SteeringActor | None = None
 
     def add_value_head(self, features: int, value_dim: int) -> None:
-        """Add a value head from features [B, F] to values [B, V], unless V is 0."""
+        """Add a value head that maps features [B, F] to values [B, V], unless V is 0."""
         if value_dim:
             layers: list[nn.Module] = []
             for inputs, outputs in pairwise((features, *VALUE_WIDTHS)):
@@ -93,7 +93,7 @@ class HeadedModule(nn.Module):
             self.value_head = nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))
 
     def add_actor(self, shape: SteeringShape) -> None:
-        """Add a trainable actor on top of the frozen network."""
+        """Add a trainable actor for the frozen network."""
         if shape.proposes:
             self.residual_actor = SteeringActor(shape, gain=0.0)
         else:
@@ -101,7 +101,7 @@ class HeadedModule(nn.Module):
 
     @property
     def steering_actor(self) -> SteeringActor | None:
-        """Trained actor on the frozen network, if any."""
+        """Trained actor for the frozen network, if any."""
         return self.noise_actor or self.residual_actor
 
 
@@ -116,7 +116,7 @@ def apply_corrections(features: Tensor, corrections: Tensor, shape: SteeringShap
 
 
 class ResidualCritics(Critics):
-    """Critics of executed actions: the proposed actions in the features plus the corrections (arXiv 2412.13630)."""
+    """Critics whose input is the executed actions: proposed actions plus corrections (arXiv 2412.13630)."""
 
     def __init__(self, count: int, shape: SteeringShape, generator: torch.Generator, *, layer_norm: bool) -> None:
         widths = (shape.features + shape.actions * shape.numbers, *WIDTHS)
@@ -227,7 +227,7 @@ class SteeredPolicy(ABC):
     def tokens_to_chunks(self, tokens: IntArray) -> Tensor:
         """Return the noise or corrections in tokens, as fractions of the bound (see `SoftActor.tokens_to_chunks`)."""
         rows, shape = self._actor.unpack_samples(tokens, self._device).tanh(), self._actor.shape
-        # Expanded as in demonstrations, whose actions are not repeated rows.
+        # Corrections are repeated for each action, because demonstrations have a separate correction for each action.
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
 
     def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:
@@ -256,8 +256,8 @@ class SteeredPolicy(ABC):
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the negative log-likelihood of the corrections that produce actions [B, K, A] (see `Policy.imitate`).
 
-        Corrections beyond the bound are moved inside. If one correction applies to the whole chunk, the target is the
-        mean.
+        Corrections beyond the bound are clipped. If one correction applies to the whole chunk, the target is the mean
+        correction.
 
         Raises:
             ConfigError: the noise for given actions is unknown.

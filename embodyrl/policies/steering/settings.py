@@ -1,4 +1,4 @@
-"""Config keys, sizes and token layout of an actor on a frozen model. Does not import torch."""
+"""Config keys, sizes and token layout of an actor for a frozen model. Does not import torch."""
 
 import json
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ class ResidualSettings(WeightSettings):
     key_conditions = {"likelihood=residual": "residual_scale residual_repeated"}
 
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
-    """residual: bound of a correction, in units of the model's normalized actions (-1..1)."""
+    """With likelihood=residual: bound of a correction, in units of the model's normalized actions (-1..1)."""
     residual_repeated: bool = False
-    """residual: one correction for all actions of a chunk; false: one correction per action."""
+    """With likelihood=residual: one correction for all actions of a chunk; false: one correction per action."""
 
     @property
     def is_residual(self) -> bool:
@@ -43,7 +43,7 @@ class ResidualSettings(WeightSettings):
 
     @property
     def likelihood_name(self) -> str:
-        """Value of the key `likelihood`, whose kinds depend on the model."""
+        """Value of the key `likelihood`; the allowed values depend on the model."""
         likelihood: Any = getattr(self, "likelihood")  # noqa: B009
         return str(likelihood)
 
@@ -53,18 +53,19 @@ class ResidualSettings(WeightSettings):
         if self.trains_adapters and self.is_steered:
             yield (
                 f"model.is_lora=true: model.likelihood={self.likelihood_name} freezes the model including adapters; "
-                "set it to false."
+                "set model.is_lora=false."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteeringShape:
-    """Input and output sizes of the actor on a frozen model."""
+    """Input and output sizes of the actor for a frozen model."""
 
     features: int
     """F: number of features."""
     rows: int
-    """Number of output rows: K, or 1 for the whole chunk; row i's log-probability is stored at action i."""
+    """Number of output rows: one per executed action (K), or one for the whole chunk. The log-probability of row i is
+    stored at action i."""
     numbers: int
     """Number of outputs per row."""
     actions: int

@@ -22,7 +22,7 @@ from embodyrl.types import (
 
 
 class InferenceOnlyPolicy:
-    """Base class of inference-only policies, with no weights in this process and no log-probabilities or values."""
+    """Base class of inference-only policies, without weights in this process, log-probabilities and values."""
 
     spec: PolicySpec
 
@@ -67,9 +67,9 @@ class InferenceOnlyPolicy:
 
 
 class UntrainedPolicy(InferenceOnlyPolicy):
-    """Uniform random policy: any category, or any number between the bounds (-1..1 without bounds).
+    """Uniform random policy, which samples any category, or any number between the bounds (-1..1 without bounds).
 
-    Greedy or scripted: the center of the range.
+    Greedy and scripted actions are the center of the range.
     """
 
     def __init__(self, spec: PolicySpec, space: ActionSpec) -> None:
@@ -83,10 +83,10 @@ class UntrainedPolicy(InferenceOnlyPolicy):
         return self.output(self._scale_to_actions(uniform))
 
     def _scale_to_actions(self, uniform: FloatArray) -> FloatArray:
-        """Map uniforms in [0, 1) to actions [B, K, A]."""
+        """Map uniform random numbers in [0, 1) to actions [B, K, A]."""
         if self._space.sizes:
             sizes = np.asarray(self._space.sizes)
-            # The product may round up to the size itself.
+            # Rounding may make the product equal to the size.
             return np.minimum(np.floor(uniform * sizes), sizes - 1).astype(np.float32)
         low, high = (np.asarray(bound) for bound in self._space.bounds)
         bounded = np.isfinite(low) & np.isfinite(high)

@@ -17,7 +17,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 ALL_LINEAR = "all-linear"
 
-_ONLY = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": PLAIN_INITS}
+_SUPPORTED_VALUES = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": PLAIN_INITS}
 """Supported values of fields that change the meaning of an adapter; other fields must be off (see `check_keys`)."""
 
 
@@ -80,7 +80,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     fix = "Use a plain LoRA adapter with the same rank in all modules, for example one that peft converted to LoRA."
-    check_keys(raw, where, ignored=ADAPTER_FIELDS, only=_ONLY, fix=fix)
+    check_keys(raw, where, ignored=ADAPTER_FIELDS, only=_SUPPORTED_VALUES, fix=fix)
     return spec
 
 
@@ -128,8 +128,8 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
                 problems.append(f"model.lora.path: {error}")
             if merged := find_merged_adapter_problem(adapter):
                 problems.append(f"model.lora.path: {merged}")
-            # Written by a run that trained these modules in full in addition to its adapters; a value head is not
-            # needed to act.
+            # A run that fully trained these modules in addition to its adapters wrote them; a value head is not needed
+            # for inference.
             other_weights = [
                 p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"
             ]

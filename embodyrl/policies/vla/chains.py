@@ -47,11 +47,11 @@ Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class GaussianChain(ABC):
     """Chain of Gaussian steps with one or all steps stochastic.
 
-    One stochastic step: only the states before and after this step are stored (the mixed form of piRL, arXiv
-    2510.25889, which uses one index per batch; here each chunk samples its own index). All steps: the states after each
-    step are stored, and the first state is regenerated from its seed. Log-probabilities are those of the executed
-    actions: of one step, or summed over all steps and the first state and divided by `terms`. Temperature multiplies
-    the standard deviations, except that of the first state.
+    With one stochastic step, only the states before and after this step are stored (the mixed form of piRL, arXiv
+    2510.25889, which uses one index per batch; here each chunk samples its own index). With all steps stochastic, the
+    states after each step are stored, and the first state is regenerated from its seed. Log-probabilities are those of
+    the executed actions: of one step, or summed over all steps and the first state and divided by `terms`. Temperature
+    multiplies the standard deviations, except that of the first state.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GaussianChain(ABC):
         x = normals(seeds, START, size, device)
         logprob = self._first_step(x)[0]
         starts, last = [], x
-        # One noise for the single stochastic step, else one for each step.
+        # One noise array for the single stochastic step, else one array for each step.
         noise = normals(seeds, STEP, size, device)
         for k in range(self._num_steps):
             is_stochastic = (
@@ -99,7 +99,7 @@ class GaussianChain(ABC):
             if self._every_step
             else states[torch.arange(len(x), device=device), stochastic_step.flatten(), None]
         )
-        # Full states where the network is evaluated again; only the scored numbers of the state after a step.
+        # Store full states where the network is evaluated again, but only the scored numbers of the last state.
         floats = torch.cat([stored_states.flatten(1), self._select_executed(last).flatten(1)], 1)
         tokens = self.record.layout.pack((seeds if self._every_step else step_index)[:, None], floats.cpu().numpy())
         return SampledChunks(state=x, tokens=tokens, logprob=logprob / self._terms)

@@ -35,15 +35,15 @@ def read_side_file(path: Path) -> bytes:
 
 
 def reject_advantage_suffix(folder: Path) -> None:
-    """Check that a policy acts without an advantage suffix (RECAP), which this version does not add.
+    """Check that a policy needs no advantage suffix in its prompt (RECAP), which this version does not support.
 
     Raises:
-        CheckpointError: the policy acts with a suffix.
+        CheckpointError: the policy needs a suffix.
     """
     if (path := folder / "advantage.json").exists():
         raise CheckpointError(
             f"{path}: this policy was trained with `embodyrl recap`, which has been removed. Choose another "
-            "checkpoint, or delete the file to act without the advantage suffix and without guidance."
+            "checkpoint, or delete this file to run the policy without the prompt suffix and the guidance of RECAP."
         )
 
 
@@ -76,7 +76,7 @@ def find_missing_files(folder: Path, *, tokenizer: str, adapted: bool) -> Iterat
             yield f"model.path: {problem}"
     elif adapted:
         yield (
-            f"model.is_lora=true or model.lora.path: {folder} has no trained weights, and adapters on random ones "
+            f"model.is_lora=true or model.lora.path: {folder} has no trained weights, and adapters of random weights "
             "cannot learn; set model.is_lora=false and model.lora.path=null, or model.path to a trained checkpoint."
         )
 
@@ -148,7 +148,7 @@ def read_sft_statistics(path: Path) -> dict[str, dict[str, list[float]]]:
     """Read the statistics that `embodyrl sft` wrote, by part (action, proprio) and name (see `STATISTICS`).
 
     Raises:
-        CheckpointError: the file is malformed, or see `check_statistics`.
+        CheckpointError: the file is malformed, or `check_statistics` finds an error.
     """
     try:
         (entry,) = read_json(path).values()
@@ -170,7 +170,7 @@ Clip = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 def data_range(numbers: Mapping[str, npt.ArrayLike]) -> Clip:
     """Return the range to which values are clipped before normalization with statistics of the user's data.
 
-    The range is twice as wide as that from min to max.
+    The range is twice as wide as the range from min to max, with the same center.
     """
     low, high = (np.asarray(numbers[name], np.float64) for name in ("min", "max"))
     return low - (high - low) / 2, high + (high - low) / 2

@@ -5,7 +5,7 @@ from embodyrl.types import ActionKind, EnvSpec
 
 
 def find_env_problems(model_name: str, env: EnvSpec) -> list[str]:
-    """Return the requirements of an image policy with box actions that an environment does not meet, one line each."""
+    """Return the unmet requirements of an image policy with box actions on an environment, one line each."""
     if not env.cameras.names or env.action.kind != ActionKind.box:
         description = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
         return [

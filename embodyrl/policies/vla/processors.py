@@ -71,7 +71,7 @@ def read_processors(
             are not listed: IDENTITY.
         mapped: True if `model.cameras` names the environment's cameras in the order of the checkpoint.
         before: names of preprocessor steps that the policy implements, in addition to the common steps.
-        after: names of such postprocessor steps.
+        after: names of postprocessor steps that the policy implements, in addition to the common steps.
 
     Raises:
         CheckpointError: a file is damaged, or a processor does something that the policy does not implement.
@@ -132,7 +132,7 @@ def _find_unknown_step(steps: Sequence[Mapping[str, Any]], known: Collection[str
 def _find_differences(
     name: str, scaling: Mapping[str, Any], statistics: ArrayStatistics, modes: Mapping[str, str | None]
 ) -> Iterator[str]:
-    """Yield an error for each feature whose kind of normalization differs from the policy's."""
+    """Yield an error for each feature whose kind of normalization differs from the policy's kind."""
     normalized_features = scaling.get("normalize_observation_keys")
     for feature in statistics:
         if name == POSTPROCESSOR and feature != _ACTION:

@@ -1,8 +1,8 @@
 """Batch-independent random numbers for action chunks, and the tokens of a sampled chunk.
 
 Noise is a counter-based function of the uniform numbers that the run generates for a chunk of an episode. A chunk
-needs many more normal numbers than its tokens store, and training needs some of them again. They are generated from
-a 48-bit seed, taken from the run's numbers, by Philox (Salmon et al. 2011).
+needs many more normal numbers than its tokens store, and training needs some of the numbers again. Therefore Philox
+(Salmon et al. 2011) generates the numbers from a 48-bit seed, which is derived from the uniform numbers of the run.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 START, STEP_INDEX, PAIRS, TIMES, STEP = range(5)
-"""Indices of random streams: initial noise (START), choice of the stochastic step (PLACE), noise and times of FPO's
+"""Indices of random streams: initial noise (START), index of the stochastic step (STEP_INDEX), noise and times of FPO's
 pairs (PAIRS, TIMES), and noise of step i (STEP + i)."""
 
 
@@ -61,7 +61,7 @@ class SampledChunks:
     """Sampled chunks of B observations, with the tokens from which their log-probabilities are recomputed."""
 
     state: Tensor
-    """[B, H, D] state at t = 0; or the sample of an actor on a frozen model (see `SteeringActor`)."""
+    """[B, H, D] state at t = 0; or the sample of an actor for a frozen model (see `SteeringActor`)."""
     tokens: IntArray
     """[B, T] tokens in the layout of `ChunkRecord`, or of the head."""
     logprob: Tensor

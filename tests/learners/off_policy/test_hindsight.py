@@ -1,4 +1,4 @@
-"""Hindsight relabelling: candidate goals, rewards and terminations."""
+"""Hindsight relabeling: candidate goals, rewards and terminations."""
 
 from __future__ import annotations
 
