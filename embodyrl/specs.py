@@ -375,13 +375,19 @@ class PolicyCosts:
     """F: number of features per observation in the replay buffer, if frozen weights are steered."""
 
     def stored(self, samples: float, prompts: float) -> int:
-        """Return the bytes of activations that `samples` samples with `prompts` distinct prompts store for backward."""
+        """Return the bytes of activations that `samples` samples with `prompts` distinct prompts store for backward.
+
+        The samples have replies of full length. If the longest prompts are computed once each, shorter prompts may not
+        be, and may need more memory: the maximum is returned.
+        """
+        if not self._shares_prompts(samples, prompts):
+            return int(samples * self.activation_bytes)
+        # Number of tokens of the longest prompts whose sharing leaves more than SHARED_FRACTION of the tokens.
+        repeated = self.SHARED_FRACTION * samples - prompts
+        width = samples * ((1 - self.SHARED_FRACTION) * self.reply_tokens - 1) / repeated if repeated > 0 else 0.0
+        separate = samples * self.activation_bytes * (max(0.0, width) + self.reply_tokens) / self.sample_tokens
         sample_bytes, prompt_bytes = self.shared_bytes
-        return int(
-            samples * sample_bytes + prompts * prompt_bytes
-            if self._shares_prompts(samples, prompts)
-            else samples * self.activation_bytes
-        )
+        return int(max(samples * sample_bytes + prompts * prompt_bytes, separate))
 
     def fragmented(self, samples: float, prompts: float) -> int:
         """Return the bytes between the tensors of `stored` that malloc cannot reuse (heap fragmentation on CPUs)."""

@@ -136,15 +136,15 @@ def _build_spec(name: str, component: str, init: PolicyHostInit, gpu: str | None
         name=name,
         entry="embodyrl.workers.policy_host:PolicyHost",
         init=init,
-        environ={"OMP_NUM_THREADS": _get_num_threads()} | _get_allocator_options(init, gpu),
+        environ={"OMP_NUM_THREADS": _get_num_threads()} | _get_allocator_options(init),
         component=component,
         gpu=gpu,
     )
 
 
-def _get_allocator_options(init: PolicyHostInit, gpu: str | None) -> dict[str, str]:
+def _get_allocator_options(init: PolicyHostInit) -> dict[str, str]:
     """Return the environment variable with options of torch's GPU allocator; empty if the user has set it."""
-    if gpu is None or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+    if not visible_gpus() or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return {}
     options = []
     if not init.request.engine.get("enable_sleep_mode"):  # its memory pool refuses expandable segments

@@ -68,6 +68,7 @@ GROWING, EXACT = "expandable_segments:True", "pinned_max_round_threshold_mb:8"
     ("words", "gpus", "given", "options"),
     [
         ((), "0", {}, GROWING),
+        (("launcher=inline",), "0", {}, GROWING),
         (("actor.fsdp.cpu_offload=true",), "0", {}, f"{GROWING},{EXACT}"),
         (("rollout.vllm.enable_sleep_mode=true",), "0", {}, None),
         ((), "", {}, None),

@@ -1,18 +1,23 @@
 """Replies to repeated prompts: log-probabilities, values and gradients match those of separate prompts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from settings import model_of
 from test_causal_lm import TINY, build, noise, observe
-from text_runs import text_config
+from text_runs import ASKING, text_config
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from embodyrl.commands.train import train
-from embodyrl.policies.causal_lm import policy
+from embodyrl.config.paths import assets_dir
+from embodyrl.policies.causal_lm import CAUSAL_LM, policy
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.causal_lm.shared_prompts import is_sharing_cheaper
+from embodyrl.policies.protocol import PolicyRequest
 
 ASKED = ("What is the sum of 3 and 4, please?", "cab=")
 GROUPS = ASKED * 4
@@ -41,6 +46,36 @@ def test_shared_prompts_keep_log_probs_and_gradients(is_lora: bool, value_dim: i
         tested.module.zero_grad()
     for shared, apart in zip(*found, strict=True):
         torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-5 * max([1.0, *apart.abs().flatten().tolist()]))
+
+
+def test_planned_activations_cover_the_longest_replies_to_shorter_prompts(tmp_path: Path):
+    """Sharing the longest prompts needs less memory than separate prompts of a third of their length."""
+    reply, longest, samples, prompts = 16, 48, 16, 2
+    AutoTokenizer.from_pretrained(assets_dir() / "causal_lm_tiny").save_pretrained(tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).save_pretrained(tmp_path)
+    lora = TextLoraSettings(r=2, lora_alpha=2)
+    cfg = model_of(
+        model_type="causal_lm", path=str(tmp_path), precision="fp32", is_lora=True, lora=lora, num_action_chunks=reply
+    )
+    env = replace(ASKING, text=replace(ASKING.text, prompt_tokens=longest))
+    tested = CAUSAL_LM.build(cfg, PolicyRequest(env=env, device="cpu", seed=0))
+    weights = {weight.untyped_storage().data_ptr() for weight in tested.module.parameters()}
+    tokens = np.full((samples, reply), 7)
+
+    def measure(width: int) -> int:
+        """Return the bytes that scoring stores for the backward pass, with prompts of `width` tokens."""
+        stored: list[torch.UntypedStorage] = []
+        obs = observe(*("ab"[i % prompts] * (width - 1) for i in range(samples)))  # and a first token
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t.untyped_storage()) or t, lambda t: t):
+            scores = tested.score(obs, tokens)
+        assert scores.logprob.requires_grad
+        return sum({s.data_ptr(): s.nbytes() for s in stored if s.data_ptr() not in weights}.values())
+
+    measured = {width: measure(width) for width in (9, 18, 20, longest)}
+    assert max(measured, key=measured.__getitem__) == 18, "longer prompts are shared"
+    planned = CAUSAL_LM.costs(cfg, env, 0).stored(samples, prompts)
+    assert 0.95 * measured[18] < planned < 1.1 * measured[18]
 
 
 def test_different_prompts_are_not_shared(monkeypatch: pytest.MonkeyPatch):
