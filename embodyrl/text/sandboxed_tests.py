@@ -319,7 +319,7 @@ def _find_trusted_modules(tree, kinds):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
             attributes.setdefault(node.value.id, set()).add(node.attr)
     for name, attribute_names in attributes.items():
-        # The name of a module means this module, whatever the program imports under the name.
+        # A module name refers to this module, even if the program imports another object under the name.
         is_module = name in _MODULES or name in sys.stdlib_module_names
         real = {"np": "numpy"}.get(name, name if is_module else kinds[name])
         if real in _MODULES or (kinds[name] and real == name and name not in _RUNS_CODE):
