@@ -30,7 +30,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import GIB, plan_memory
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.scheduler.start import build_policy_init, rendezvous
+from embodyrl.scheduler.start import build_policy_init, open_rendezvous
 from embodyrl.workers.policy_host import PolicyHost
 
 SIZES = {"tiny": (128, 352, 3, 4), "100m": (768, 2048, 14, 12), "300m": (1024, 2816, 24, 16)}
@@ -126,7 +126,7 @@ def fill(arena: Arena, run_plan: RunPlan) -> tuple[int, ...]:
 
 def measure(folder: Path, case: Case, *, twice: bool = False) -> tuple[float, float]:
     """Return the peaks of the first rank in GiB: after acting, after training."""
-    context, meet = multiprocessing.get_context("spawn"), rendezvous(case.ranks, "127.0.0.1", timeout_s=3600)
+    context, meet = multiprocessing.get_context("spawn"), open_rendezvous(case.ranks, "127.0.0.1", timeout_s=3600)
     ends, processes = [], []
     for rank in range(case.ranks):
         ours, theirs = context.Pipe()

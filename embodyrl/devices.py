@@ -35,7 +35,7 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(takewhile(valid, (name.strip() for name in visible.split(","))))
 
 
-def multiplies_bfloat16() -> bool:
+def supports_bfloat16() -> bool:
     """Return True if this host supports bfloat16 natively: a GPU, or a CPU with AVX-512, AMX or Arm's extension.
 
     The result is also True for a CPU with unknown features.
@@ -55,7 +55,7 @@ class Gpu:
     free: int
     """Free memory in bytes."""
     total: int
-    split: bool
+    is_mig: bool
     """True in MIG mode, in which CUDA lists slices of the GPU."""
     driver: int
     """Major version of the driver; 0 if unknown."""
@@ -149,7 +149,7 @@ def _get_memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
     # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
     sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
     has_numbers = any(name.isdigit() for name in names)
-    has_slices = any(gpu.split for gpu in selected) or any(name.startswith("MIG-") for name in names)
+    has_slices = any(gpu.is_mig for gpu in selected) or any(name.startswith("MIG-") for name in names)
     if gpus and names and (has_slices or (sorted_by_speed and has_numbers)) and (torch_memory := _query_torch_memory()):
         return torch_memory
     return [(gpu.free, gpu.total) for gpu in selected]

@@ -6,20 +6,20 @@ from typing import Self
 _hidden_values: dict[str, str] = {}
 
 
-def hide(name: str, value: str) -> None:
+def hide_value(name: str, value: str) -> None:
     """Hide the value of an environment variable in all later output; paths and short values are not hidden."""
     if len(value) >= 6 and not value.startswith(("/", "~", ".")):  # shorter values would match too much text
         _hidden_values[value] = name
 
 
-def masked(text: str) -> str:
+def mask_hidden_values(text: str) -> str:
     """Return a text with each hidden value replaced by `${oc.env:NAME}`."""
     for value, name in _hidden_values.items():
         text = text.replace(value, f"${{oc.env:{name}}}")
     return text
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """Format text for an error message: at most about 120 characters, with escaped control characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"

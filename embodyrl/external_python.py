@@ -50,7 +50,7 @@ class ExternalScript:
             script_end.close()
         self._close = weakref.finalize(self, _close, self._pipe, self._process)
 
-    def ask(self, request: Any, limit_s: float, limit: str) -> Any:
+    def call(self, request: Any, limit_s: float, limit: str) -> Any:
         """Send a request and return the reply.
 
         Args:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from embodyrl.errors import ConfigError, one_line
 
-_FILES = (
+_FILE_PATTERNS = (
     *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),
     *("action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt", "noisy_action_projector--*.pt"),
 )
 """Patterns of the files to download: no code, no pickles, and one format of the weights."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 
 
-def download(key: str, path: str, kind: str, programs: bool = False, *, files: Sequence[str] = _FILES) -> str:
+def download(key: str, path: str, kind: str, programs: bool = False, *, files: Sequence[str] = _FILE_PATTERNS) -> str:
     """Download a repository `owner/name[@revision]`; return `owner/name@commit`.
 
     Only files that match `files` are downloaded; with `programs`, all files, including code.
@@ -33,7 +33,7 @@ def download(key: str, path: str, kind: str, programs: bool = False, *, files: S
             repo, repo_type=kind, revision=revision or None, allow_patterns=None if programs else [*files]
         )
     commit = Path(folder).name
-    if not _COMMIT.fullmatch(commit):
+    if not _COMMIT_PATTERN.fullmatch(commit):
         raise ConfigError(
             f"{key}={path}: the hub returned '{commit}', which is not a Git commit id. Check HF_ENDPOINT."
         )

@@ -65,7 +65,7 @@ def takes(arguments: int) -> Callable[[Any], bool]:
     return check
 
 
-def installed(**criteria: Any) -> Iterable[EntryPoint]:
+def find_entry_points(**criteria: Any) -> Iterable[EntryPoint]:
     """Return the entry points of installed packages with the given `group`, `name` or `value`."""
     return _entry_points(tuple(sys.path)).select(**criteria)
 
@@ -112,7 +112,7 @@ def load(name: str, kind: str, *, wants: str, fits: Callable[[Any], bool], names
     value = _import(target, kind)
     if fits(value):
         return value
-    module = current_path(target).partition(":")[0]
+    module = get_current_path(target).partition(":")[0]
     others = [other for other, candidate in vars(importlib.import_module(module)).items() if fits(candidate)]
     hint = f" Did you mean {' or '.join(f'{module}:{other}' for other in others[:3])}?" if others else ""
     raise UnknownNameError(f"{kind} '{name}' is {type(value).__name__} {value!r:.80}, not {wants}.{hint}")
@@ -145,7 +145,7 @@ FORMER_SETTINGS = {"libero": {"env.texture_colorspace": "auto"}}
 """Values of keys that configs of earlier versions do not contain, as fixed in those versions, by environment."""
 
 
-def current_path(target: str) -> str:
+def get_current_path(target: str) -> str:
     """Return an import path in which a module name of an earlier version is replaced by the current name."""
     module, colon, attribute = target.partition(":")
     for old, new in MOVED_MODULES.items():
@@ -155,7 +155,7 @@ def current_path(target: str) -> str:
 
 
 def _import(target: str, kind: str) -> Any:
-    module_name, _, attribute = current_path(target).partition(":")
+    module_name, _, attribute = get_current_path(target).partition(":")
     if not re.fullmatch(r"[\w.]+:[\w.]+", target):
         raise UnknownNameError(f"{kind} '{target}' must have the form package.module:attr.")
     try:
@@ -198,7 +198,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Return all names: built-in parts and entry points of installed packages."""
-        return sorted({*self._parts, *(entry.name for entry in installed(group=self.group))})
+        return sorted({*self._parts, *(entry.name for entry in find_entry_points(group=self.group))})
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
         """Return an error for each unknown name in `names`, the value of `key`; built-in parts are not imported."""
@@ -229,7 +229,7 @@ class Registry(Generic[T]):
     def _targets(self, name: str) -> dict[str, str]:
         """Return the import paths of a short name by the package that defines the name."""
         targets = {f"embodyrl ({self._parts[name]})": self._parts[name]} if name in self._parts else {}
-        for entry in installed(group=self.group, name=name) if ":" not in name else ():
+        for entry in find_entry_points(group=self.group, name=name) if ":" not in name else ():
             targets[f"{entry.dist.name if entry.dist else 'a package'} ({entry.value})"] = entry.value
         return targets if targets or name not in FORMER_NAMES else self._targets(FORMER_NAMES[name])
 

@@ -27,11 +27,11 @@ class MixedLauncher:
         self._local, self._inline = LocalLauncher(log_dir, cluster), InlineLauncher(log_dir, cluster)
 
     @classmethod
-    def preview(cls, cluster: ClusterSettings | None) -> str:
+    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
         return ""
 
     @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
         return LocalLauncher.nodes(cluster)
 
     def _of(self, worker: str) -> Any:

@@ -19,7 +19,7 @@ from embodyrl.channels.messages import InferRequest, LoadRequest, RankInfo, Save
 from embodyrl.learners import policy_gradient
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.scheduler.start import build_policy_init, rendezvous
+from embodyrl.scheduler.start import build_policy_init, open_rendezvous
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -52,7 +52,7 @@ def run_ranks(
     folder: Path, world: int, jobs: Sequence[Rollout], *, host: str = "127.0.0.1", deadline_s: float = 900.0
 ) -> None:
     """Run jobs on `world` ranks; each job writes <folder>/<name>/ with metrics.json and saved state."""
-    meetings = [rendezvous(world, host, timeout_s=3600) for _ in jobs]
+    meetings = [open_rendezvous(world, host, timeout_s=3600) for _ in jobs]
     # One process imports torch and the rest, once for all tests; ranks are forked from it before it has threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

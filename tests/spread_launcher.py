@@ -12,6 +12,6 @@ class SpreadLauncher(MixedLauncher):
     spans_hosts = True
 
     @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
         cluster = cluster or ClusterSettings()
-        return parse_placement(cluster.component_placement, cluster.num_nodes, separate=separate)
+        return parse_placement(cluster.component_placement, cluster.num_nodes, disaggregated=disaggregated)

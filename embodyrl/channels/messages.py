@@ -237,7 +237,7 @@ class ImitateRequest(Request):
     record_refs: RecordRefs
     augment: tuple[int, ...] = ()
     """Seeds of image augmentation, one for every `actor.micro_batch_size` samples; empty: no augmentation."""
-    learn: bool = True
+    train: bool = True
     """If False, only evaluate, and reply with the sums of loss and accuracy."""
 
     read_fields = {"record_refs": (*OBSERVATION, Record.action, Record.reply, Record.success)}

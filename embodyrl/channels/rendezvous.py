@@ -45,7 +45,7 @@ class Rendezvous:
             self.proxy.close()
 
 
-def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
+def open_rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
     """Open a rendezvous for `ranks` processes at `host`, an address of this host that all ranks can reach.
 
     The store is on the loopback interface; unless `host` is loopback, an authenticated proxy at `host` is opened, too.

@@ -27,8 +27,8 @@ LOOP_FILE = "loop.json"
 """Name of the file with the state of the training loop."""
 HEADROOM = 1.2
 """Required free space as a multiple of the size of the previous checkpoint."""
-_STEP = re.compile(r"step_(\d{6,})")
-_SCRATCH = re.compile(r"\.tmp-step_\d{6,}-(\d+)")
+_STEP_PATTERN = re.compile(r"step_(\d{6,})")
+_SCRATCH_PATTERN = re.compile(r"\.tmp-step_\d{6,}-(\d+)")
 
 
 class FileEntry(BaseModel, frozen=True):
@@ -196,7 +196,7 @@ class CheckpointStore:
         """Return the steps that have a folder, ascending, including damaged folders without a manifest."""
         if not self.root.is_dir():
             return []
-        return sorted(int(match[1]) for entry in self.root.iterdir() if (match := _STEP.fullmatch(entry.name)))
+        return sorted(int(match[1]) for entry in self.root.iterdir() if (match := _STEP_PATTERN.fullmatch(entry.name)))
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, ascending."""
@@ -303,7 +303,7 @@ class CheckpointStore:
             manifest = read_manifest(path)
             verify_files(path, manifest)
         except CheckpointError as error:
-            match = _STEP.fullmatch(path.name)
+            match = _STEP_PATTERN.fullmatch(path.name)
             older = [step for step in self.steps() if match and step < int(match[1])]
             hint = f" The next older complete checkpoint is {self.path(older[-1])}." if older else ""
             raise CheckpointError(f"{error}{hint}") from error
@@ -329,7 +329,7 @@ class CheckpointStore:
         """Delete scratch folders of dead processes; call before this process writes."""
         if not self.root.is_dir():
             return []
-        matches = ((_SCRATCH.fullmatch(entry.name), entry) for entry in self.root.iterdir())
+        matches = ((_SCRATCH_PATTERN.fullmatch(entry.name), entry) for entry in self.root.iterdir())
         stale = sorted(entry for match, entry in matches if match and not _is_other_process(int(match[1])))
         for folder in stale:
             shutil.rmtree(folder)

@@ -20,7 +20,7 @@ _TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float"})
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def convert_write_errors(folder: Path) -> Iterator[None]:
     """Convert file-system errors (such as a full disk) to a `CheckpointError` that names the folder."""
     try:
         yield
@@ -95,7 +95,7 @@ def load_state(folder: Path, name: str) -> dict[str, Any]:
         ) from error
 
 
-def rng_state() -> dict[str, Any]:
+def get_rng_state() -> dict[str, Any]:
     """Return the state of the global generators of torch (CPU and CUDA), numpy and Python."""
     return {
         "torch": torch.get_rng_state(),
@@ -107,7 +107,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore a state returned by `rng_state`; CUDA states are restored for devices that exist in both processes."""
+    """Restore a state of `get_rng_state`; CUDA states are restored for devices that exist in both processes."""
     torch.set_rng_state(state["torch"])
     for index, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda_state, index)

@@ -19,12 +19,12 @@ def ckpt(args: argparse.Namespace) -> int:
     """Run `embodyrl ckpt`, which lists, verifies, exports or prunes checkpoints."""
     actions = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
     usages = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
-    args.trust, args.words = split_trust(args.words)
-    action = args.words[0] if args.words else ""
+    args.trust, args.arguments = split_trust(args.arguments)
+    action = args.arguments[0] if args.arguments else ""
     if action not in actions:
         problem = f"unknown action '{action}'.{closest(action, actions)}" if action else "the action is missing."
         raise ConfigError(f"embodyrl ckpt: {problem} Actions: {', '.join(actions)}.")
-    if len(args.words) != 1 + len(usages[action].split()):
+    if len(args.arguments) != 1 + len(usages[action].split()):
         raise ConfigError(
             f"embodyrl ckpt {action}: wrong number of arguments. Usage: embodyrl ckpt {action} {usages[action]}."
         )
@@ -34,7 +34,7 @@ def ckpt(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
+    store = CheckpointStore(find_run(args.arguments[1]) / "checkpoints")
     best = store.best()
     rows = [
         {
@@ -56,7 +56,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    store, steps = _select_checkpoints(args.words[1])
+    store, steps = _select_checkpoints(args.arguments[1])
     problems: list[dict[str, str]] = []
     for step in steps:
         try:
@@ -73,10 +73,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    store, steps = _select_checkpoints(args.words[1])
+    store, steps = _select_checkpoints(args.arguments[1])
     from embodyrl.commands.export import export
 
-    out = export(store.root.parent, steps[-1], Path(args.words[2]), overrides=args.trust)
+    out = export(store.root.parent, steps[-1], Path(args.arguments[2]), overrides=args.trust)
     show_result(args, {"path": out}, [f"exported {store.path(steps[-1])} to {out}"])
     return 0
 
@@ -86,7 +86,7 @@ def _prune(args: argparse.Namespace) -> int:
         raise ConfigError(
             "embodyrl ckpt prune needs --keep N, where N is the number of newest checkpoints to keep, at least 1."
         )
-    store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
+    store = CheckpointStore(find_run(args.arguments[1]) / "checkpoints")
     from embodyrl.commands.run_folder import lock_folder
 
     best = store.best()
@@ -120,7 +120,7 @@ def _select_checkpoints(argument: str) -> tuple[CheckpointStore, list[int]]:
 
 def push(args: argparse.Namespace) -> int:
     """Run `embodyrl push`, which uploads a policy or a data set to the hub."""
-    trust, arguments = split_trust(args.words)
+    trust, arguments = split_trust(args.arguments)
     if len(arguments) != 2 or "@" in arguments[1] or not HUB_NAME.fullmatch(arguments[1]):
         raise ConfigError(
             "embodyrl push needs a folder and a repository (owner/name): embodyrl push runs/my_run me/my_policy."

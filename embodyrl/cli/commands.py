@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl import parts
-from embodyrl.registry import installed
+from embodyrl.registry import find_entry_points
 
 _TEXTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 
@@ -22,8 +22,8 @@ class Command:
     """`module:function` that receives the parsed arguments and returns the exit code."""
     summary: str
     usage: str
-    words: str = "override"
-    words_help: str = "group=option or key=value"
+    placeholder: str = "override"
+    arguments_help: str = "group=option or key=value"
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Keyword arguments of `argparse.add_argument` by flag, for example `--json`."""
     examples: tuple[str, ...] = ()
@@ -52,8 +52,8 @@ def _read(name: str) -> Command:
     return Command(**fields | {"target": target, "examples": tuple(fields["examples"])})
 
 
-_FIRST = [*_TEXTS["first"], *sorted(parts.COMMANDS.keys() - {*_TEXTS["first"]})]
-COMMANDS = {name: _read(name) for name in _FIRST}
+_NAMES = [*_TEXTS["first"], *sorted(parts.COMMANDS.keys() - {*_TEXTS["first"]})]
+COMMANDS = {name: _read(name) for name in _NAMES}
 """Commands of this package by name, the most common commands first."""
 
 
@@ -64,10 +64,10 @@ def package_commands() -> dict[str, Command]:
             target=entry.value,
             summary=f"Command of the package {entry.dist.name if entry.dist else entry.module}.",
             usage=f"embodyrl {entry.name} ...",
-            words_help="arguments of the command",
+            arguments_help="arguments of the command",
             own_flags=True,
         )
-        for entry in installed(group="embodyrl.commands")
+        for entry in find_entry_points(group="embodyrl.commands")
         if entry.name not in COMMANDS
     }
 

@@ -27,10 +27,10 @@ from embodyrl.version import __version__
 
 def convert(args: argparse.Namespace) -> int:
     """Run `embodyrl convert SOURCE OUT`."""
-    paths = [argument for argument in args.words if "=" not in argument]
+    paths = [argument for argument in args.arguments if "=" not in argument]
     if len(paths) != 2:
         raise ConfigError("embodyrl convert needs a source and an output folder: embodyrl convert SOURCE OUT.")
-    data = read_settings([argument for argument in args.words if "=" in argument])
+    data = read_settings([argument for argument in args.arguments if "=" in argument])
     source, out = map(Path, paths)
     if out.exists():
         raise ConfigError(f"The output folder {out} already exists. Choose another folder, or delete it.")

@@ -20,7 +20,7 @@ _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_v
 
 def data(args: argparse.Namespace) -> int:
     """Run `embodyrl data`: describe, merge, filter or replay data sets."""
-    action, folders = args.words[0] if args.words else "", args.words[1:]
+    action, folders = args.arguments[0] if args.arguments else "", args.arguments[1:]
     if action not in _ACTIONS:
         problem = f" '{action}' is not an action.{closest(action, _ACTIONS)}" if action else ""
         example = f"`embodyrl data info {action if action and resolve_asset(action).is_dir() else 'DIR'}`"
@@ -49,11 +49,11 @@ def data(args: argparse.Namespace) -> int:
 
 def _info(args: argparse.Namespace, folders: list[str]) -> int:
     summaries = [describe(open_set(resolve_asset(folder))) for folder in folders]
-    show_result(args, summaries, [line for summary in summaries for line in _lines(summary)])
+    show_result(args, summaries, [line for summary in summaries for line in _format_summary(summary)])
     return 0
 
 
-def _lines(summary: dict[str, Any]) -> list[str]:
+def _format_summary(summary: dict[str, Any]) -> list[str]:
     authors = ", ".join(f"{count} {name}" for name, count in summary["actions"].items())
     versions = ", ".join(f"{count} of version {version}" for version, count in summary["versions"].items())
     success = "unknown" if summary["success"] is None else f"{100 * summary['success']:.1f} %"
@@ -103,15 +103,15 @@ def _write(args: argparse.Namespace, out: Path, sources: list[DataSet], selectio
     summary = describe(open_set(out)) | {
         "warnings": [warning for source in sources for warning in find_warnings(source)]
     }
-    show_result(args, summary, _lines(summary))
+    show_result(args, summary, _format_summary(summary))
     return 0
 
 
-def _replay(args: argparse.Namespace, words: list[str]) -> int:
+def _replay(args: argparse.Namespace, arguments: list[str]) -> int:
     """Replay a data set; the exit code is 3 if success is more than 2 percentage points below the recorded success."""
     from embodyrl.commands.replay import replay
 
-    folders, overrides = ([word for word in words if ("=" in word) is part] for part in (False, True))
+    folders, overrides = ([argument for argument in arguments if ("=" in argument) is part] for part in (False, True))
     if len(folders) != 1:
         raise ConfigError("embodyrl data replay takes one folder, and overrides such as env=libero_object.")
     episodes: list[dict[str, Any]] = []

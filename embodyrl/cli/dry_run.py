@@ -20,18 +20,18 @@ from embodyrl.reports.history import read_baseline
 
 def describe(cfg: Config) -> str:
     """Return the output of `--dry-run` for a config."""
-    lines = _lines(cfg)
+    lines = _get_banner_lines(cfg)
     if find_folder := getattr(POLICIES.get(cfg.model.model_type), "folder", None):
         lines += prompt_banner_lines(cfg, find_folder(cfg.model))
     if cfg.has("launcher"):
-        hosts = LAUNCHERS.get(cfg.launcher.name).preview(cfg.cluster)
+        hosts = LAUNCHERS.get(cfg.launcher.name).describe_hosts(cfg.cluster)
         lines += [("hosts", hosts)] if hosts else []
     return "\n".join(f"  {label:<12} {line_text}" for label, line_text in lines)
 
 
 def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the `--dry-run` lines (label, text) of a training or an evaluation."""
-    training = cfg.trains and not cfg.runner.only_eval
+    training = cfg.is_train_command and not cfg.runner.only_eval
     run_plan = build_run_plan(cfg, training=training)
     if not training:
         read_baseline(cfg)
@@ -56,7 +56,7 @@ def _verdict(run_plan: RunPlan) -> list[tuple[str, str]]:
     return [("verdict", f"fits on this machine · about {total} for {steps} steps, without validations")]
 
 
-def _lines(cfg: Config) -> list[tuple[str, str]]:
+def _get_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the command; the modules of other commands are not imported."""
     if cfg.command == "collect":
         from embodyrl.commands.collect import collection_banner_lines as lines

@@ -20,8 +20,8 @@ _TEMPLATES = Path(__file__).parent / "env_hub"
 def export_env(args: argparse.Namespace) -> int:
     """Run `embodyrl export-env ENV OUT [overrides]`."""
     paths, overrides = (
-        [argument for argument in args.words if "=" not in argument],
-        [argument for argument in args.words if "=" in argument],
+        [argument for argument in args.arguments if "=" not in argument],
+        [argument for argument in args.arguments if "=" in argument],
     )
     if len(paths) != 2:
         raise ConfigError(

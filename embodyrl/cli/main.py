@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview, package_commands
 from embodyrl.cli.output import disable_garbage_collection, replace_control_characters
-from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, masked
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, mask_hidden_values
 from embodyrl.files import describe_full_disk, has_room, is_full_disk
 from embodyrl.process_cleanup import exit_with_leftovers
 from embodyrl.registry import closest
@@ -151,7 +151,7 @@ def _dispatch(arguments: list[str]) -> int:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("words", nargs="*", metavar=command.words, help=command.words_help)
+    parser.add_argument("arguments", nargs="*", metavar=command.placeholder, help=command.arguments_help)
     for flag, options in command.flags.items():
         names = [flag_name for flag_name in (options.get("alias"), flag) if flag_name]
         parser.add_argument(*names, **{key: value for key, value in options.items() if key != "alias"})
@@ -165,7 +165,7 @@ def _dispatch(arguments: list[str]) -> int:
     with disable_garbage_collection():
         target = getattr(importlib.import_module(module), function)
     if command.own_flags:
-        return target(argparse.Namespace(words=arguments[1:]))
+        return target(argparse.Namespace(arguments=arguments[1:]))
     parsed, unknown = parser.parse_known_intermixed_args(arguments[1:], argparse.Namespace(command=name))
     if unknown:
         raise ConfigError(
@@ -186,7 +186,7 @@ def _report(lines: list[str], arguments: list[str]) -> None:
 def _print_error(line: str) -> None:
     """Write a line to standard error, if the stream is open."""
     with contextlib.suppress(OSError):
-        print(replace_control_characters(masked(line)), file=sys.stderr, flush=True)
+        print(replace_control_characters(mask_hidden_values(line)), file=sys.stderr, flush=True)
 
 
 def _open_streams() -> None:

@@ -29,7 +29,7 @@ class Kind:
     """Entry-point group of the package; empty: the template is a file in ./conf, not a package."""
     target: str = ""
     """Attribute of the package to which the entry point refers."""
-    then: Sequence[str] = (_TRAIN_COMMAND,)
+    next_commands: Sequence[str] = (_TRAIN_COMMAND,)
     """Commands that are suggested to the user after the generation."""
 
 
@@ -39,9 +39,9 @@ KINDS = {name: Kind(**raw) for name, raw in _KIND_TABLE.items()}
 
 def new(args: argparse.Namespace) -> int:
     """Run `embodyrl new KIND NAME`."""
-    if len(args.words) != 2:
+    if len(args.arguments) != 2:
         raise ConfigError(f"embodyrl new takes a kind ({', '.join(KINDS)}) and a name, for example: new env my_env.")
-    kind, name = args.words
+    kind, name = args.arguments
     if kind not in KINDS:
         raise ConfigError(
             f"embodyrl new: unknown kind '{kind}'.{closest(kind, KINDS)} Choose one of {', '.join(KINDS)}."
@@ -62,7 +62,7 @@ def new(args: argparse.Namespace) -> int:
         print(f"  {path}")
     install = ["pip install -e {name}    (or: export PYTHONPATH={name})"] if template_kind.entries else []
     print("next:")
-    for line in (*install, *template_kind.then):
+    for line in (*install, *template_kind.next_commands):
         print(f"  {line.format(group=template_kind.group, **_placeholder_values(kind, name))}")
     return 0
 

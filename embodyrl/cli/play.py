@@ -15,7 +15,7 @@ from embodyrl.play.start import load_policy_with_env, page
 
 def play(args: argparse.Namespace) -> int:
     """Run `embodyrl play`, which serves the page until the command is interrupted."""
-    trust, runs = split_trust(args.words)
+    trust, runs = split_trust(args.arguments)
     if len(runs) > 1 or not args.port.isdecimal():
         raise ConfigError("embodyrl play takes one run and an integer --port: embodyrl play runs/my_run --port 8000.")
     run = find_run(runs[0]) if runs else latest_run("embodyrl play", is_training=True)
@@ -41,7 +41,7 @@ def play(args: argparse.Namespace) -> int:
             stack.callback(recording.close)
         scene = Scene(policy, env, recording)
         stack.callback(scene.finish_episode)
-        desk = RequestHandlers(run.name, scene)
-        server = LoopbackServer(int(args.port), {"/": page}, desk.posts)
+        handlers = RequestHandlers(run.name, scene)
+        server = LoopbackServer(int(args.port), {"/": page}, handlers.posts)
         server.show(open_page=args.open, name=f"{run.name}: ")
     return 0

@@ -28,7 +28,7 @@ def report(args: argparse.Namespace) -> int:
     from embodyrl.plan.keys import all_keys, state_keys
     from embodyrl.reports.page import write_report
 
-    runs = [find_run(argument) for argument in args.words] or [latest_run("embodyrl report")]
+    runs = [find_run(argument) for argument in args.arguments] or [latest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
     defaults = {name: key.default for name, key in all_keys().items() if not key.required}
@@ -56,9 +56,9 @@ def card(args: argparse.Namespace) -> int:
     """Run `embodyrl card`: write the result card of a run."""
     from embodyrl.reports.card import build_card, card_text, write_card
 
-    if len(args.words) != 1:
+    if len(args.arguments) != 1:
         raise ConfigError("embodyrl card takes one run, for example: embodyrl card runs/my_run.")
-    run = find_run(args.words[0])
+    run = find_run(args.arguments[0])
     try:
         paths = write_card(run, args.out)
     except OSError as error:
@@ -92,9 +92,9 @@ def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path
 
 def view(args: argparse.Namespace) -> int:
     """Run `embodyrl view`: show the dashboard of a run in the terminal."""
-    if len(args.words) > 1:
+    if len(args.arguments) > 1:
         raise ConfigError("embodyrl view takes one run, for example: embodyrl view runs/my_run.")
-    run = find_run(args.words[0]) if args.words else latest_run("embodyrl view")
+    run = find_run(args.arguments[0]) if args.arguments else latest_run("embodyrl view")
     from rich.console import Console
     from rich.live import Live
 

@@ -16,7 +16,7 @@ from embodyrl.commands import COMMANDS
 from embodyrl.config.compose import dir_flags, format_override
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
-from embodyrl.errors import ConfigError, masked
+from embodyrl.errors import ConfigError, mask_hidden_values
 from embodyrl.files import json_text
 from embodyrl.plan.config import load_config, load_saved_config, load_with_ckpt, require_ckpt
 from embodyrl.plan.saved import dump_config, find_ckpt_config
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SIGUSR1 requests the status of a run; ignore it until workers run
     resume = getattr(args, "resume", None) or ""
     if "=" in resume and not Path(resume).exists():  # `--resume key=value` resumes the newest run
-        args.words, args.resume = [args.resume, *args.words], NEWEST
+        args.arguments, args.resume = [args.resume, *args.arguments], NEWEST
     if args.json and args.dry_run:
         raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or remove --dry-run.")
     if args.command == "train" and args.multirun:
@@ -36,21 +36,21 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--resume, --print-config, --dry-run or --json cannot be combined with -m; remove one.")
         from embodyrl.cli.sweep import sweep
 
-        return sweep(args.command, args.words, args.config_dir)
+        return sweep(args.command, args.arguments, args.config_dir)
     if args.command == "eval" and args.until_significant:
         if args.resume or args.print_config or args.dry_run:
             raise ConfigError("--resume, --print-config or --dry-run cannot be combined with --until-significant.")
         from embodyrl.commands.sequential import until_significant
 
-        return until_significant(args.until_significant, args.words, args.config_dir, args.json)
+        return until_significant(args.until_significant, args.arguments, args.config_dir, args.json)
     with disable_garbage_collection():
         cfg, kwargs = _compose(args)
     if handle_config_flags(args, cfg):
         return 0
-    only_eval = cfg.trains and cfg.runner.only_eval
+    only_eval = cfg.is_train_command and cfg.runner.only_eval
     function = COMMANDS.get("eval" if only_eval else args.command)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        result = function(cfg, overrides=[*args.words, *dir_flags(args.config_dir)], **kwargs)
+        result = function(cfg, overrides=[*args.arguments, *dir_flags(args.config_dir)], **kwargs)
     if args.json:
         print(json_text(dataclasses.asdict(result)), end="")
     return getattr(result, "exit_code", 0)
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
     """Return the composed config and the command's keyword arguments: `resume` if the command can resume a run."""
-    arguments, folders = args.words, args.config_dir
+    arguments, folders = args.arguments, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _train_config(args)
-        return cfg, {} if cfg.trains and cfg.runner.only_eval else {"resume": resume}
+        return cfg, {} if cfg.is_train_command and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
         if split_trust(arguments)[1] or folders:
             raise ConfigError("--resume uses the saved settings of the evaluation; remove key=value and --config-dir.")
@@ -81,9 +81,9 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
 
     A first argument without `=` is the value of `ckpt`.
     """
-    if args.words and "=" not in args.words[0]:
-        args.words[0] = format_override("ckpt", args.words[0])
-    return load_with_ckpt(args.command, args.words, config_dirs=args.config_dir)
+    if args.arguments and "=" not in args.arguments[0]:
+        args.arguments[0] = format_override("ckpt", args.arguments[0])
+    return load_with_ckpt(args.command, args.arguments, config_dirs=args.config_dir)
 
 
 def _find_resumed_run(args: argparse.Namespace) -> Path:
@@ -103,10 +103,10 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     resume_values = (
         [str(_find_resumed_run(args))]
         if args.resume
-        else [argument.removeprefix(prefix) for argument in args.words if argument.startswith(prefix)]
+        else [argument.removeprefix(prefix) for argument in args.arguments if argument.startswith(prefix)]
     )
     resume = resume_values[-1] if resume_values and resume_values[-1] != "null" else None
-    arguments = [argument for argument in args.words if not argument.startswith(prefix)]
+    arguments = [argument for argument in args.arguments if not argument.startswith(prefix)]
     if resume is not None and resume != "auto":
         if args.config_dir:
             raise ConfigError("--config-dir has no effect with --resume, which uses the run's saved config; remove it.")
@@ -141,5 +141,5 @@ def handle_config_flags(args: argparse.Namespace, cfg: Config) -> bool:
     elif args.dry_run:
         from embodyrl.cli.dry_run import describe
 
-        print(masked(describe(cfg)))
+        print(mask_hidden_values(describe(cfg)))
     return args.print_config or args.dry_run

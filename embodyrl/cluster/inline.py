@@ -107,12 +107,12 @@ class InlineLauncher:
         self._deadline = Deadline()
 
     @classmethod
-    def preview(cls, cluster: ClusterSettings | None) -> str:
+    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
         """Return an empty description of hosts, because all workers run on this host."""
         return ""
 
     @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
         """Assign all components to this host."""
         return ON_THIS_HOST
 

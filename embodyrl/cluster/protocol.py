@@ -132,15 +132,15 @@ class Launcher(Protocol):
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None: ...
 
     @classmethod
-    def preview(cls, cluster: ClusterSettings | None) -> str:
+    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
         """Describe the hosts of a run before its start; an empty string: only this host."""
         ...
 
     @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
         """Return the host numbers of each component; 0 is the driver's host.
 
-        Unless the placement is `separate`, rollout and actor need the same hosts.
+        Unless the placement is `disaggregated`, rollout and actor need the same hosts.
 
         Raises:
             ConfigError: a component or a host does not exist.
@@ -172,7 +172,7 @@ class Launcher(Protocol):
 
 _REQUIRED_ATTRIBUTES = (
     *("settings", "spans_hosts", "in_process", "where", "lost"),
-    *("preview", "nodes", "start", "send", "wait", "stop"),
+    *("describe_hosts", "nodes", "start", "send", "wait", "stop"),
 )
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
@@ -226,12 +226,12 @@ class OpenRequests(Generic[H]):
         self._events: deque[Event] = deque()
 
     @classmethod
-    def preview(cls, cluster: ClusterSettings | None) -> str:
+    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
         """Return an empty string: all workers run on this host."""
         return ""
 
     @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
         """Return the nodes of each component: only this host."""
         return ON_THIS_HOST
 

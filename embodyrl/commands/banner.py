@@ -27,7 +27,7 @@ MIB, GIB = 2**20, 2**30
 def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner lines of a run as (label, text)."""
     cfg, env, policy = run_plan.cfg, run_plan.env, run_plan.policy
-    split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.evaluates else "train"]
+    split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.has_evaluations else "train"]
     parameters = run_plan.policy_costs.num_parameters
     size = f", {_format_count(parameters)} parameters, {cfg.model.precision_name}" if parameters else ""
     lines = {
@@ -186,7 +186,7 @@ def _parallel(run_plan: RunPlan) -> str:
     """Describe the number of parallel environments and of their processes."""
     cfg, workers, num_envs = run_plan.cfg, len(run_plan.env_workers), run_plan.num_envs
     text = f"{num_envs} parallel environments"
-    if cfg.trains and run_plan.algorithm and cfg.env.train.total_num_envs < num_envs:
+    if cfg.is_train_command and run_plan.algorithm and cfg.env.train.total_num_envs < num_envs:
         text = f"{cfg.env.train.total_num_envs} parallel environments ({num_envs} in validations)"
     return f"{text} in {workers} process{'es' * (workers > 1)}"
 

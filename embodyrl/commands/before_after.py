@@ -77,7 +77,7 @@ def record(
         monitor.progress(len(done), len(actions), f"recording videos of step {result.step}")
 
     missing = {e.episode_id for e in plan.episodes} - actions.keys()
-    again = Rollout(plan.without(missing), keep=False, video=choose, replayed=actions, on_episode=note)
+    again = Rollout(plan.exclude(missing), keep=False, video=choose, replayed=actions, on_episode=note)
     repeated = workers.scheduler.collect(again)
     for problem in dict.fromkeys(repeated.video_problems):
         monitor.text(f"recording failed: {problem}")

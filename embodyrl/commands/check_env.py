@@ -20,7 +20,7 @@ def check_env(args: argparse.Namespace) -> int:
     findings: list[Finding] = []
     # Redirect stdout: a user's module may print when it is imported.
     with contextlib.redirect_stdout(sys.stderr):
-        cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
+        cfg = load_config("check-env", args.arguments, config_dirs=args.config_dir)
         from embodyrl.envs.check import check_env_in_subprocess
         from embodyrl.plan.checks import check_components
 

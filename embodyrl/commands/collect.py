@@ -304,7 +304,7 @@ class _Collection:
         try:
             collection = workers.scheduler.collect(rollout)
             self.dropped += collection.dropped
-            self.wall_s += collection.tally.wall_s
+            self.wall_s += collection.stats.wall_s
         finally:
             write(flush_all=True)
         writer.flush()

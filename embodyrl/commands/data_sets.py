@@ -37,7 +37,7 @@ from embodyrl.data.writer import DatasetWriter, read_episodes
 from embodyrl.errors import ConfigError
 from embodyrl.types import EnvSpec, IntArray
 
-_EPISODES_IN_MEMORY = 16
+_MAX_EPISODES_IN_MEMORY = 16
 """Maximum number of episodes in memory while a data set is copied."""
 _DEFAULT_SOURCE = {"task_id": 0, "reset_id": -1, "trial": 0, "seed": 0, "version": -1}
 """Defaults of the `Source` fields for an episode that was recorded by another program."""
@@ -88,7 +88,7 @@ def open_set(root: Path) -> DataSet:
     actor = np.full(len(table), Actor.unknown, np.int64)
     if card.actors:
         actor = read_vectors(table, ACTOR, 1)[:, 0].astype(np.int64)
-    task = table.counters["task_index"].astype(np.int64)
+    task = table.indices["task_index"].astype(np.int64)
     return DataSet(root=root, card=card, rows=rows, actor=actor, task=task, names=read_tasks(root))
 
 
@@ -208,8 +208,8 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
             env = writer.card.env
             for source in sources:
                 indices = [index for data_set, index in selected[len(writer.episodes) :] if data_set is source]
-                for start in range(0, len(indices), _EPISODES_IN_MEMORY):
-                    _copy_episodes(source, env, indices[start : start + _EPISODES_IN_MEMORY], writer)
+                for start in range(0, len(indices), _MAX_EPISODES_IN_MEMORY):
+                    _copy_episodes(source, env, indices[start : start + _MAX_EPISODES_IN_MEMORY], writer)
                 writer.flush()
         finally:
             writer.close()

@@ -115,7 +115,7 @@ class EvalResult:
         return tuple(path for _, path in self.recordings)
 
     @property
-    def losses(self) -> str:
+    def dropped_warning(self) -> str:
         """Warning about dropped episodes."""
         planned = self.dropped + sum(row.episodes for row in self.tasks)
         return (
@@ -151,7 +151,7 @@ class EvalResult:
 def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
     """Print the result of an evaluation: tasks, suites, comparison with an earlier evaluation, protocol and files."""
     if result.dropped:
-        write_line(f"  {result.losses}")
+        write_line(f"  {result.dropped_warning}")
     has_success = result.overall.success_once is not None
     score_title = f"{'success' if has_success else 'return'}, 95 % interval"
     if result.suites:
@@ -223,7 +223,7 @@ def _summarize_task(
         states=mean_return.states,
         solved=len({(row.task_id, row.reset_id) for row in episodes if row.success_once}) if rate else None,
         voted=voted if rate and mean_return.states < count else None,
-        effective_episodes=count if score.effective is None else score.effective,
+        effective_episodes=count if score.effective_n is None else score.effective_n,
         successes=rate.successes if rate else None,
         success_once=rate.value if rate else None,
         low=rate.interval[0] if rate else None,
@@ -257,8 +257,8 @@ def summarize(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
         dropped=collection.dropped,
         folder=folder,
         recordings=tuple((row.episode, row.video) for row in rows if row.video),
-        wall_s=collection.tally.wall_s,
-        env_steps=collection.tally.env_steps,
+        wall_s=collection.stats.wall_s,
+        env_steps=collection.stats.env_steps,
         lengths=(min(row.steps for row in main_rows), max(row.steps for row in main_rows)),
         cut_off=sum(row.truncated for row in main_rows) / len(main_rows) if env.limits_replies else None,
         solved_at_reset=tuple(sorted(row.episode for row in rows if row.solved_at_reset)),

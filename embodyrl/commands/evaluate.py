@@ -130,7 +130,7 @@ def run_evaluation(
             monitor.progress(len(rows), plan.num_episodes, "validation episodes")
 
         rollout = Rollout(
-            plan.without({row.episode for row in rows}),
+            plan.exclude({row.episode for row in rows}),
             greedy=not cfg.eval.sampling_params.do_sample,
             temperature=cfg.eval.sampling_params.temperature,
             keep=stores_dataset,
@@ -225,7 +225,7 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     if not rows or not saved:
         return None
     stats = RolloutStats(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
-    return summarize(rows, RolloutResult(dropped=saved["dropped"], tally=stats), env, folder)
+    return summarize(rows, RolloutResult(dropped=saved["dropped"], stats=stats), env, folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

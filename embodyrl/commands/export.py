@@ -78,7 +78,7 @@ def _training_env_spec(cfg: Config) -> EnvSpec:
 
 
 def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
-    trained = cfg.trains
+    trained = cfg.is_train_command
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
     title, results = f"{run.name}, step {step}", find_file(run, f"eval/step_{step:06d}/eval.json")

@@ -21,7 +21,7 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
     finished, all episodes are counted. With `continue_episodes`, the whole episodes that end in this step are counted,
     possibly none.
     """
-    stats = collection.tally
+    stats = collection.stats
     # Work during an earlier update counts only for the time that this step waited for it.
     waited_fraction = stats.wall_s / stats.span_s if stats.span_s else 1.0
     episodes = collection.episodes + collection.filtered
@@ -35,13 +35,13 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
         "env/steps": float(stats.env_steps),
         "env/restarts": float(restarts),
         "env/dropped_episodes": float(collection.dropped),
-        "rollout/infer_batch_size": stats.inferred / stats.inferences if stats.inferences else 0.0,
+        "rollout/infer_batch_size": stats.num_observations / stats.num_inferences if stats.num_inferences else 0.0,
         "time/rollout": stats.wall_s,
         # Mean over env workers, to be comparable with wall time.
         "time/simulate": stats.sim_s * waited_fraction / num_workers,
         "time/render": stats.render_s * waited_fraction / num_workers,
         "time/reset": stats.reset_s * waited_fraction / num_workers,
-        "time/infer": stats.infer_s * waited_fraction,
+        "time/infer": stats.inference_s * waited_fraction,
     }
     if finished:
         metrics |= _episode_metrics(finished, env)
@@ -73,7 +73,7 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
     metrics |= {
         "train/success_once": rate.value,
         "train/success_at_end": sum(episode.success_at_end for episode in episodes) / count,
-        "train/effective_episodes": rate.effective or 0.0,
+        "train/effective_episodes": rate.effective_n or 0.0,
     }
     for task in sorted({episode.spec.task_id for episode in summaries}):
         task_successes = [episode.success_once for episode in summaries if episode.spec.task_id == task]

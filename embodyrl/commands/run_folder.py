@@ -76,7 +76,7 @@ class RunFolder:
         return self.root / "eval" / f"step_{step:06d}"
 
     @property
-    def following(self) -> tuple[str, str]:
+    def log_command(self) -> tuple[str, str]:
         """Banner line (label, text) with the shell command that follows the logs of the workers."""
         return "logs", f"tail -F {shlex.quote(str(self.logs))}/*.log"
 
@@ -94,7 +94,7 @@ class RunFolder:
         if _is_locked_by(self.root / _LOCK_FILE, self.lock):
             return False
         self.logs.mkdir(parents=True, exist_ok=True)
-        lock = _acquire(self.root / _LOCK_FILE, self.root)
+        lock = _acquire_lock(self.root / _LOCK_FILE, self.root)
         os.dup2(lock, self.lock, inheritable=False)
         os.close(lock)
         for name, content in self.records.items():
@@ -153,7 +153,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         root.mkdir(parents=True, exist_ok=True)
         started = _elapsed_times()
         # Before anything is written: the folder may contain the files of an active run.
-        lock = _acquire(root / _LOCK_FILE, root)
+        lock = _acquire_lock(root / _LOCK_FILE, root)
         try:
             _check_links(root)
             remove_scratch(root)
@@ -167,7 +167,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         if is_full_disk(error):
             raise CheckpointError(describe_full_disk(error, root)) from error
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
-    base = cfg.video_cfg.base_dir if cfg.acts else None
+    base = cfg.video_cfg.base_dir if cfg.has_rollouts else None
     videos = root / VIDEO_FOLDER if base is None else Path(base) / root.name
     resume_command = format_shell_command(
         ["sft" if command == "dagger" else command, "--resume", str(root), *trust_overrides(cfg)], cfg
@@ -203,7 +203,7 @@ def _new_root(cfg: Config, command: str) -> Path:
     name = cfg.runner.experiment_name
     if name is None:
         subject = ""
-        if cfg.acts:
+        if cfg.has_rollouts:
             subject = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
         if cfg.has("data") and cfg.data.path is not None:
             subject = Path(cfg.data.path.partition("@")[0]).resolve().name
@@ -245,7 +245,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     lock = folder / _LOCK_FILE if is_run else folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        handle = _acquire(lock, folder)
+        handle = _acquire_lock(lock, folder)
     except OSError as error:
         raise EmbodyError(f"Cannot write to {lock.parent}: {error.strerror}. Choose another folder.") from error
     try:
@@ -255,7 +255,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         _release_lock(lock, handle)
 
 
-def _acquire(lock: Path, folder: Path) -> int:
+def _acquire_lock(lock: Path, folder: Path) -> int:
     """Lock a file for this process; the system releases the lock when the process ends, even after a crash.
 
     Raises:
@@ -373,7 +373,7 @@ def resolve_initial_weights(cfg: Config, env: EnvSpec) -> Path | None:
         return folder
     if model.path is not None and resolve_asset(model.path).resolve() == folder.resolve():
         return None  # built with the adapter
-    trains_adapter = cfg.trains and model.is_lora and not _is_adapter(folder)
+    trains_adapter = cfg.is_train_command and model.is_lora and not _is_adapter(folder)
     run = find_run_config(resolve_run(cfg.ckpt))
     saved = {setting.key: setting.value for setting in read_saved(run)} if run else {}
     # The weights of a run that began with an adapter contain this adapter.
@@ -396,7 +396,7 @@ def weight_banner_lines(cfg: Config, weights: Path | None, env: EnvSpec | None =
     """
     model = cfg.model
     adapter_path = model.lora.path if isinstance(model, AdapterSettings) else None
-    trains = cfg.trains and model.trains_adapters
+    trains = cfg.is_train_command and model.trains_adapters
     if "path" not in type(model).model_fields:
         return []
     base = str(cfg.ckpt or model.weights or "random")

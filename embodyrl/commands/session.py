@@ -21,7 +21,7 @@ from embodyrl.commands.run_folder import CONFIG_FILE, RunFolder
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.trust import format_shell_command
-from embodyrl.errors import CheckpointError, Interrupted, WorkerError, masked
+from embodyrl.errors import CheckpointError, Interrupted, WorkerError, mask_hidden_values
 from embodyrl.files import is_full_disk, write_atomically
 from embodyrl.monitor.console import LABEL_WIDTH
 from embodyrl.monitor.group import MonitorGroup, build_monitor
@@ -72,7 +72,7 @@ def print_banner(
         total_steps=total,
         resume_step=resumed + 1 if resumed else (0 if total else None),
         tasks=tasks,
-        summary={name: masked(text) for name, text in banner_lines},
+        summary={name: mask_hidden_values(text) for name, text in banner_lines},
     )
     monitor.open(folder.root, info)
     head = f"embodyrl {__version__} · {command} · seed {cfg.seed}"
@@ -165,7 +165,7 @@ class Session:
         The step is logged again with the results.
         """
         row = {name: math.nan if value is None else value for name, value in self._last_row.items() if name != "step"}
-        return row if self.step and self.due(interval) and "time/validate" not in row else {}
+        return row if self.step and self.is_due(interval) and "time/validate" not in row else {}
 
     def print_banner(self, banner_lines: BannerLines, total: int, tasks: Sequence[str] = ()) -> None:
         """Open the monitor and print the banner of a run of `total` steps."""
@@ -205,7 +205,7 @@ class Session:
         finally:
             self.monitor.close()
 
-    def due(self, interval: int) -> bool:
+    def is_due(self, interval: int) -> bool:
         """Return True every `interval` steps and after the last step; False if `interval` is -1."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
@@ -261,7 +261,7 @@ class Session:
 
         Steps without a checkpoint, such as step 0, are ignored.
         """
-        if self.step and self.due(self.cfg.runner.save_interval) and (self._best is None or [*score] > self._best):
+        if self.step and self.is_due(self.cfg.runner.save_interval) and (self._best is None or [*score] > self._best):
             self._best, self._best_step = [*score], self.step
 
     def save(self, write_state: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
@@ -322,11 +322,11 @@ class Session:
         self._warn_on_error(partial(self.wait_for_save, wait=False))
         interval, started = self.cfg.runner.save_interval, time.monotonic()
         is_late = interval != -1 and started >= self._next_save
-        if self.step < self.total and (is_late or self.due(interval)):
+        if self.step < self.total and (is_late or self.is_due(interval)):
             self._warn_on_error(save)
             saved = time.monotonic()
             self._next_save = saved + SAVE_EVERY_S * max(1.0, (saved - started) / _LONG_SAVE_S)
-            self._temporary = [] if self.due(interval) else [self.step]
+            self._temporary = [] if self.is_due(interval) else [self.step]
 
     def _warn_on_error(self, action: Callable[[], object]) -> None:
         """Call `action`; a CheckpointError becomes a warning if `checkpoint.on_error=continue`."""

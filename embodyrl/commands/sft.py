@@ -16,7 +16,7 @@ from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadReques
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_actors import SupervisedActors, start_supervised
-from embodyrl.commands.sft_setup import action_log_std, augments, load_inputs, sft_banner_lines
+from embodyrl.commands.sft_setup import action_log_std, augments_images, load_inputs, sft_banner_lines
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_overrides
@@ -98,7 +98,7 @@ class _Sft:
             shutil.copyfile(env_file, folder.root / ENVIRONMENT_FILE)
         held_out = len(self.inputs.validation or ())
         samples = ("samples", f"{len(self.inputs.train)} for training, {held_out} held out{self.inputs.exclusion_text}")
-        output_lines = [("run", str(folder.root)), folder.following]
+        output_lines = [("run", str(folder.root)), folder.log_command]
         scaling_lines = [("scaling", self.inputs.scaling)] if self.inputs.scaling else []
         warnings = [("warning", warning) for warning in self.inputs.warnings]
         session.print_banner(
@@ -110,7 +110,7 @@ class _Sft:
             seed=self.cfg.seed,
             gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
             fresh_heads=True,
-            value_dim=int(self.cfg.objective.rates),
+            value_dim=int(self.cfg.objective.trains_reward_model),
             action_log_std=action_log_std(self.inputs.train, self.inputs.env),
         )
         start_all = partial(
@@ -148,7 +148,7 @@ class _Sft:
         # Rows of text and third-party data name no environment.
         env_override = [] if env_file.is_file() else ["env=..."]
         commands = [["eval", weights, *env_override, *trust], ["train", weights, *env_override, *trust]]
-        if self.cfg.objective.rates:
+        if self.cfg.objective.trains_reward_model:
             commands = [["train", "env=...", format_override("reward.path", str(checkpoint / POLICY_FOLDER))]]
         self.session.print_summary(checkpoint, *commands, ["report", str(root)])
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.last_metrics)
@@ -169,7 +169,7 @@ class _Sft:
             session.run_callback(self.on_step, row)
             losses += [row["actor/loss"]] if "actor/loss" in row else []
             is_last = session.step == session.total
-            validates = session.due(runner.val_check_interval)
+            validates = session.is_due(runner.val_check_interval)
             self.monitor.progress(session.step, session.total, "steps")
             if validates or is_last or session.step % LOG_EVERY == 0:
                 seconds = (time.perf_counter() - started) / max(1, len(losses))
@@ -190,7 +190,7 @@ class _Sft:
         """Run one optimizer step on the batch of the current step."""
         step, cfg = self.session.step, self.cfg
         rows = self._batch(step)
-        starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
+        starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments_images(cfg) else ()
         seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
         with actors.write_samples(self.inputs.train, rows) as record_refs:
             reply = actors.loop.call(ImitateRequest(step=step, record_refs=record_refs, augment=seeds))
@@ -235,7 +235,7 @@ class _Sft:
         sums: dict[str, float] = {}
         for start in range(0, len(rows), size):
             with actors.write_samples(samples, rows[start : start + size]) as record_refs:
-                reply = actors.loop.call(ImitateRequest(step=self.session.step, record_refs=record_refs, learn=False))
+                reply = actors.loop.call(ImitateRequest(step=self.session.step, record_refs=record_refs, train=False))
             sums = {key: sums.get(key, 0.0) + value for key, value in reply.metrics.items()}
         if "error" in sums:  # continuous actions have an error instead of an accuracy
             accuracy_name, total = "action_error", sums["error"]

@@ -23,7 +23,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
-from embodyrl.scheduler.start import Progress, RunningWorkers, actor_specs, rendezvous, shared_arena
+from embodyrl.scheduler.start import Progress, RunningWorkers, actor_specs, open_rendezvous, shared_arena
 from embodyrl.types import IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
@@ -84,7 +84,7 @@ def start_supervised(
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
     supervisor = Supervisor(launcher, limits, write_line)
-    meeting_point = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
+    rendezvous = open_rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
     init = PolicyHostInit(
         model=model,
         objective=cfg.objective,
@@ -100,11 +100,9 @@ def start_supervised(
         trains=True,
         shared_arena=shared_arena(cfg, arena),
     )
-    hosts = actor_specs(init, ranks, meeting_point.rank_info, plan_devices(cfg, training=True))
-    policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
+    specs = actor_specs(init, ranks, rendezvous.rank_info, plan_devices(cfg, training=True))
+    policy = PolicyClient(supervisor, specs, timeout_s=faults.update_timeout_s)
     loop = EventLoop(supervisor, policy)
-    actors = SupervisedActors(
-        supervisor=supervisor, arena=arena, policy=policy, loop=loop, rendezvous_server=meeting_point
-    )
-    actors.wait_until_ready(loop, hosts, {}, progress)
+    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, rendezvous=rendezvous)
+    actors.wait_until_ready(loop, specs, {}, progress)
     return actors

@@ -142,7 +142,7 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
         cfg.demonstrations.actors,
     )
     length = policy.imitated or policy.num_action_chunks
-    steps = demos.ranked(episodes, length).ravel() if is_paired else demos.steps_of(episodes)
+    steps = demos.get_ranked_pairs(episodes, length).ravel() if is_paired else demos.get_steps(episodes)
     indices, valid = demos.window(steps, length + history - 1, before=history - 1)
     if actors:
         is_selected = (np.isin(demos.actor, [Actor[name] for name in actors])[indices] | ~valid).all(axis=1)

@@ -98,7 +98,7 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
         EmbodyError: data are missing, damaged or too large, or do not fit the model.
     """
     inputs = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
-    if cfg.objective.rates and not inputs.policy.rates:
+    if cfg.objective.trains_reward_model and not inputs.policy.rates:
         raise ConfigError(
             f"objective.name={cfg.objective.name}: model '{inputs.policy.name}' cannot be trained as a reward "
             f"model. Use "
@@ -166,7 +166,7 @@ def _spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
             np.array([[-1], [1]], np.float32).repeat(dim, axis=1) for dim in (env.action.dim, env.state_dim)
         )
         model = with_statistics(model, folder, env, data_statistics(action, state, env, 0))
-    return POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
+    return POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.trains_reward_model))
 
 
 def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
@@ -235,9 +235,9 @@ def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dic
     return model.with_statistics(str(target), key)
 
 
-def augments(cfg: Config) -> bool:
+def augments_images(cfg: Config) -> bool:
     """Return whether the training images are augmented."""
-    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
+    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.needs_text_pairs
 
 
 def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
@@ -249,7 +249,7 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     assert cfg.data.path is not None
     ranks = count_ranks(cfg)
     rank_text = f" on {ranks} actor ranks" if ranks > 1 else ""
-    unit = "pairs" if cfg.objective.of_pairs else "samples"
+    unit = "pairs" if cfg.objective.needs_text_pairs else "samples"
     objective_text = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
     epochs, max_steps = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
     length = max_steps if epochs < 0 else f"{epochs} epochs, at most {max_steps},"
@@ -277,9 +277,8 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     count = spec.inputs.num_images
     (height, width), names = card.env.cameras.size, card.env.cameras.names
     unused_text = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
-    cameras = (
-        f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unused_text}"
-    )
+    augmentation = "on" if augments_images(cfg) else "off"
+    cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {augmentation}{unused_text}"
     return [
         *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_describe_data, (root, *extra_paths)), strict=True),
         ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
@@ -313,7 +312,7 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     Raises:
         ConfigError: a source or a row is malformed, or the model is not a language model.
     """
-    factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)
+    factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.trains_reward_model)
     if ActionKind.text not in factory.spec(cfg.model, ANY_TEXT, values).action_kinds:
         raise ConfigError(
             f"data.path={cfg.rows.path} contains text, but model '{cfg.model.model_type}' outputs actions. "

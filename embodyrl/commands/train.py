@@ -128,7 +128,7 @@ class _Training:
             *common_banner_lines(self.run_plan),
             *weight_banner_lines(self.cfg, self.weights, self.run_plan.env),
             *(evaluation_banner_lines(self.run_plan) if self._validates else none),
-            folder.following,
+            folder.log_command,
         ]
         session.print_banner(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
         # Also for a resumed run, because the reference uses the initial weights; the actor loads the checkpoint.
@@ -250,7 +250,7 @@ class _Training:
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started
             try:
-                if session.due(self.cfg.runner.val_check_interval):
+                if session.is_due(self.cfg.runner.val_check_interval):
                     self.last = self._validate(workers)
                     metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
             finally:
@@ -289,7 +289,7 @@ class _Training:
         session = self.session
         result = run_evaluation(self.run_plan, workers, session.folder, self.monitor, session.step)
         if result.dropped:
-            self.monitor.text(f"step {session.step}: {result.losses}")
+            self.monitor.text(f"step {session.step}: {result.dropped_warning}")
         for path in result.videos:
             self.monitor.video(session.step, Path(path))
         if result.videos:
@@ -354,7 +354,7 @@ class StepRollouts:
                 Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False)
             )
             collection.greedy = {episode.spec.group_id: episode for episode in greedy_result.episodes}
-            collection.tally.add(greedy_result.tally)
+            collection.stats.add(greedy_result.stats)
         for attempt in range(self._algorithm.filter_refills):
             selected = [collection.episodes[index] for index in self._algorithm.select(collection.episodes)]
             num_missing = groups_per_step(self._cfg) - len({episode.spec.group_id for episode in selected})
@@ -398,4 +398,4 @@ class StepRollouts:
         collection.dropped += refills.dropped
         collection.reward_errors += refills.reward_errors
         collection.refills += num_missing
-        collection.tally.add(refills.tally)
+        collection.stats.add(refills.stats)

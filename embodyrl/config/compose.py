@@ -16,7 +16,7 @@ import yaml
 
 from embodyrl.config.paths import PACKAGE, resolve_asset
 from embodyrl.config.plain_yaml import is_yaml_only, read_plain_yaml
-from embodyrl.errors import ConfigError, short
+from embodyrl.errors import ConfigError, shorten
 from embodyrl.registry import closest
 
 COMMAND_LINE = "command line"
@@ -51,7 +51,7 @@ class Setting:
     @property
     def where(self) -> str:
         """Prefix of error messages that contains the source of the setting."""
-        return f"{short(self.override)}: " if self.is_set_by_user else f"{self.source}: "
+        return f"{shorten(self.override)}: " if self.is_set_by_user else f"{self.source}: "
 
 
 def compose(
@@ -127,7 +127,7 @@ def split_overrides(
             try:
                 settings += [Setting(key, leaf, COMMAND_LINE, argument) for key, leaf in flatten({name: value}).items()]
             except ConfigError as error:
-                problems += [f"{short(argument)}: {problem}" for problem in error.problems]
+                problems += [f"{shorten(argument)}: {problem}" for problem in error.problems]
     return groups, settings
 
 
@@ -150,22 +150,22 @@ def parse_override(text: str) -> tuple[str, Any]:
         value = None if override.is_sweep_override() or override.is_delete() else override.value()
     except (HydraException, ValueError, RecursionError):
         raise ConfigError(
-            f"Cannot parse '{short(text)}'. Write key=value or group=option without spaces, and quote special "
+            f"Cannot parse '{shorten(text)}'. Write key=value or group=option without spaces, and quote special "
             f"characters: {_quoted_example(text)}."
         ) from None
     name = override.key_or_group
     if override.is_add() or override.is_force_add() or override.is_delete():
-        raise ConfigError(f"{short(text)}: keys are never added or removed ('+', '++', '~'); write {name}=VALUE.")
+        raise ConfigError(f"{shorten(text)}: keys are never added or removed ('+', '++', '~'); write {name}=VALUE.")
     if override.is_sweep_override():
         raise ConfigError(
-            f"{short(text)}: one value per key; for a list write [a,b], for text with commas quote it: 'key=\"a,b\"'; "
-            f"for one run for each value use embodyrl train -m {short(text)}."
+            f"{shorten(text)}: one value per key; for a list write [a,b], for text with commas quote it: 'key=\"a,b\"'"
+            f"; for one run for each value use embodyrl train -m {shorten(text)}."
         )
     if override.package is not None:
-        raise ConfigError(f"{short(text)}: '@' is not supported; write {name}=...")
+        raise ConfigError(f"{shorten(text)}: '@' is not supported; write {name}=...")
     if isinstance(value, str) and value and is_yaml_only(text_value := text.partition("=")[2].strip()):
         number = text_value.replace(".", "")
-        raise ConfigError(f"{short(text)}: {text_value} is YAML. Write {name}={number}, or quotes for text.")
+        raise ConfigError(f"{shorten(text)}: {text_value} is YAML. Write {name}={number}, or quotes for text.")
     return name, value
 
 
@@ -217,13 +217,13 @@ def _option_error(command: str, group: str, option: object, text: str, config_di
         own_files = [file for folder in config_dirs if (file := folder.resolve() / group / f"{option}.yaml").is_file()]
         if own_files and known_options[str(option)] != own_files[0]:
             return (
-                f"{short(text)}: {group} '{option}' is built in, so {own_files[0]} would be ignored; rename the file."
+                f"{shorten(text)}: {group} '{option}' is built in, so {own_files[0]} would be ignored; rename the file."
             )
         return None
     if not isinstance(option, str):
-        return f"{short(text)}: {group} takes the name of one option: {', '.join(known_options)}."
+        return f"{shorten(text)}: {group} takes the name of one option: {', '.join(known_options)}."
     hint = closest(option, known_options)
-    return f"{short(text)}: unknown {group} '{option}'.{hint} Available: {', '.join(known_options)}."
+    return f"{shorten(text)}: unknown {group} '{option}'.{hint} Available: {', '.join(known_options)}."
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from embodyrl.errors import ConfigError, short
+from embodyrl.errors import ConfigError, shorten
 
 _MAX_BYTES = 1 << 20
 """Maximum size of a file, in bytes."""
@@ -135,8 +135,8 @@ def _find_problem(event: yaml.Event) -> str | None:
         if in_yaml != in_override:
             names = {"str": "text", "int": "a number", "float": "a number", "bool": "true or false"}
             return (
-                f"{short(text)} is {names.get(in_yaml, in_yaml)} in YAML and {names.get(in_override, in_override)} on "
-                "the command line. "
-                f"Write '{short(text)}' in quotes for text; write numbers as 750 or .inf, and true, false or null."
+                f"{shorten(text)} is {names.get(in_yaml, in_yaml)} in YAML and {names.get(in_override, in_override)} "
+                "on the command line. "
+                f"Write '{shorten(text)}' in quotes for text; write numbers as 750 or .inf, and true, false or null."
             )
     return None

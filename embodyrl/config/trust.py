@@ -12,7 +12,7 @@ from typing import Any
 from embodyrl.config.compose import conf_dir, format_override
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import Settings
-from embodyrl.registry import current_path, installed
+from embodyrl.registry import find_entry_points, get_current_path
 
 TRUST = "trust=true"
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
@@ -152,9 +152,9 @@ def _may_execute_code_or_connect(text: str) -> bool:
 
 
 def _is_known(path: str) -> bool:
-    if any(entry.group.startswith("embodyrl.") for entry in installed(value=path)):
+    if any(entry.group.startswith("embodyrl.") for entry in find_entry_points(value=path)):
         return True
-    path = current_path(path)
+    path = get_current_path(path)
     return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
 
 

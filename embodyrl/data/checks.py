@@ -26,7 +26,7 @@ from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
 """Keys of `ENV_FIELDS` that determine the shape and the meaning of observations and actions."""
-_SAME_RATE = 0.01
+_FPS_TOLERANCE = 0.01
 """Maximum relative difference of frame rates that count as equal, for example 29.97 and 30."""
 _TOLERANCE_S = 1e-4
 """Maximum difference between a timestamp and frame_index / fps that LeRobot accepts, in seconds."""
@@ -80,7 +80,7 @@ def set_differences(
     Compared are the fields of `differences`, the frame rate, and the order of named dimensions.
     """
     text, rates = differences(first[1].env, second[1].env, *extra_fields), (first[1].fps, second[1].fps)
-    if not text and not math.isclose(*rates, rel_tol=_SAME_RATE):
+    if not text and not math.isclose(*rates, rel_tol=_FPS_TOLERANCE):
         return "fps ({:g} and {:g})".format(*rates)
     for key in () if text else (data.action_key, data.state_key):
         features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (first, second)]
@@ -133,7 +133,7 @@ def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     if len(all_rows) != total:
         yield f"data: the files contain {len(all_rows)} rows, but meta/episodes lists {total}."
         return
-    wrong = np.flatnonzero(all_rows.counters["index"] != np.arange(total))
+    wrong = np.flatnonzero(all_rows.indices["index"] != np.arange(total))
     if len(wrong):
         yield f"data: index is not consecutive: row {wrong[0]} is missing or duplicated."
         return
@@ -178,22 +178,22 @@ def _check_rows(
     all_rows: Rows, row: dict[str, Any], card: Card, names: dict[int, str], *, exact: bool
 ) -> Iterator[str]:
     number, span = row["episode_index"], slice(row["dataset_from_index"], row["dataset_to_index"])
-    counters = {name: values[span] for name, values in all_rows.counters.items()}
-    mismatches = np.flatnonzero(counters["episode_index"] != number)
+    indices = {name: values[span] for name, values in all_rows.indices.items()}
+    mismatches = np.flatnonzero(indices["episode_index"] != number)
     if len(mismatches):
         yield (
             f"episode {number}: its row {mismatches[0]} has episode_index "
-            f"{counters['episode_index'][mismatches[0]]}; the rows and "
+            f"{indices['episode_index'][mismatches[0]]}; the rows and "
             "the table of episodes do not match."
         )
         return
     steps = np.arange(row["length"])
     # Trimmed episodes of other programs may begin at another frame.
-    if (counters["frame_index"] - (0 if exact else counters["frame_index"][0]) != steps).any():
+    if (indices["frame_index"] - (0 if exact else indices["frame_index"][0]) != steps).any():
         yield f"episode {number}: frame_index is not consecutive."
-    if exact and not (np.abs(counters["timestamp"] - steps / card.fps) <= _TOLERANCE_S).all():
+    if exact and not (np.abs(indices["timestamp"] - steps / card.fps) <= _TOLERANCE_S).all():
         yield f"episode {number}: time stamps are not frame_index / fps."
-    gaps = np.diff(counters["timestamp"].astype(np.float64))
+    gaps = np.diff(indices["timestamp"].astype(np.float64))
     uneven = np.flatnonzero(~(np.abs(gaps - 1 / card.fps) < 0.5 / card.fps))
     if not exact and len(uneven):
         yield (
@@ -201,7 +201,7 @@ def _check_rows(
             f"{card.fps:g} means {1 / card.fps:.4f} s."
         )
     listed = {task or "" for task in row.get("tasks") or ()}
-    for task in np.unique(counters["task_index"]).tolist():
+    for task in np.unique(indices["task_index"]).tolist():
         if task not in names:
             yield f"episode {number}: {layout.TASKS_PATH} has no task_index {task}."
         elif listed and names[task] not in listed:

@@ -17,11 +17,11 @@ from embodyrl.types import ByteArray, IntArray
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 """Image formats that Pillow reads without other programs."""
-_LISTING_S = 120.0
+_LISTING_TIMEOUT_S = 120.0
 """Time limit for listing the frame times of a video, in seconds."""
-_SHIFT = 0.4
+_MAX_TIME_DEVIATION = 0.4
 """Maximum deviation of a frame time from equal spacing, in frame intervals."""
-_SIDEWAYS = (5, 6, 7, 8)
+_ROTATED = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 
 
@@ -49,7 +49,7 @@ def _get_upright_size(image: Image.Image) -> tuple[int, tuple[int, int]]:
     """Return the EXIF orientation of an image, and its height and width when turned upright."""
     # Cameras and phones store images sideways, with the orientation in the metadata.
     orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    return orientation, (image.width, image.height) if orientation in _SIDEWAYS else (image.height, image.width)
+    return orientation, (image.width, image.height) if orientation in _ROTATED else (image.height, image.width)
 
 
 def decode_png(content: bytes, out: ByteArray) -> None:
@@ -133,7 +133,7 @@ def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
     command = [program, "-v", "error", "-i", str(path), "-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
     try:
         process = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_S, check=False
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise EmbodyError(
@@ -150,7 +150,7 @@ def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
         return times
     even = np.linspace(times[0], times[-1], len(times))
     step = even[1] - even[0]
-    displaced = np.flatnonzero(np.abs(times - even) > _SHIFT * step)
+    displaced = np.flatnonzero(np.abs(times - even) > _MAX_TIME_DEVIATION * step)
     if len(displaced):
         raise EmbodyError(
             f"{path} has a variable frame rate: frame {displaced[0]} is off by "

@@ -87,7 +87,7 @@ class Demonstrations:
         shown[self.start] = False
         return shown
 
-    def steps_of(self, episodes: Sequence[int]) -> IntArray:
+    def get_steps(self, episodes: Sequence[int]) -> IntArray:
         """Return the indices of all env steps of the given episodes."""
         return np.concatenate([np.arange(self.start[episode], self.stop[episode]) for episode in episodes])
 
@@ -106,7 +106,7 @@ class Demonstrations:
         clipped = np.clip(unclipped, self.start[episode][:, None], self.stop[episode][:, None] - 1)
         return clipped, clipped == unclipped
 
-    def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
+    def get_ranked_pairs(self, episodes: Sequence[int], length: int) -> IntArray:
         """Return pairs [M, 2] of chunk starts: one in a better, one in a worse episode from the same initial state.
 
         A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
@@ -179,7 +179,7 @@ def load_demonstrations(
         actor=read_vectors(rows, layout.ACTOR, 1)[selected_rows, 0].astype(np.int64) if card.actors else unknown_actors,
         start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
         stop=stop.astype(np.int64),
-        instruction=np.array([names[task] for task in rows.counters["task_index"][selected_rows].tolist()], object),
+        instruction=np.array([names[task] for task in rows.indices["task_index"][selected_rows].tolist()], object),
         reset_id=np.array([episode.get(f"{layout.OWN}reset_id", -1) for episode in selected], np.int64),
         skipped=np.array(sorted(skipped), np.int64),
         warnings=(*warnings, *videos.warnings),
@@ -296,7 +296,7 @@ class _FramePosition(NamedTuple):
     row: int
 
     def __str__(self) -> str:
-        episode = self.rows.counters["episode_index"][self.row]
+        episode = self.rows.indices["episode_index"][self.row]
         step = self.row - next(
             entry["dataset_from_index"] for entry in self.episodes if entry["episode_index"] == episode
         )

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
-from embodyrl.data.tables import DATA_FILE, data_file, find_file
+from embodyrl.data.tables import DATA_FILE, find_file, get_data_path
 from embodyrl.errors import EmbodyError
 from embodyrl.files import visible_files
 from embodyrl.types import FloatArray, IntArray
@@ -22,7 +22,7 @@ from embodyrl.types import FloatArray, IntArray
 _RESOLUTION = 1e-3
 """Maximum distance between adjacent float32 values of a column, as a fraction of the column's range."""
 _LFS = b"version https://git-lfs"
-COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Rows:
     """[N] index of the file in `files`."""
     row_in_file: IntArray
     """[N] index of the row within its file."""
-    counters: dict[str, npt.NDArray[Any]]
-    """Values [N] of each column in `COUNTERS`."""
+    indices: dict[str, npt.NDArray[Any]]
+    """Values [N] of each column in `INDEX_COLUMNS`."""
 
     def __len__(self) -> int:
         return len(self.file)
@@ -55,7 +55,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     listed = (
         [row[DATA_FILE] for row in episodes]
         if has_file_per_episode
-        else map(data_file, episodes)
+        else map(get_data_path, episodes)
         if is_embodyrl_dataset(root)
         else ()
     )
@@ -63,7 +63,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     files = tuple(find_file(root, name) for name in names)
     if not files:
         raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")
-    tables = [read_columns(path, COUNTERS) for path in files]
+    tables = [read_columns(path, INDEX_COLUMNS) for path in files]
     lengths = [len(table) for table in tables]
     for row, length in zip(episodes, lengths, strict=True) if has_file_per_episode else ():
         if length != row["length"]:
@@ -71,30 +71,30 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
                 f"{root / row[DATA_FILE]} has {length} rows, but episode {row['episode_index']} has length "
                 f"{row['length']} in the episode table. Download the data set again."
             )
-    counters = {
-        name: np.concatenate([_read_counter(path, table, name) for path, table in zip(files, tables, strict=True)])
-        for name in COUNTERS
+    indices = {
+        name: np.concatenate([_read_scalars(path, table, name) for path, table in zip(files, tables, strict=True)])
+        for name in INDEX_COLUMNS
     }
     file = np.repeat(np.arange(len(files)), lengths)
     order = (
-        np.lexsort((counters["frame_index"], file))
+        np.lexsort((indices["frame_index"], file))
         if has_file_per_episode
-        else np.argsort(counters["index"], kind="stable")
+        else np.argsort(indices["index"], kind="stable")
     )
-    sorted_counters = {name: values[order] for name, values in counters.items()}
+    sorted_values = {name: values[order] for name, values in indices.items()}
     # Data of other programs may lack deleted episodes; the checks report a repeated index.
     has_file_per_episode = has_file_per_episode or (
-        not is_embodyrl_dataset(root) and bool((np.diff(sorted_counters["index"]) > 0).all())
+        not is_embodyrl_dataset(root) and bool((np.diff(sorted_values["index"]) > 0).all())
     )
     return Rows(
         files=files,
         file=file[order],
         row_in_file=np.concatenate([np.arange(length) for length in lengths])[order],
-        counters=sorted_counters | ({"index": np.arange(len(order))} if has_file_per_episode else {}),
+        indices=sorted_values | ({"index": np.arange(len(order))} if has_file_per_episode else {}),
     )
 
 
-def _read_counter(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
+def _read_scalars(path: Path, table: pa.Table, name: str) -> npt.NDArray[Any]:
     """Return a column as numbers [n]; the file can contain numbers or vectors of length 1."""
     column = table[name].combine_chunks()
     column = column.flatten() if _is_list(column.type) else column
@@ -164,7 +164,7 @@ def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = 
         if len(mismatches):
             row = np.flatnonzero(in_file & (rows.row_in_file == mismatches[0]))[0]
             raise EmbodyError(
-                f"{path}: episode {rows.counters['episode_index'][row]}, frame {rows.counters['frame_index'][row]}: "
+                f"{path}: episode {rows.indices['episode_index'][row]}, frame {rows.indices['frame_index'][row]}: "
                 f"'{key}' has {lengths[mismatches[0]]} numbers, but the data set declares {width}. Correct the file."
             )
         matrix = _to_matrix(column, width)
@@ -233,7 +233,7 @@ def find_non_finite(
     """Yield episode number, step and a description for each row with a non-finite value in a column."""
     for name, values in columns.items():
         for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
-            index = int(rows.counters["episode_index"][row])
+            index = int(rows.indices["episode_index"][row])
             start = next(e["dataset_from_index"] for e in episodes if e["episode_index"] == index)
             dimension = int(np.flatnonzero(~np.isfinite(values[row]))[0])
             yield index, row - start, f"{name}[{dimension}] is {values[row, dimension]}"

@@ -77,12 +77,12 @@ class ObjectiveSettings(Settings):
         return self.name is Objective.dpo
 
     @property
-    def of_pairs(self) -> bool:
+    def needs_text_pairs(self) -> bool:
         """True if the data must be rows of text with two answers."""
         return self.name in PAIRED
 
     @property
-    def rates(self) -> bool:
+    def trains_reward_model(self) -> bool:
         """True if a value head is trained as a reward model."""
         return self.name in (Objective.preference, Objective.success)
 

@@ -67,14 +67,14 @@ def read_info(root: Path) -> dict[str, Any]:
     return info
 
 
-def video_file(episode: Mapping[str, Any], column: str) -> str:
+def get_video_path(episode: Mapping[str, Any], column: str) -> str:
     """Return the video file of a camera in an episode, relative to the data set."""
     prefix = f"videos/{column}"
     indices = {name: int(episode[f"{prefix}/{name}"]) for name in ("chunk_index", "file_index")}
     return episode.get(f"{prefix}/path") or VIDEO_PATH.format(video_key=column, **indices)
 
 
-def data_file(episode: Mapping[str, Any]) -> str:
+def get_data_path(episode: Mapping[str, Any]) -> str:
     """Return the path of an episode's data file, relative to the data set, from the episode's row of meta/episodes."""
     indices = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
     return DATA_PATH.format(**indices)

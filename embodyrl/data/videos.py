@@ -14,7 +14,7 @@ from embodyrl.data import layout
 from embodyrl.data.frames import decode_mp4, frame_times
 from embodyrl.data.layout import Card
 from embodyrl.data.rows import Rows
-from embodyrl.data.tables import find_file, video_file
+from embodyrl.data.tables import find_file, get_video_path
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray, IntArray
 
@@ -80,7 +80,7 @@ class VideoReader:
         files: dict[str, list[dict[str, Any]]] = {}
         for episode in self._episodes:
             _get_segment(episode, column)
-            files.setdefault(video_file(episode, column), []).append(episode)
+            files.setdefault(get_video_path(episode, column), []).append(episode)
         return {file: sorted(parts, key=lambda e: _get_segment(e, column)[0]) for file, parts in files.items()}
 
     def _get_frame_times(self, file: str) -> _Times:
@@ -191,7 +191,7 @@ def _get_step_times(rows: Rows, episode: dict[str, Any], column: str, fps: float
     """
     begin, end = _get_segment(episode, column)
     part = slice(episode["dataset_from_index"], episode["dataset_to_index"])
-    times = begin + rows.counters["timestamp"][part].astype(np.float64)
+    times = begin + rows.indices["timestamp"][part].astype(np.float64)
     outside = np.flatnonzero((times < begin - 0.5 / fps) | (times > end - 0.5 / fps))
     if len(outside):
         raise EmbodyError(

@@ -19,7 +19,7 @@ from embodyrl.data.frames import encode_mp4, encode_png
 from embodyrl.data.layout import Card, Demonstration, image_key
 from embodyrl.data.rows import find_rows, read_vectors
 from embodyrl.data.statistics import image_stats, pixel_counts, vector_stats
-from embodyrl.data.tables import data_file, read_episodes, video_file
+from embodyrl.data.tables import get_data_path, get_video_path, read_episodes
 from embodyrl.errors import EmbodyError
 from embodyrl.files import SCRATCH
 from embodyrl.types import FloatArray, IntArray
@@ -27,8 +27,8 @@ from embodyrl.types import FloatArray, IntArray
 FLUSH_EPISODES = 20
 FLUSH_BYTES = 512 * 2**20
 """Size of raw frames in bytes at which a batch is written; a crash loses at most one batch."""
-_ENCODERS = 2
-_PIXELS = f"{layout.OWN}pixels/"
+_NUM_ENCODER_THREADS = 2
+_HISTOGRAM_PREFIX = f"{layout.OWN}pixels/"
 """Prefix of the columns with pixel histograms in meta/episodes; the histograms give quantiles over all frames."""
 
 
@@ -54,12 +54,12 @@ class DatasetWriter:
         self._open()
         self._episodes = read_episodes(root)
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
-        self._vectors, self._pixels = self._read_existing()
+        self._values_by_key, self._pixels = self._read_existing()
         self._episodes = [_remove_statistics(row) for row in self._episodes]
         self._files = 1 + max((_get_file_number(row) for row in self._episodes), default=-1)
         self._batch: list[Future[_Pending]] = []
         self._batch_bytes = 0
-        self._pool = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encoder")
+        self._pool = ThreadPoolExecutor(_NUM_ENCODER_THREADS, thread_name_prefix="encoder")
         self._drop_orphans()
         self._write_summary()
 
@@ -117,7 +117,7 @@ class DatasetWriter:
         self._episodes += map(_remove_statistics, rows)
         for pending in batch:
             for name, values in self._get_vectors(pending.demonstration).items():
-                self._vectors.setdefault(name, []).append(values)
+                self._values_by_key.setdefault(name, []).append(values)
         self._pixels = _add_histograms(rows, self._pixels)
         self._write_summary()
 
@@ -173,7 +173,7 @@ class DatasetWriter:
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
         parts = {key: image_stats(counts, frames) for key, (counts, frames) in self._pixels.items()}
         # Computed over all frames: quantiles of episodes cannot be combined.
-        parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._vectors.items()}
+        parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._values_by_key.items()}
         stats = {key: {name: value.tolist() for name, value in part.items()} for key, part in parts.items()}
         layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
 
@@ -239,8 +239,8 @@ class DatasetWriter:
                 columns.append(pa.array(rows, field.type))
             elif pa.types.is_fixed_size_list(field.type):
                 # Built from one flat array: otherwise Arrow makes a Python list of every row.
-                flatten = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
-                columns.append(pa.FixedSizeListArray.from_arrays(flatten, field.type.list_size))
+                flat = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
+                columns.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
             else:
                 columns.append(pa.array(np.asarray(values[field.name]).reshape(len(demo)), field.type))
         return pa.Table.from_arrays(columns, schema=schema)
@@ -263,7 +263,7 @@ class DatasetWriter:
         parts |= {key: vector_stats(values) for key, values in self._get_vectors(demo).items()}
         for key, stats in parts.items():
             row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
-        row |= {f"{_PIXELS}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
+        row |= {f"{_HISTOGRAM_PREFIX}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
         row |= {f"{layout.OWN}{name}": value for name, value in asdict(demo.source).items()}
         if layout.SUCCESS not in self.card.without:
             row[f"{layout.OWN}success"] = None if demo.success is None else bool(demo.success.any())
@@ -282,12 +282,12 @@ def _build_episodes_table(rows: list[dict[str, Any]]) -> pa.Table:
 def get_episode_paths(card: Card, row: dict[str, Any]) -> list[str]:
     """Return the paths of the data and video files of an episode, relative to the data set."""
     cameras = card.env.cameras.names if card.video else ()
-    return [data_file(row), *(video_file(row, image_key(camera)) for camera in cameras)]
+    return [get_data_path(row), *(get_video_path(row, image_key(camera)) for camera in cameras)]
 
 
 def _remove_statistics(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of meta/episodes without its statistics, which are large."""
-    return {name: value for name, value in row.items() if not name.startswith((_PIXELS, "stats/"))}
+    return {name: value for name, value in row.items() if not name.startswith((_HISTOGRAM_PREFIX, "stats/"))}
 
 
 def _get_file_number(row: dict[str, Any]) -> int:
@@ -300,9 +300,9 @@ def _add_histograms(
     """Return the totals in `totals` plus the pixel histograms and frame counts of episodes, by feature."""
     result = dict(totals)
     for row in rows:
-        for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):
+        for key in (column.removeprefix(_HISTOGRAM_PREFIX) for column in row if column.startswith(_HISTOGRAM_PREFIX)):
             counts, frames = result.get(key, (np.zeros((3, 256), np.int64), 0))
-            added = np.asarray(row[f"{_PIXELS}{key}"], np.int64).reshape(3, 256)
+            added = np.asarray(row[f"{_HISTOGRAM_PREFIX}{key}"], np.int64).reshape(3, 256)
             result[key] = counts + added, frames + row["length"]
     return result
 

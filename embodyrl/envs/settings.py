@@ -99,7 +99,7 @@ class EnvSettings(Settings):
         """Splits whose episodes the command runs, by name."""
         return {name: getattr(self, name) for name in self._used_splits}
 
-    def play(self, splits: tuple[str, ...]) -> None:
+    def set_splits(self, splits: tuple[str, ...]) -> None:
         """Set the splits whose episodes the command runs, while the config is loaded."""
         self._used_splits = splits
 

@@ -66,8 +66,8 @@ class ImitationLearner(Learner):
         records = self._group_records(self._arena.read(request.record_refs))
         self._trainer.ranks.shard_weights()
         # Enable dropout; RL does not, because acting and scoring must be the same function.
-        self._policy.module.train(request.learn)
-        if not request.learn:
+        self._policy.module.train(request.train)
+        if not request.train:
             return self._evaluate(records)
         # Augmentation is seeded by sample and not by rank, so that images are the same on any number of ranks.
         augmentation = self._sample_augmentation(request.augment, len(records))
@@ -107,7 +107,7 @@ class ImitationLearner(Learner):
         if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
             return np.ones(len(records), np.int64)
         prompt_lengths = self._policy.prompt_lengths(read_observation(self._arena, records))
-        if not self._objective.of_pairs:
+        if not self._objective.needs_text_pairs:
             return prompt_lengths + (self._get_targets(records)[:, :, 0] >= 0).sum(1)
         tokens = self._policy.encode_replies(self._read_pairs(records))
         # Both answers of a pair are in one batch, padded to the length of the longer answer.

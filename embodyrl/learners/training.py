@@ -13,7 +13,7 @@ from torch import Tensor
 from embodyrl.algorithms.metrics import merge_metrics
 from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.messages import POLICY_FOLDER, RankInfo
-from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state, writing
+from embodyrl.checkpoint.tensors import convert_write_errors, get_rng_state, load_state, save_state, set_rng_state
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.precision import VALUE_HEAD
@@ -142,7 +142,7 @@ class Optimization:
             if self._ranks.rank_info.rank or problems:
                 return
             try:
-                with writing(folder):
+                with convert_write_errors(folder):
                     write_files()
             except CheckpointError as error:
                 problems.append(error)
@@ -153,7 +153,7 @@ class Optimization:
         state = {
             "optimizer": self._ranks.gather(self.optimizer.state_dict()),
             "schedule": {"taken": self._schedule.num_steps, "warm_until": self._schedule.warmup_end},
-            "rng": rng_state(),
+            "rng": get_rng_state(),
         }
         write(lambda: save_state(folder, TRAINING_STATE, state))
         if problems:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from embodyrl.errors import ConfigError, UnknownNameError, masked
+from embodyrl.errors import ConfigError, UnknownNameError, mask_hidden_values
 from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.protocol import MONITORS, Monitor, ResultRow, RunInfo
 
@@ -81,11 +81,11 @@ class MonitorGroup(Monitor):
 
     def text(self, line: str) -> None:
         """Pass a line to all loggers."""
-        self._call_all(lambda monitor: monitor.text(masked(line)))
+        self._call_all(lambda monitor: monitor.text(mask_hidden_values(line)))
 
     def banner(self, lines: Sequence[str]) -> None:
         """Pass the banner to all loggers."""
-        self._call_all(lambda monitor: monitor.banner([masked(line) for line in lines]))
+        self._call_all(lambda monitor: monitor.banner([mask_hidden_values(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Pass the progress of a phase to all loggers."""

@@ -119,7 +119,7 @@ def compute_score(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Sco
     return Rate.of((e.reset_id, bool(e.success_once)) for e in episodes)
 
 
-def own_suite(episodes: Sequence[EpisodeRow]) -> str:
+def get_main_suite(episodes: Sequence[EpisodeRow]) -> str:
     """Return the main suite of an evaluation, which is the suite of the lowest task id."""
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 

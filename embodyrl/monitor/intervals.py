@@ -64,8 +64,8 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
     if not variance_between:
         return n
     squares = sum((outcome - mean) ** 2 for outcome in outcomes)  # for successes: n p (1 - p)
-    effective = squares * n * (states - 1) / (states * variance_between) * (1.96 / student_t(states - 1)) ** 2
-    return max(states, min(n, effective))
+    effective_n = squares * n * (states - 1) / (states * variance_between) * (1.96 / student_t(states - 1)) ** 2
+    return max(states, min(n, effective_n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Rate:
     episodes: int
     states: int | None = None
     """Number of distinct initial states; None: every episode has its own initial state."""
-    effective: float | None = None
+    effective_n: float | None = None
     """Effective number of independent episodes; None: all episodes."""
 
     @classmethod
@@ -98,14 +98,14 @@ class Rate:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson 95 % interval, computed with the effective number of episodes if episodes share initial states."""
-        n = self.episodes if self.effective is None else self.effective
+        n = self.episodes if self.effective_n is None else self.effective_n
         return wilson(self.value * n, n)
 
     @property
     def counts(self) -> str:
         """Numbers of successes and episodes as text, with the number of initial states if states are repeated."""
-        repeated = self.states is not None and self.states < self.episodes
-        return f"{self.successes}/{self.episodes}" + (f", {self.states} states" if repeated else "")
+        has_repeated_states = self.states is not None and self.states < self.episodes
+        return f"{self.successes}/{self.episodes}" + (f", {self.states} states" if has_repeated_states else "")
 
     def __str__(self) -> str:
         if not self.episodes:
@@ -135,7 +135,7 @@ class Mean:
     interval: tuple[float, float]
     episodes: int
     states: int
-    effective: float | None = None
+    effective_n: float | None = None
     """Effective number of independent episodes (see `Rate.effective`)."""
 
     @classmethod
@@ -143,12 +143,12 @@ class Mean:
         """Compute the mean and its Student's t interval, with the initial states as clusters."""
         groups = _group_by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
-        value, effective = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)
+        value, effective_n = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)
         if states < 2:
-            return cls(value, (-math.inf, math.inf), n, states, effective)
+            return cls(value, (-math.inf, math.inf), n, states, effective_n)
         sum_of_squares = sum((sum(group) - value * len(group)) ** 2 for group in groups)
         half = student_t(states - 1) * math.sqrt(states / (states - 1) * sum_of_squares) / n
-        return cls(value, (value - half, value + half), n, states, effective)
+        return cls(value, (value - half, value + half), n, states, effective_n)
 
     @property
     def counts(self) -> str:

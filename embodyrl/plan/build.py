@@ -43,7 +43,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     factory = ENVS.get(cfg.env.env_type)
     settings = cfg.env
     env = factory.spec(settings, context)
-    algorithm = Algorithm(cfg.algorithm) if training and cfg.trains else None
+    algorithm = Algorithm(cfg.algorithm) if training and cfg.is_train_command else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
     if algorithm:
@@ -53,7 +53,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         # Every camera costs rendering time and memory in each record; policy and reward use the first cameras.
         settings = settings.with_cameras(env.cameras.names[:cameras])
         env = factory.spec(settings, context)
-    learner = cfg if algorithm and cfg.trains else None
+    learner = cfg if algorithm and cfg.is_train_command else None
     learning_problems = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
     if problems := [*mismatches(env, policy), *_rollout_problems(cfg, env, policy), *learning_problems]:
         raise ConfigError(problems)
@@ -209,7 +209,7 @@ def split_envs(num_envs: int, num_workers: int) -> tuple[WorkerEnvs, ...]:
 
 def _count_envs(cfg: Config, env: EnvSpec, policy: PolicySpec, learner: Config | None) -> int:
     num_envs = learner.env.train.total_num_envs if learner else 1
-    if cfg.evaluates and _validates(learner):
+    if cfg.has_evaluations and _validates(learner):
         num_envs = max(num_envs, eval_episodes(cfg, env, policy).num_envs)
     return num_envs
 
@@ -226,11 +226,11 @@ def count_ranks(cfg: Config) -> int:
     """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU if the run supports several ranks."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    num_rollout_processes = cfg.rollout_processes if cfg.acts else 0
-    asynchronous = cfg.trains and cfg.algorithm.max_staleness > 0
-    has_engine = cfg.acts and cfg.rollout.backend != "hf"
-    replay = cfg.trains and cfg.algorithm.transitions
-    critic = cfg.trains and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
+    num_rollout_processes = cfg.rollout_processes if cfg.has_rollouts else 0
+    asynchronous = cfg.is_train_command and cfg.algorithm.max_staleness > 0
+    has_engine = cfg.has_rollouts and cfg.rollout.backend != "hf"
+    replay = cfg.is_train_command and cfg.algorithm.transitions
+    critic = cfg.is_train_command and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only, so additional GPUs stay unused.
     is_single_process = (
         cfg.model.is_compiled or replay or critic or (not num_rollout_processes and (asynchronous or has_engine))
@@ -251,7 +251,7 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
     (`cluster/ray_cluster`).
     """
-    num_rollout_processes = cfg.rollout_processes if training and cfg.acts else 0
+    num_rollout_processes = cfg.rollout_processes if training and cfg.has_rollouts else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
     hosts = [place_policy(nodes, number, ranks) for number in range(ranks + num_rollout_processes)]
     if len({0, *hosts, *nodes["env"]}) == 1:

@@ -17,7 +17,7 @@ from embodyrl.config.settings import Key, Settings, find_key, format_value, get_
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.envs.settings import TrainSplit
-from embodyrl.errors import ConfigError, short
+from embodyrl.errors import ConfigError, shorten
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.group import missing_loggers
 from embodyrl.plan.command_sections import get_command_sections
@@ -64,7 +64,7 @@ def build_checked_config(
         raise ConfigError(problems)
     cfg.add_sources({name: last[name].source for name in values})
     if cfg.has("env"):
-        cfg.env.play(get_command_sections(cfg.command).plays)
+        cfg.env.set_splits(get_command_sections(cfg.command).splits)
     if problems := [*find_contradictions(cfg)]:
         raise ConfigError(problems)
     cfg.add_sources(warnings=[*unused_key_warnings, *no_effect_warnings(cfg, cfg.changed, cfg.conditions)])
@@ -132,7 +132,7 @@ def _wrong_values(
             yield f"{name} is not set."
             continue
         value = to_builtin(setting.value if setting else entry["input"])
-        source = f"{setting.where if setting else ''}{name}={short(format_value(value))} "
+        source = f"{setting.where if setting else ''}{name}={shorten(format_value(value))} "
         if setting and setting.is_set_by_user:
             source = setting.where
         yield f"{source}{_rule(key, value)}"
@@ -149,7 +149,7 @@ def wrong_value(key: Key, value: Any) -> list[str]:
     try:
         TypeAdapter(kind, config=Settings.model_config).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError:
-        return [f"{key.name}={short(format_value(value))} {_rule(key, value)}"]
+        return [f"{key.name}={shorten(format_value(value))} {_rule(key, value)}"]
     return []
 
 
@@ -199,14 +199,15 @@ def find_contradictions(cfg: Config) -> Iterator[str]:
     # The section exists only for a launcher that runs on several hosts.
     if cfg.has("cluster"):
         try:
-            separate = cfg.rollout_processes > 0
-            LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster, separate=separate)
+            disaggregated = cfg.rollout_processes > 0
+            LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster, disaggregated=disaggregated)
         except ConfigError as error:
             yield str(error)
     # Only the command line is checked: a file with this value may also be used for training.
-    if cfg.is_set_by_user("video") and cfg.video.startswith("changed:") and (not cfg.trains or cfg.runner.only_eval):
+    evaluates_once = not cfg.is_train_command or cfg.runner.only_eval
+    if evaluates_once and cfg.is_set_by_user("video") and cfg.video.startswith("changed:"):
         yield f"video={cfg.video} compares two validations of a training run. Use first:N, failures or all."
-    if cfg.trains:
+    if cfg.is_train_command:
         yield from _training_problems(cfg)
     if cfg.has("checkpoint"):
         yield from _rank_problems(cfg)
@@ -236,7 +237,7 @@ def _rank_problems(cfg: Config) -> Iterator[str]:
     size = cfg.actor.fsdp.size
     if size > 1 and LAUNCHERS.get(cfg.launcher.name).in_process:
         yield f"actor.fsdp.size={size}: launcher={cfg.launcher.name} has one process; use launcher=local or one rank."
-    elif size > 1 and cfg.trains and cfg.rollout.backend != "hf" and not cfg.rollout.processes:
+    elif size > 1 and cfg.is_train_command and cfg.rollout.backend != "hf" and not cfg.rollout.processes:
         yield (
             f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
             "rollout.mode=disaggregated, or rollout.backend=hf."
@@ -302,7 +303,7 @@ def check_components(cfg: Config) -> None:
         problems += name_problems("dagger.expert", [cfg.dagger.expert], find_expert)
     if cfg.has("runner"):
         problems += missing_loggers(cfg.runner.logger.backends)
-    if cfg.trains and cfg.algorithm.reference_path is not None:
+    if cfg.is_train_command and cfg.algorithm.reference_path is not None:
         resolve_weights(str(cfg.algorithm.reference_path), "algorithm.reference_path")
     if cfg.has("model"):
         problems += POLICIES.get(cfg.model.model_type).validate(cfg.model)
@@ -310,7 +311,7 @@ def check_components(cfg: Config) -> None:
         if isinstance(cfg.reward, StepRewardSettings):
             problems += reward_problems(cfg.reward)
         factory = ENVS.get(cfg.env.env_type)
-        if cfg.reads_rows and cfg.acts:
+        if cfg.reads_rows and cfg.has_rollouts:
             problems += text_problems(cfg)
         problems += factory.validate(cfg.env)
     if problems:

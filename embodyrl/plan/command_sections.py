@@ -15,7 +15,7 @@ class CommandSections:
 
     sections: str
     """Names of the sections and of the keys without a section; every command has `seed`."""
-    plays: tuple[str, ...] = ("train", "eval")
+    splits: tuple[str, ...] = ("train", "eval")
     """Splits of the environment in which the command runs episodes."""
     key_conditions: Mapping[str, str] = field(default_factory=dict)
     """Conditions under which keys have an effect, as in `Settings.key_conditions`."""
@@ -48,7 +48,7 @@ _TRAIN = CommandSections(
 )
 _EVAL = CommandSections(
     sections=f"{_ACT} video",
-    plays=("eval",),
+    splits=("eval",),
     key_conditions={
         "video!=none": _VIDEO,
         "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
@@ -65,7 +65,7 @@ _RECORDED = {
 
 _COLLECT = CommandSections(
     sections=f"{_ACT} collect",
-    plays=("train",),
+    splits=("train",),
     key_conditions={
         "never: nothing is trained": f"{_LOOP} actor.optim",
         "never: collect.out is the data set": "runner.keep_episodes",
@@ -84,7 +84,7 @@ _SFT = CommandSections(
 )
 _DAGGER = CommandSections(
     sections=f"{_ACT} checkpoint collect dagger data objective",
-    plays=("train",),
+    splits=("train",),
     key_conditions={
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
         "never: the labels are imitated": "objective.name",
@@ -94,7 +94,7 @@ _DAGGER = CommandSections(
     | _SAMPLED
     | _RECORDED,
 )
-_CHECK_ENV = CommandSections(sections="trust env faults", plays=("train",))
+_CHECK_ENV = CommandSections(sections="trust env faults", splits=("train",))
 _SERVE = CommandSections(sections="trust model ckpt env serve")
 _SECTIONS_BY_COMMAND = {
     "check-env": _CHECK_ENV,

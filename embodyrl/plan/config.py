@@ -14,7 +14,7 @@ from embodyrl.config.compose import Setting, compose, compose_groups, parse_over
 from embodyrl.config.paths import is_on_hub, resolve_run
 from embodyrl.config.settings import find_key, get_parents, nested, to_builtin
 from embodyrl.config.shared import Precision
-from embodyrl.errors import CheckpointError, ConfigError, hide
+from embodyrl.errors import CheckpointError, ConfigError, hide_value
 from embodyrl.plan.checks import build_checked_config, find_contradictions, validate_config
 from embodyrl.plan.data import derive_from_data
 from embodyrl.plan.keys import unused_keys
@@ -228,18 +228,18 @@ def _env_value(name: str, *default: str | None) -> Any:
 
     value = env(name, *default)
     if name in os.environ:
-        hide(name, os.environ[name])
+        hide_value(name, os.environ[name])
     return value
 
 
 def _derive_values(cfg: Config) -> dict[str, Any]:
     """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
     derived = dict(derive_from_data(cfg))
-    if cfg.acts and cfg.env.max_chunks:
+    if cfg.has_rollouts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
         derived |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
         derived["model.num_action_chunks"] = chunk
-    if cfg.evaluates and (protocol := cfg.eval.protocol).horizons and not protocol.settled:
+    if cfg.has_evaluations and (protocol := cfg.eval.protocol).horizons and not protocol.settled:
         limit = protocol.horizon(cfg.env.title)
         derived |= {} if limit is None else {"eval.protocol.settled": True}
         # A time limit on the command line takes precedence.
@@ -251,7 +251,7 @@ def _get_host_values(cfg: Config) -> dict[str, Any]:
     """Return config values that depend on this host or the hub: repository commits, reference weights, precision."""
     host_values = {key: download_repositories(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
     host_values |= {key: _download(key, value, "model", programs=True) for key, value in cfg.programs.items()}
-    if cfg.trains and cfg.algorithm.reference_path is not None:
+    if cfg.is_train_command and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
         with suppress(CheckpointError):  # a config may be composed elsewhere; `check_components` rejects the path

@@ -16,9 +16,9 @@ def data_problems(cfg: Config) -> Iterator[str]:
     objective = cfg.objective
     if not cfg.has("objective") or objective.name in ("imitation", "dpo"):
         return
-    expected_class = PairSettings if objective.of_pairs else DemonstrationSettings
+    expected_class = PairSettings if objective.needs_text_pairs else DemonstrationSettings
     if not isinstance(cfg.data, expected_class) and cfg.data.path:
-        expected = "rows of text with two answers" if objective.of_pairs else "episodes that `collect` wrote"
+        expected = "rows of text with two answers" if objective.needs_text_pairs else "episodes that `collect` wrote"
         yield f"objective.name={objective.name} needs {expected}; data.path={cfg.data.path} contains other data."
 
 

@@ -21,10 +21,10 @@ def env_context(cfg: Config) -> EnvContext:
         ConfigError: a file, row or reward function is invalid.
     """
     context = EnvContext(
-        renders_images=not cfg.evaluates or cfg.video != "none",
+        renders_images=not cfg.has_evaluations or cfg.video != "none",
         reward=cfg.reward if isinstance(cfg.reward, StepRewardSettings) else None,
         chunk=cfg.model.num_action_chunks if cfg.has("model") else 0,
-        suites=_additional_suites(cfg) if cfg.evaluates else (),
+        suites=_additional_suites(cfg) if cfg.has_evaluations else (),
     )
     return with_text_task(cfg, context) if cfg.reads_rows else context
 

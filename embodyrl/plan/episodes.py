@@ -60,7 +60,7 @@ class EpisodeList:
         """Number of episodes that will run; a lower bound if environments have quotas."""
         return self.num_envs * len(self.waves) if self.waves[0].quota_chunks else self.num_episodes
 
-    def without(self, episodes: Set[int]) -> EpisodeList:
+    def exclude(self, episodes: Set[int]) -> EpisodeList:
         """Return a copy of the list without the episodes whose ids are in `episodes`."""
         waves = (
             replace(wave, queues=tuple(tuple(e for e in q if e.episode_id not in episodes) for q in wave.queues))

@@ -17,7 +17,7 @@ def generation_problems(cfg: Config, policy: PolicySpec) -> list[str]:
 
 
 def _teacher_problems(cfg: Config, policy: PolicySpec) -> list[str]:
-    if not cfg.trains or cfg.algorithm.reference_url is None:
+    if not cfg.is_train_command or cfg.algorithm.reference_url is None:
         return []
     if policy.inputs.num_images:
         return ["algorithm.reference_url: images are not sent to a server; use algorithm.reference_path."]
@@ -37,14 +37,14 @@ def _engine_problems(cfg: Config) -> list[str]:
         name = "the batches of a server change" if cfg.rollout.backend == "server" else "vLLM's batches change"
         problems.append(f"runner.deterministic=true: {name} the rounding; use rollout.backend=hf.")
     if cfg.rollout.backend == "server":
-        trains = cfg.trains and not cfg.runner.only_eval
+        trains = cfg.is_train_command and not cfg.runner.only_eval
         if trains and not cfg.model.trains_adapters:
             problems.append(
                 "rollout.backend=server: a server cannot receive full weights after each update, only "
                 "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
             )
         return problems
-    if cfg.trains and cfg.rollout.vllm.enable_sleep_mode:
+    if cfg.is_train_command and cfg.rollout.vllm.enable_sleep_mode:
         if not visible_gpus():
             problems.append(
                 "rollout.vllm.enable_sleep_mode=true: sleeping frees GPU memory, but there is no GPU. Remove the key."

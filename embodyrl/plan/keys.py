@@ -25,7 +25,7 @@ from embodyrl.config.settings import (
 )
 from embodyrl.config.trust import TRUST
 from embodyrl.envs import ENVS
-from embodyrl.errors import ConfigError, short
+from embodyrl.errors import ConfigError, shorten
 from embodyrl.plan.checks import wrong_value
 from embodyrl.plan.command_sections import uses_section
 from embodyrl.plan.schema import Config, Schema, TopSettings, choose_classes, get_section_classes, get_selectors
@@ -238,11 +238,11 @@ def _unknown_key_errors(schema: Schema, setting: Setting) -> list[str]:
         return [f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."]
     if name.startswith("experiment.") and setting.where:
         return [
-            f"{setting.where}unknown key '{short(name)}'. Add the line `# @package _global_` at the top of the file: "
+            f"{setting.where}unknown key '{shorten(name)}'. Add the line `# @package _global_` at the top of the file: "
             "without this line, all keys of the file get the prefix `experiment.`."
         ]
     hint = suggest(name, schema) or " `embodyrl show train` lists all keys."
-    return [f"{setting.where}unknown key '{short(name)}'.{hint}"]
+    return [f"{setting.where}unknown key '{shorten(name)}'.{hint}"]
 
 
 def _is_for_other_commands(command: str, setting: Setting) -> bool:
@@ -253,9 +253,9 @@ def _is_for_other_commands(command: str, setting: Setting) -> bool:
     """
     name = setting.key
     group = name in default_options("train") and name != "experiment" and isinstance(setting.value, str)
-    with_policy = uses_section(command, "model")
+    uses_policy = uses_section(command, "model")
     return setting.is_set_by_user and (
-        group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data"))
+        group or (not uses_policy and name.partition(".")[0] in ("ckpt", "reward", "data"))
     )
 
 
@@ -265,12 +265,12 @@ def _report_unused(
     """Add a known key without effect to `unused`, and an error for an unknown key or a wrong value to `problems`."""
     name = setting.key
     if command.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
-        problems.append(f"{setting.where}{command} does not read {short(name)}; leave it out.")
+        problems.append(f"{setting.where}{command} does not read {shorten(name)}; leave it out.")
         return
     known = keys_below(name.partition(".")[0])
     key_name = next((part for part in (name, *get_parents(name)) if part in known), None)
     if key_name is None:  # a key of earlier versions, or a group of keys
-        problems.append(f"{setting.where}{command} does not read {short(name)}; leave it out.")
+        problems.append(f"{setting.where}{command} does not read {shorten(name)}; leave it out.")
     elif key_name == name and (errors := wrong_value(known[name], value)):
         problems += errors
     elif value != to_builtin(known[key_name].default):
@@ -280,8 +280,8 @@ def _report_unused(
 def _unused_key_warnings(unused: Mapping[str, list[str]]) -> list[str]:
     """Return one warning per component or command, with its unused keys."""
     return [
-        f"{short(names[0])} has no effect: {command} does not read {short(names[0])}."
+        f"{shorten(names[0])} has no effect: {command} does not read {shorten(names[0])}."
         if len(names) == 1
-        else f"{', '.join(map(short, names))} have no effect: {command} does not read them."
+        else f"{', '.join(map(shorten, names))} have no effect: {command} does not read them."
         for command, names in unused.items()
     ]

@@ -40,7 +40,7 @@ def plan_resources(run_plan: RunPlan) -> Resources:
 
     `nvidia-smi` is called only if necessary.
     """
-    learns = run_plan.cfg.trains and run_plan.algorithm is not None
+    learns = run_plan.cfg.is_train_command and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
     engine_fraction = engine_memory_fraction(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
     if memory is None:

@@ -12,7 +12,7 @@ from embodyrl.types import EnvSpec
 
 def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
     """Return an error if the protocol does not list the environment."""
-    if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
+    if not cfg.has_evaluations or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return []
     env_names = ", ".join(protocol.horizons)
     return [f"eval.protocol.name={protocol.name} does not cover env '{env.name}'. Choose one of its envs: {env_names}."]

@@ -162,18 +162,18 @@ def predict(run_plan: RunPlan) -> Rates | None:
     )
 
 
-def known_speed(kind: str) -> Speed | None:
+def known_speed(gpu_model: str) -> Speed | None:
     """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for the name."""
     # Match whole words: L4 does not match L40S.
-    return next((entry for entry in SPEEDS if re.search(rf"\b{entry.name}\b", kind)), None)
+    return next((entry for entry in SPEEDS if re.search(rf"\b{entry.name}\b", gpu_model)), None)
 
 
-def _measured_speed(kind: str, measurements: Mapping[str, Measured]) -> Speed | None:
-    measurement = measurements.get(kind)
+def _measured_speed(gpu_model: str, measurements: Mapping[str, Measured]) -> Speed | None:
+    measurement = measurements.get(gpu_model)
     if measurement is None or not {"flops", "slow_flops", "bandwidth"} <= measurement.rates.keys():
         return None
     rates = {name: measurement.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
-    return Speed(kind, **rates, source=_source(measurement))
+    return Speed(gpu_model, **rates, source=_source(measurement))
 
 
 def _source(measurement: Measured) -> str:
@@ -182,7 +182,7 @@ def _source(measurement: Measured) -> str:
 
 def _speed(gpus: Gpus, measurements: Mapping[str, Measured]) -> Speed | None:
     """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
-    speeds = [_measured_speed(kind, measurements) or known_speed(kind) for kind in gpus.kinds]
+    speeds = [_measured_speed(gpu_model, measurements) or known_speed(gpu_model) for gpu_model in gpus.kinds]
     known_speeds = [speed for speed in speeds if speed is not None]
     return (
         min(known_speeds, key=lambda speed: speed.flops) if known_speeds and len(known_speeds) == len(speeds) else None

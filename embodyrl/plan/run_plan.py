@@ -67,13 +67,13 @@ class RunPlan:
         assert isinstance(self.cfg, kind)
         return self.cfg
 
-    def policy_node(self, number: int) -> int:
-        """Return the host number of policy process `number`: actor ranks come first, then rollout processes."""
-        return place_policy(self.nodes, number, self.ranks)
+    def policy_node(self, process_index: int) -> int:
+        """Return the host number of a policy process; actor ranks are first, then rollout processes."""
+        return place_policy(self.nodes, process_index, self.ranks)
 
-    def env_node(self, number: int) -> int:
+    def env_node(self, process_index: int) -> int:
         """Return the host number of an env worker."""
-        return self.nodes["env"][number % len(self.nodes["env"])]
+        return self.nodes["env"][process_index % len(self.nodes["env"])]
 
     @property
     def env_workers_per_node(self) -> int:
@@ -101,8 +101,8 @@ class RunPlan:
         return self.env_workers[-1].env_indices.stop
 
 
-def place_policy(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) -> int:
-    """Return the host number of policy process `number`: actor ranks come first, then rollout processes."""
-    if number < ranks:
-        return place_rank(number, ranks, nodes["actor"])
-    return nodes["rollout"][(number - ranks) % len(nodes["rollout"])]
+def place_policy(nodes: Mapping[str, tuple[int, ...]], process_index: int, ranks: int) -> int:
+    """Return the host number of a policy process; actor ranks are first, then rollout processes."""
+    if process_index < ranks:
+        return place_rank(process_index, ranks, nodes["actor"])
+    return nodes["rollout"][(process_index - ranks) % len(nodes["rollout"])]

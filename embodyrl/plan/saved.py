@@ -16,7 +16,7 @@ from embodyrl.config.paths import is_on_hub, resolve_asset, resolve_run
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
 from embodyrl.config.settings import format_value, to_builtin
 from embodyrl.config.trust import find_untrusted_values
-from embodyrl.errors import ConfigError, masked
+from embodyrl.errors import ConfigError, mask_hidden_values
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config
 from embodyrl.policies.inputs import INPUTS_FILE, find_missing_weights, read_saved_inputs
@@ -32,13 +32,13 @@ ENVIRONMENT_FILE = "environment.yaml"
 """Name of the file of an SFT run that contains the settings of the demonstrations' environment."""
 START_FOLDER = "start"
 """Name of the folder of an SFT run that contains the initial weights with the statistics of the run's data."""
-_OF_THE_RUN = (
+_RUN_KEYS = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
     *("eval.baseline", "eval.protocol.settled"),
 )
 """Keys that a command does not inherit from the run whose weights it uses."""
 _BASE_WEIGHTS = frozenset({"model.path", "model.lora.path"})
-_WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
+_ENV_KEYS = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 """Keys that are not inherited from a run if the command line selects another environment."""
 
 
@@ -90,7 +90,7 @@ def _masked(node: Any) -> Any:
         return {_masked(key): _masked(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_masked(item) for item in node]
-    return masked(_INTERPOLATION.sub(r"\1\1\\${", node)) if isinstance(node, str) else node
+    return mask_hidden_values(_INTERPOLATION.sub(r"\1\1\\${", node)) if isinstance(node, str) else node
 
 
 def read_saved(file: Path) -> list[Setting]:
@@ -208,7 +208,7 @@ def _base_settings(
     if (folder := _find_complete_weights(base, saved)) is not None:
         complete_values = {"model.path": str(folder), "model.is_lora": False, "model.lora.path": None}
         saved = [replace(setting, value=complete_values.get(setting.key, setting.value)) for setting in saved]
-    excluded = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
+    excluded = {*_RUN_KEYS, *groups, *(_ENV_KEYS if "env" in groups else ())}
     if "eval" in groups:
         excluded.add("runner.val_suites")
     if command != "train":

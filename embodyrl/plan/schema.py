@@ -20,7 +20,7 @@ from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import Index, Key, Path, Settings, format_value, get_keys, get_parents, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.data.settings import CollectSettings, DaggerSettings, DemonstrationSettings, ObjectiveSettings
-from embodyrl.devices import multiplies_bfloat16
+from embodyrl.devices import supports_bfloat16
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
@@ -159,17 +159,17 @@ class Config(TopSettings):
         return self.data
 
     @property
-    def trains(self) -> bool:
+    def is_train_command(self) -> bool:
         """True for the command `train`."""
         return self.command == "train"
 
     @property
-    def acts(self) -> bool:
+    def has_rollouts(self) -> bool:
         """True if the command has rollouts."""
         return self.has("rollout")
 
     @property
-    def evaluates(self) -> bool:
+    def has_evaluations(self) -> bool:
         """True for the command `eval`, and for `train`, which also validates."""
         return self.command in ("train", "eval")
 
@@ -186,14 +186,14 @@ class Config(TopSettings):
     @property
     def rollout_processes(self) -> int:
         """Number of processes that only run inference for rollouts; 0: training processes also act."""
-        return self.rollout.processes if self.trains else 0
+        return self.rollout.processes if self.is_train_command else 0
 
     @property
     def prefers_float32(self) -> bool:
         """True if the model's precision is the default bfloat16, was not set explicitly, and is slow on this host."""
         default = type(self.model).model_fields.get("precision")
         is_chosen = "model.precision" in self.sources or self.has("cluster")
-        return default is not None and default.default is Precision.bf16 and not is_chosen and not multiplies_bfloat16()
+        return default is not None and default.default is Precision.bf16 and not is_chosen and not supports_bfloat16()
 
     @property
     def warnings(self) -> tuple[str, ...]:

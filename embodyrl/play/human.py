@@ -95,7 +95,7 @@ class HumanExpert:
 
     def _collect_corrections(self, cfg: Config, demos: Demonstrations, failed: Sequence[int], out: Path) -> None:
         policy = build_policy_of_config(cfg)
-        ranked = sorted(failed, key=lambda e: (-uncertainty(policy, demos, e), e))
+        ranked = sorted(failed, key=lambda e: (-compute_uncertainty(policy, demos, e), e))
         recorded_ids = {row["embodyrl/reset_id"] for row in read_episodes(out)}
         state_ids = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])
         remaining_ids = [reset_id for reset_id in state_ids if reset_id not in recorded_ids]
@@ -156,7 +156,7 @@ class HumanExpert:
         self.server.call(handle)
 
 
-def uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:
+def compute_uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:
     """Return the standard deviation of sampled actions, averaged over an episode; 0 for a deterministic policy."""
     spec = policy.policy.spec
     if not spec.takes_noise:

@@ -27,7 +27,7 @@ from embodyrl.monitor.history import (
     EpisodeRow,
     compute_score,
     count_missing_rows,
-    own_suite,
+    get_main_suite,
     read_episodes,
     read_rows,
 )
@@ -54,13 +54,13 @@ class Evaluation:
     @property
     def own(self) -> tuple[EpisodeRow, ...]:
         """Episodes of the main suite; all episodes if only one suite was evaluated."""
-        suite = own_suite(self.episodes)
+        suite = get_main_suite(self.episodes)
         return tuple(e for e in self.episodes if e.suite == suite)
 
     @property
     def suites(self) -> dict[str, Score]:
         """Score of each suite, the main suite first; empty if only one suite was evaluated."""
-        names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
+        names = dict.fromkeys([get_main_suite(self.episodes), *(e.suite for e in self.episodes)])
         scores = {name: compute_score([e for e in self.episodes if e.suite == name]) for name in names}
         return scores if len(scores) > 1 else {}
 

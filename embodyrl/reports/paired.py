@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from embodyrl.monitor.history import EpisodeRow, own_suite
+from embodyrl.monitor.history import EpisodeRow, get_main_suite
 from embodyrl.monitor.intervals import Mean, StateOutcomes, effective_episodes
 
 SIGNIFICANT = 0.05
@@ -158,7 +158,7 @@ def _index_by_start(
 
 def compare_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[PairedComparison]:
     """Compare two evaluations of one environment, suite by suite; the main suite is first."""
-    main_suites = own_suite(first), own_suite(second)
+    main_suites = get_main_suite(first), get_main_suite(second)
     comparisons = []
     for suite in dict.fromkeys([main_suites[1], *(e.suite for e in second)]):
         first_suite = (

@@ -26,12 +26,12 @@ from embodyrl.reports.paired import SIGNIFICANT
 Matrix = npt.NDArray[np.float64]
 """Array [runs, tasks] of scores."""
 
-_DRAWS = 2000
+_RESAMPLES = 2000
 _SEED = 20211015
 """Random seed of the bootstrap and the permutation test, for reproducible intervals."""
 MIN_BOOTSTRAP_RUNS = 10
 """Minimum number of runs for a bootstrap interval."""
-_OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
+_RUN_KEYS = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
 """Config keys that may differ between runs of one experiment."""
 
 
@@ -63,19 +63,19 @@ def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> A
 def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
     """Return the two-sided p-value of the probability of improvement under random assignment of the runs.
 
-    The test uses all permutations for few runs, else `_DRAWS` random permutations. For two groups of three runs, p is
-    at least 0.1.
+    The test uses all permutations for few runs, else `_RESAMPLES` random permutations. For two groups of three runs,
+    p is at least 0.1.
 
     >>> permutation_test([[0.0], [0.1], [0.2]], [[1.0], [1.1], [1.2]])
     0.1
     """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     runs, count = np.concatenate([a, b]), len(a) + len(b)
-    if math.comb(count, len(a)) <= _DRAWS:
+    if math.comb(count, len(a)) <= _RESAMPLES:
         assignments = [[*assignment] for assignment in itertools.combinations(range(count), len(a))]
     else:
         rng = np.random.default_rng(_SEED)
-        assignments = [[*range(len(a))], *(rng.permutation(count)[: len(a)].tolist() for _ in range(_DRAWS))]
+        assignments = [[*range(len(a))], *(rng.permutation(count)[: len(a)].tolist() for _ in range(_RESAMPLES))]
     gaps = [
         abs(probability_of_improvement(runs[assignment], np.delete(runs, assignment, axis=0)) - 0.5)
         for assignment in assignments
@@ -96,7 +96,7 @@ def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., An
     """
     rng, count = np.random.default_rng(_SEED), sum(map(len, matrices)) - len(matrices) + 1
     resampled = [
-        np.take_along_axis(matrix[None], rng.integers(0, len(matrix), (_DRAWS, *matrix.shape)), axis=1)
+        np.take_along_axis(matrix[None], rng.integers(0, len(matrix), (_RESAMPLES, *matrix.shape)), axis=1)
         for matrix in matrices
     ]
     outside = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
@@ -223,7 +223,7 @@ def compare_groups(first: SeedGroup, second: SeedGroup) -> str | None:
 
 
 def _get_experiment_key(config: Mapping[str, object]) -> str:
-    values = {name: value for name, value in flatten(config).items() if name not in _OWN_NAMES}
+    values = {name: value for name, value in flatten(config).items() if name not in _RUN_KEYS}
     return json.dumps(values, sort_keys=True, default=str)
 
 

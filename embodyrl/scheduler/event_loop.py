@@ -65,7 +65,7 @@ class PolicyClient:
     def __init__(
         self,
         supervisor: Supervisor,
-        hosts: Sequence[WorkerSpec],
+        policy_specs: Sequence[WorkerSpec],
         *,
         timeout_s: float,
         bucket_arena: Arena | None = None,
@@ -74,17 +74,17 @@ class PolicyClient:
 
         Args:
             supervisor: sends the requests.
-            hosts: specs of the processes; without rollout processes, the actor ranks also act.
+            policy_specs: specs of the processes; without rollout processes, the actor ranks also act.
             timeout_s: maximum wait for a reply.
             bucket_arena: buckets for new weights in disaggregated mode; closed with this client.
         """
         self._supervisor = supervisor
-        self._training = [spec.name for spec in hosts if spec.component == "actor"]
-        self._rollout_hosts = [spec.name for spec in hosts if spec.component == "rollout"] or self._training
+        self._training = [spec.name for spec in policy_specs if spec.component == "actor"]
+        self._rollout_names = [spec.name for spec in policy_specs if spec.component == "rollout"] or self._training
         self._timeout_s = timeout_s
         self._bucket_arena = bucket_arena
         self._sequence = 0
-        self._pending: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
+        self._pending: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in policy_specs}
         self._unanswered: dict[str, list[tuple[Request, OnDone]]] = {}
         """Unanswered requests of each dead rollout process, sent again when the restarted process has the weights."""
         self._restarted: list[str] = []
@@ -104,7 +104,7 @@ class PolicyClient:
     @property
     def num_rollout_processes(self) -> int:
         """Number of acting processes."""
-        return len(self._rollout_hosts)
+        return len(self._rollout_names)
 
     @property
     def num_free(self) -> int:
@@ -124,7 +124,7 @@ class PolicyClient:
 
     def send_to_rollout_processes(self, request: Request) -> Replies:
         """Send a request to all acting processes."""
-        return self._send_to(self._rollout_hosts, request)
+        return self._send_to(self._rollout_names, request)
 
     @property
     def recovering(self) -> bool:
@@ -198,14 +198,14 @@ class PolicyClient:
     def _get_ready_processes(self) -> list[str]:
         """Return the names of acting processes that are alive and have the current weights."""
         return (
-            [name for name in self._rollout_hosts if name not in self._unanswered]
+            [name for name in self._rollout_names if name not in self._unanswered]
             if self._unanswered
-            else self._rollout_hosts
+            else self._rollout_names
         )
 
     def _fill_buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
         trained = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
-        received = self._weights[self._rollout_hosts[0]]
+        received = self._weights[self._rollout_names[0]]
         assert all(weight.name in trained for weight in received), "rollout and actor have different weights"
         # Frozen weights are sent once: they do not change.
         selected = [weight for weight in received if trained[weight.name] or not self._published]

@@ -33,9 +33,9 @@ class RolloutStats:
     sim_s: float = 0.0
     render_s: float = 0.0
     reset_s: float = 0.0
-    infer_s: float = 0.0
-    inferences: int = 0
-    inferred: int = 0
+    inference_s: float = 0.0
+    num_inferences: int = 0
+    num_observations: int = 0
 
     def add(self, other: RolloutStats) -> None:
         """Add the counts and times of another rollout."""
@@ -58,7 +58,7 @@ class RolloutResult:
     """Number of additional groups that were run to replace filtered groups."""
     greedy: dict[int, Episode] = field(default_factory=dict)
     """Greedy episode of each group by group id, if the algorithm needs greedy episodes."""
-    tally: RolloutStats = field(default_factory=RolloutStats)
+    stats: RolloutStats = field(default_factory=RolloutStats)
     video_problems: list[str] = field(default_factory=list)
     continues: bool = False
     """True if the next rollout continues the episodes that are unfinished at the end of this rollout."""

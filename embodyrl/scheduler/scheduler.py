@@ -95,10 +95,10 @@ class RolloutScheduler(EventLoop):
         if self._needs_values and rollout.keep:
             self._bootstrap(result)
         result.episodes.sort(key=lambda e: e.spec.episode_id)
-        result.tally, self._stats = self._stats, RolloutStats()
+        result.stats, self._stats = self._stats, RolloutStats()
         now = time.perf_counter()
-        result.tally.wall_s = now - start
-        result.tally.span_s = now - (start if self._stats_start is None else self._stats_start)
+        result.stats.wall_s = now - start
+        result.stats.span_s = now - (start if self._stats_start is None else self._stats_start)
         self._stats_start = now if self._rollouts else None
         return result
 
@@ -297,9 +297,9 @@ class RolloutScheduler(EventLoop):
     # --- replies ----------------------------------------------------------------------------------------------------
 
     def _on_inference_done(self, rows: IntArray, done: Done) -> None:
-        self._stats.infer_s += done.seconds
-        self._stats.inferences += 1
-        self._stats.inferred += len(rows)
+        self._stats.inference_s += done.seconds
+        self._stats.num_inferences += 1
+        self._stats.num_observations += len(rows)
         # Records of dead workers: the policy was reading them until now, so they are freed here.
         stale = rows[self._envs.stale[rows]].tolist()
         self._envs.phase[rows] = Phase.ACTED

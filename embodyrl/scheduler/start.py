@@ -13,7 +13,7 @@ from typing import Any
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
-from embodyrl.channels.rendezvous import Rendezvous, rendezvous
+from embodyrl.channels.rendezvous import Rendezvous, open_rendezvous
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
@@ -32,7 +32,7 @@ _MIN_FLOPS = 1e9
 """FLOPs of the forward pass of a micro-batch from which updates use several threads."""
 
 
-def plan_hosts(
+def plan_policies(
     run_plan: RunPlan, arena: Arena, start_from: Path | None, *, bucket_arena: Arena | None, rank_info: RankInfo
 ) -> list[WorkerSpec]:
     """Return the specs of the policy processes of a run, actor ranks first.
@@ -46,7 +46,7 @@ def plan_hosts(
     actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, run_plan.devices)
     # Built like the actors, so that both compute the same function.
     request = replace(common.request, gradient_checkpointing=False)
-    learner = run_plan.cfg if run_plan.cfg.trains else None
+    learner = run_plan.cfg if run_plan.cfg.is_train_command else None
     sharded = ranks > 1 or (learner is not None and learner.actor.fsdp.cpu_offload)
     count = learner.rollout.num_workers if bucket_arena and learner else 0
     rollouts = [
@@ -77,7 +77,7 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
 def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
     """Return the init settings of a single policy process, which runs both inference and training."""
     cfg = run_plan.cfg
-    learner = cfg if cfg.trains and run_plan.algorithm is not None else None
+    learner = cfg if cfg.is_train_command and run_plan.algorithm is not None else None
     resources = run_plan.resources
     request = PolicyRequest(
         env=run_plan.env,
@@ -195,13 +195,13 @@ class RunningWorkers:
     supervisor: Supervisor
     arena: Arena
     policy: PolicyClient
-    rendezvous_server: Rendezvous
+    rendezvous: Rendezvous
     """Rendezvous of the actor ranks."""
 
     def wait_until_ready(
         self,
         loop: EventLoop,
-        hosts: list[WorkerSpec],
+        specs: list[WorkerSpec],
         envs: dict[str, tuple[WorkerSpec, Callback]],
         progress: Progress | None,
     ) -> None:
@@ -213,7 +213,7 @@ class RunningWorkers:
                 progress(total - waiting, total, "starting processes (simulators, policy)")
             return not waiting
 
-        policies = {spec.name: (spec, partial(self.policy.on_message, spec.name)) for spec in hosts}
+        policies = {spec.name: (spec, partial(self.policy.on_message, spec.name)) for spec in specs}
         try:
             with self.supervisor.signals():
                 self.supervisor.start(policies | envs)
@@ -238,7 +238,7 @@ class RunningWorkers:
         for observer in self.supervisor.observers:
             observer.close()
         self.policy.close()
-        self.rendezvous_server.close()
+        self.rendezvous.close()
         self.arena.close()
 
 
@@ -267,16 +267,16 @@ def start_workers(
     # One bucket is filled while the other is read.
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
     # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
-    rendezvous_server = rendezvous(run_plan.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
-    hosts = plan_hosts(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=rendezvous_server.rank_info)
-    policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
+    rendezvous = open_rendezvous(run_plan.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
+    specs = plan_policies(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=rendezvous.rank_info)
+    policy = PolicyClient(supervisor, specs, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
     scheduler = RolloutScheduler(supervisor, arena, policy, run_plan)
     workers = RolloutWorkers(
-        supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, rendezvous_server=rendezvous_server
+        supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, rendezvous=rendezvous
     )
     envs = [build_env_spec(run_plan, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
-    workers.wait_until_ready(scheduler, hosts, callbacks, progress)
+    workers.wait_until_ready(scheduler, specs, callbacks, progress)
     return workers
 
 

@@ -94,7 +94,7 @@ class ChatTemplate:
         request = json.dumps((self.source, {**self.tokens, **self.arguments, **variables}))
         try:
             with _lock:
-                is_text, text = _start_process(os.getpid()).ask(request, _MAX_WAIT_S, "a fixed limit")
+                is_text, text = _start_process(os.getpid()).call(request, _MAX_WAIT_S, "a fixed limit")
         except BaseException as error:
             from embodyrl.text.template_process import CPU_S, MEMORY_BYTES
 

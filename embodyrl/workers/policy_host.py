@@ -31,7 +31,7 @@ from embodyrl.channels.messages import (
     ValueRequest,
     WorkerReady,
 )
-from embodyrl.checkpoint.tensors import writing
+from embodyrl.checkpoint.tensors import convert_write_errors
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
 from embodyrl.learners.precision import cast_to_bfloat16
@@ -158,7 +158,7 @@ class PolicyHost:
             trainer.optimization.save(folder, self.policy, self._init.request.env)
         finally:
             if self._learner is not None:
-                with writing(folder):
+                with convert_write_errors(folder):
                     self._learner.save(folder)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from embodyrl.files import read_json, write_atomically
 
 _INTERVAL_S = 0.005
 """Time between two samples of the Python stack."""
-_MARK = "profile.running"
+_MARKER_FILE = "profile.running"
 """File in the log folder that exists during the profiled step."""
 
 
@@ -25,7 +25,7 @@ class Profiler:
     """Profiler of one process: samples the Python stack of the main thread, and uses torch's profiler if loaded."""
 
     def __init__(self, name: str, log_dir: Path) -> None:
-        self._name, self._mark = name, log_dir / _MARK
+        self._name, self._mark = name, log_dir / _MARKER_FILE
         self._file = log_dir / f"profile_{name}.json"
         self._sampler: _StackSampler | None = None
         self._torch: Any = None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodyrl.checkpoint.tensors import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
+from embodyrl.checkpoint.tensors import get_rng_state, load_state, load_tensors, save_state, save_tensors, set_rng_state
 from embodyrl.errors import CheckpointError
 
 
@@ -45,7 +45,7 @@ def test_restored_training_is_bit_identical(kind: str, tmp_path: Path):
     save_tensors(tmp_path / "model.safetensors", model.state_dict())
     save_state(tmp_path, "optimizer", optimizer.state_dict())
     save_state(tmp_path, "scheduler", scheduler.state_dict())
-    save_state(tmp_path, "rng", rng_state())
+    save_state(tmp_path, "rng", get_rng_state())
     golden = train(model, optimizer, scheduler, 4)
 
     resumed_model, resumed_optimizer, resumed_scheduler = build(kind)
@@ -63,7 +63,7 @@ def test_restored_random_generators_continue_their_sequence(tmp_path: Path):
     generator = np.random.default_rng(5)
     generator.normal(size=3)
     random.gauss(0, 1)
-    save_state(tmp_path, "rng", rng_state() | {"own": generator.bit_generator.state})
+    save_state(tmp_path, "rng", get_rng_state() | {"own": generator.bit_generator.state})
     golden = (torch.rand(3).tolist(), np.random.normal(size=3).tolist(), random.gauss(0, 1), generator.normal())
     torch.manual_seed(1)
     np.random.seed(1)

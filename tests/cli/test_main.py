@@ -18,7 +18,7 @@ from run_files import write_run
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
-from embodyrl.commands.run_folder import _acquire
+from embodyrl.commands.run_folder import _acquire_lock
 from embodyrl.config import compose
 
 TREE = {**os.environ, "PYTHONPATH": str(SOURCE)}
@@ -239,7 +239,7 @@ def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
 
     run = saved_config(tmp_path / "a")
     assert not is_running(run)
-    os.close(_acquire(run / "lock", run))
+    os.close(_acquire_lock(run / "lock", run))
     assert is_running(run), "the lock names this process"
     with subprocess.Popen(["sleep", "600"]) as other:
         (run / "lock").write_text(f"process {other.pid} on {socket.gethostname()}")
@@ -412,7 +412,9 @@ def test_missing_checkpoint_is_reported_before_other_errors(command, capsys, tmp
 
 @pytest.mark.integration
 def test_installed_package_adds_a_command(tmp_path: Path) -> None:
-    (tmp_path / "greeting_of_mine.py").write_text("def greet(args):\n    print('hello', *args.words)\n    return 3\n")
+    (tmp_path / "greeting_of_mine.py").write_text(
+        "def greet(args):\n    print('hello', *args.arguments)\n    return 3\n"
+    )
     info = tmp_path / "greeting_of_mine-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting-of-mine\nVersion: 1\n")

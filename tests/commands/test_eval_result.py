@@ -37,7 +37,7 @@ def row(
 
 
 def table(rows: list[EpisodeRow], env: EnvSpec, **kept: object) -> EvalResult:
-    collection = RolloutResult(tally=RolloutStats(env_steps=99, wall_s=3.0), **kept)  # type: ignore[arg-type]
+    collection = RolloutResult(stats=RolloutStats(env_steps=99, wall_s=3.0), **kept)  # type: ignore[arg-type]
     return summarize(rows, collection, env, Path("nowhere"))
 
 
@@ -55,7 +55,7 @@ def test_dropped_episodes_are_counted_over_all_suites():
     """Fails if the episodes of all suites are compared with the number of episodes of the first suite."""
     spec = replace(toy_spec(2), benchmark=BenchmarkSpec(suites=("base", "swap")))
     rows = [row(number, number % 2, number, won=True, suite=spec.benchmark.suites[number % 2]) for number in range(6)]
-    assert table(rows, spec, dropped=2).losses.startswith("INCOMPLETE: 2 of 8 episodes")
+    assert table(rows, spec, dropped=2).dropped_warning.startswith("INCOMPLETE: 2 of 8 episodes")
 
 
 def test_effective_episodes_account_for_repeated_states():
@@ -79,7 +79,7 @@ def test_per_task_and_overall_results_match_hand_computed_values():
     assert low < 0.5 < high
     assert (everything.low, everything.high) == (low, high)
     assert (result.dropped, result.exit_code, result.env_steps, result.wall_s) == (2, 4, 99, 3.0)
-    assert result.losses.startswith("INCOMPLETE: 2 of 8 episodes")
+    assert result.dropped_warning.startswith("INCOMPLETE: 2 of 8 episodes")
     metrics = result.metrics()
     assert metrics.pop("eval/effective_episodes") < 6
     assert metrics == pytest.approx(

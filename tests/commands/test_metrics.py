@@ -130,8 +130,8 @@ def test_success_rate_is_not_biased_towards_short_episodes():
 
 
 def test_overlapped_rollout_time_counts_only_while_waiting():
-    tally = RolloutStats(wall_s=1.0, span_s=61.0, infer_s=61.0, sim_s=30.5)
-    metrics = rollout_metrics(RolloutResult(tally=tally), ENV, num_workers=1, restarts=0)
+    tally = RolloutStats(wall_s=1.0, span_s=61.0, inference_s=61.0, sim_s=30.5)
+    metrics = rollout_metrics(RolloutResult(stats=tally), ENV, num_workers=1, restarts=0)
     assert metrics["time/infer"] == pytest.approx(1.0)
     assert metrics["time/simulate"] == pytest.approx(0.5)
 
@@ -152,9 +152,9 @@ def test_step_metrics_match_hand_computed_values():
         sim_s=12.0,
         render_s=8.0,
         reset_s=4.0,
-        infer_s=3.0,
-        inferences=5,
-        inferred=20,
+        inference_s=3.0,
+        num_inferences=5,
+        num_observations=20,
     )
     result = RolloutResult(
         episodes=[held, failed, episode(steps=3, success=True, cut=True, counted=False)],
@@ -162,7 +162,7 @@ def test_step_metrics_match_hand_computed_values():
         refills=2,
         dropped=1,
         greedy={0: replace(held, reward=held.reward * 2)},
-        tally=tally,
+        stats=tally,
     )
     metrics = rollout_metrics(
         result, replace(ENV, reward=RewardSpec(components=("reach", "lift"), factor=4.0)), num_workers=2, restarts=3

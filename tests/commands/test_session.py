@@ -64,7 +64,7 @@ def test_only_a_step_with_a_checkpoint_can_be_the_best(tmp_path):
     for mean_return in (9.0, 1.0, 8.0, 0.0):
         one.step += 1
         one.record_score(0.0, mean_return)
-        if one.due(2):
+        if one.is_due(2):
             one.save(fill, {})
     store = CheckpointStore(one.folder.checkpoints)
     assert (store.steps(), store.best()) == ([2, 4], 2)

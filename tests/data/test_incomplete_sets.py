@@ -102,7 +102,7 @@ def names_of(root: Path) -> list:
 
 def merged(out: Path, *paths: Path) -> Path:
     flags = ("success", "failure", "min_return", "max_return", "actor", "policy_version", "episodes")
-    data(argparse.Namespace(words=["merge", str(out), *map(str, paths)], json=True, **dict.fromkeys(flags)))
+    data(argparse.Namespace(arguments=["merge", str(out), *map(str, paths)], json=True, **dict.fromkeys(flags)))
     return out
 
 

@@ -121,7 +121,7 @@ def test_reward_model_ignores_system_messages(tmp_path: Path) -> None:
         host.policy.module.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
     told: list[float] = []
     for before in ((), (Message(role="system", content="10"),)):
-        asked = ImitateRequest(step=0, record_refs=write_pairs(arena, *before), learn=False)
+        asked = ImitateRequest(step=0, record_refs=write_pairs(arena, *before), train=False)
         *_, done = host.handle(asked)
         told.append(done.metrics["loss"])
     host.close()
@@ -295,10 +295,12 @@ def test_episode_pairs_are_compared_chunk_by_chunk() -> None:
         instruction=np.array(["t"] * 14, object),
         reset_id=np.array([5, 5, 7, 5]),
     )
-    pairs = demos.ranked(range(4), 2).tolist()
+    pairs = demos.get_ranked_pairs(range(4), 2).tolist()
     assert pairs == [[3, 0], [5, 2], [3, 10], [5, 12], [10, 0], [12, 2]]
-    assert demos.ranked([0, 2], 2).shape == (0, 2)
-    assert replace(demos, reset_id=np.full(4, -1)).ranked(range(4), 2).shape == (0, 2), "nobody knows where they began"
+    assert demos.get_ranked_pairs([0, 2], 2).shape == (0, 2)
+    assert replace(demos, reset_id=np.full(4, -1)).get_ranked_pairs(range(4), 2).shape == (0, 2), (
+        "nobody knows where they began"
+    )
 
 
 def test_reward_model_uses_its_own_cameras(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_unusual_encodings_of_the_same_data_are_read(tmp_path: Path, change: Any
     assert {*found.instruction} == {"touch the red block"}
     assert found.warnings == ()
     names = ("success", "failure", "min_return", "max_return", "actor", "policy_version", "episodes")
-    assert data(argparse.Namespace(words=["info", str(root)], json=False, **dict.fromkeys(names))) == 0
+    assert data(argparse.Namespace(arguments=["info", str(root)], json=False, **dict.fromkeys(names))) == 0
     assert f"3 episodes, {TOTAL} frames" in capsys.readouterr().out
 
 

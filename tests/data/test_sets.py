@@ -46,7 +46,7 @@ def write(root: Path, numbers: range, actor: Actor, version: int, **collected: o
 
 def run(*words: object, **flags: object) -> int:
     values = dict.fromkeys(FLAGS) | {"json": True} | flags
-    return data(argparse.Namespace(words=[str(word) for word in words], **values))
+    return data(argparse.Namespace(arguments=[str(word) for word in words], **values))
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_slow_worker_within_the_deadline_is_accepted(tmp_path):
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, *words)) as stage:
         rollout = collect(stage)
         assert (rollout.dropped, len(rollout.episodes), stage.workers.supervisor.restarts) == (0, 4, 0)
-        assert rollout.tally.sim_s >= 0.05 * rollout.tally.env_steps
+        assert rollout.stats.sim_s >= 0.05 * rollout.stats.env_steps
         stage.workers.scheduler.release(rollout)
 
 

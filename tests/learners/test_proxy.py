@@ -10,11 +10,11 @@ import pytest
 from processes import listening, wait_until
 from torch.distributed import TCPStore
 
-from embodyrl.channels.rendezvous import Rendezvous, forward_to_proxy, open_proxy, rendezvous
+from embodyrl.channels.rendezvous import Rendezvous, forward_to_proxy, open_proxy, open_rendezvous
 
 
 def test_proxy_connects_clients_that_send_the_secret():
-    meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
+    meeting = open_rendezvous(2, "127.0.0.2", timeout_s=60)
     way = forward_to_proxy("127.0.0.2", meeting.rank_info.port, meeting.rank_info.secret)
     client = TCPStore(*way.getsockname(), is_master=False)
     client.set("key", b"x" * 100_000)
@@ -28,7 +28,7 @@ def test_proxy_connects_clients_that_send_the_secret():
 
 @pytest.mark.parametrize("said", [b"\0" * 32, b"x" * 100_000, b"short"])
 def test_client_without_the_secret_is_disconnected(said: bytes):
-    meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
+    meeting = open_rendezvous(2, "127.0.0.2", timeout_s=60)
     with socket.create_connection(("127.0.0.2", meeting.rank_info.port), 10) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         try:
@@ -43,7 +43,7 @@ def test_client_without_the_secret_is_disconnected(said: bytes):
 
 @pytest.fixture
 def meeting() -> Iterator[Rendezvous]:
-    made = rendezvous(2, "127.0.0.2", timeout_s=60)
+    made = open_rendezvous(2, "127.0.0.2", timeout_s=60)
     yield made
     made.close()
 

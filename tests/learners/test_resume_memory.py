@@ -19,7 +19,7 @@ from embodyrl.channels.messages import RankInfo
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.scheduler.start import rendezvous
+from embodyrl.scheduler.start import open_rendezvous
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec
 
 LAYERS, WIDTH = 32, 1024
@@ -87,7 +87,7 @@ def resume_text(rank_info: RankInfo, folder: Path) -> None:
 
 
 def on_two_ranks(work: Callable[[RankInfo, Path], None], path: Path) -> None:
-    meeting = rendezvous(2, "127.0.0.1", timeout_s=400)
+    meeting = open_rendezvous(2, "127.0.0.1", timeout_s=400)
     info = replace(meeting.rank_info, world=2)
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=work, args=(replace(info, rank=rank), path)) for rank in range(2)]

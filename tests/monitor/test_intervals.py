@@ -87,7 +87,7 @@ def test_repeated_episodes_of_one_state_count_as_one():
     """Fails if the effective number of 49 episodes depends on the rounding of 1 / 49 * 49."""
     for episodes in (10, 49, 50):
         rate = Rate.of(("a", trial == 0) for trial in range(episodes))
-        assert rate.effective == 1
+        assert rate.effective_n == 1
         assert rate.interval == wilson(1 / episodes, 1)
 
 

@@ -16,7 +16,7 @@ from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.devices import Gpus, assign_devices, visible_gpus
 from embodyrl.plan.build import build_run_plan, count_env_workers
-from embodyrl.scheduler.start import build_env_spec, plan_hosts
+from embodyrl.scheduler.start import build_env_spec, plan_policies
 from embodyrl.types import SimulatorSpec
 
 APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1", "launcher.env_workers=2")
@@ -109,7 +109,7 @@ def seen_by_processes(folder, run_plan):
     """Return CUDA_VISIBLE_DEVICES of the processes of a run, started from its plan with a light worker."""
     arena = Arena.create(run_plan.layout, 1)
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
-    specs = plan_hosts(run_plan, arena, None, bucket_arena=bucket_arena, rank_info=RankInfo())
+    specs = plan_policies(run_plan, arena, None, bucket_arena=bucket_arena, rank_info=RankInfo())
     specs += [build_env_spec(run_plan, arena, number) for number in range(len(run_plan.env_workers))]
     launcher, seen = LocalLauncher(folder), {}
     try:

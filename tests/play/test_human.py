@@ -22,7 +22,7 @@ from embodyrl.data.writer import read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import apply_overrides, load_config
-from embodyrl.play.human import uncertainty
+from embodyrl.play.human import compute_uncertainty
 from embodyrl.policies import POLICIES
 
 TABLE = ("env=tabletop", "env.train.task_ids=[0,1,2]", "env.train.max_episode_steps=12", "env.train.total_num_envs=4")
@@ -120,10 +120,10 @@ def test_uncertainty_is_the_spread_of_sampled_actions(demos: Path, tmp_path: Pat
         load_config("eval", [TABLE[0], CAMERA, *QUIET, *SMALL[:2], f"runner.output_dir={tmp_path}"])
     )
     shown = load_demonstrations(demos)
-    first = uncertainty(policy, shown, 0)
+    first = compute_uncertainty(policy, shown, 0)
     assert first > 0
-    assert first == uncertainty(policy, shown, 0)
-    assert len({uncertainty(policy, shown, e) for e in range(3)}) == 3
+    assert first == compute_uncertainty(policy, shown, 0)
+    assert len({compute_uncertainty(policy, shown, e) for e in range(3)}) == 3
 
 
 def samples_of(demos: Path, *words: str):

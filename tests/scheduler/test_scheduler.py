@@ -45,7 +45,7 @@ def test_episodes_return_in_plan_order_and_records_are_freed(tmp_path):
             rollout = collect(stage, step)
             assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
             assert rollout.dropped == 0
-            assert rollout.tally.env_steps == sum(e.length for e in rollout.episodes)
+            assert rollout.stats.env_steps == sum(e.length for e in rollout.episodes)
             held = get_record_indices(np.concatenate(list(rollout.record_refs.values()))).tolist()
             assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
             assert len(set(held)) == len(held)
@@ -113,11 +113,11 @@ def test_overlapped_rollout_work_is_counted_with_its_duration(tmp_path):
         first, second = (
             rollouts.open(Rollout(train_episodes(cfg, env, s, counts_chunk_steps=False))) for s in range(2)
         )
-        assert rollouts.finish(first).tally.span_s > 0
+        assert rollouts.finish(first).stats.span_s > 0
         began = time.perf_counter()
         rollouts.run_until(lambda: second.done)
         alone = time.perf_counter() - began
-        tally = rollouts.finish(second).tally
+        tally = rollouts.finish(second).stats
         assert tally.env_steps > 0
         assert tally.span_s >= alone + tally.wall_s
 
@@ -193,7 +193,7 @@ def test_crashed_episodes_are_repeated_exactly(tmp_path, where, words):
         assert "env_0" in stage.said[0]
         assert rollout.dropped == 0
         assert facts(rollout) == whole
-        assert rollout.tally.env_steps == golden.tally.env_steps
+        assert rollout.stats.env_steps == golden.stats.env_steps
         for e in rollout.episodes:
             np.testing.assert_array_equal(e.reward, stage.workers.arena[Record.action][e.records][..., 0])
         assert_all_free(stage, rollout)

@@ -265,7 +265,7 @@ def test_cut_episodes_end_if_a_lockstep_simulator_steps_without_them(tmp_path, l
             scheduler.release(rollout)
         early = scheduler.open(Rollout(replace(plans[2], num_envs=1), min_version=2, continues=True))
         other = replace(greedy_episodes(stage.run_plan.cfg, plans[3]), num_envs=2)
-        other = other.without({e.episode_id for e in list(other.episodes)[1:]})
+        other = other.exclude({e.episode_id for e in list(other.episodes)[1:]})
         scheduler.collect(Rollout(other, keep=False))
         scheduler.publish(2)
         scheduler.release(scheduler.finish(early))

@@ -19,9 +19,9 @@ def bench(args: argparse.Namespace) -> NoReturn:
         raise ConfigError(
             f"{folder} contains no benchmarks, because the installed package has none. Use a source checkout."
         )
-    if not args.words or args.words[0] not in benchmarks:
-        hint = f" '{args.words[0]}' is unknown.{closest(args.words[0], benchmarks)}" if args.words else ""
+    if not args.arguments or args.arguments[0] not in benchmarks:
+        hint = f" '{args.arguments[0]}' is unknown.{closest(args.arguments[0], benchmarks)}" if args.arguments else ""
         raise ConfigError(f"embodyrl bench needs the name of a benchmark.{hint} Benchmarks: {', '.join(benchmarks)}.")
     sys.stdout.flush()
     # Replaces this process, so that its signals reach the benchmark.
-    os.execv(sys.executable, [sys.executable, str(benchmarks[args.words[0]]), *args.words[1:]])
+    os.execv(sys.executable, [sys.executable, str(benchmarks[args.arguments[0]]), *args.arguments[1:]])

@@ -21,7 +21,7 @@ def list_things(args: argparse.Namespace) -> int:
     """Run `embodyrl list`, which prints names of components, runs or pip extras."""
     groups = {f"{group}s": group for group in compose.default_options("train")}
     kinds = [*groups, "extras", "runs"]
-    kind, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
+    kind, overrides = (args.arguments[0], args.arguments[1:]) if args.arguments else ("", [])
     if kind not in kinds:
         problem = f" '{kind}' is unknown.{closest(kind, kinds)}" if kind else ""
         raise ConfigError(f"embodyrl list needs the kind of names to list.{problem} Kinds: {', '.join(kinds)}.")
@@ -113,7 +113,7 @@ def show(args: argparse.Namespace) -> int:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
 
-    argument, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
+    argument, overrides = (args.arguments[0], args.arguments[1:]) if args.arguments else ("train", [])
     group, equals, _ = argument.partition("=")
     if equals:
         overrides = [argument, *overrides]
@@ -170,7 +170,7 @@ def completion(args: argparse.Namespace) -> int:
     """Run `embodyrl completion bash|zsh`, which prints a completion script."""
     from embodyrl.plan.keys import all_keys
 
-    if args.words not in (["bash"], ["zsh"]):
+    if args.arguments not in (["bash"], ["zsh"]):
         raise ConfigError('embodyrl completion needs a shell, bash or zsh: eval "$(embodyrl completion bash)".')
     flags = [
         f'        {name}:-*) words="{" ".join([*command.flags, "--help"])}" ;;' for name, command in COMMANDS.items()
@@ -186,5 +186,5 @@ def completion(args: argparse.Namespace) -> int:
     script = files("embodyrl.cli.discover").joinpath("completion.bash").read_text(encoding="utf-8")
     for placeholder, text in parts.items():
         script = script.replace(f"@{placeholder}@", text)
-    print(("autoload -U bashcompinit && bashcompinit\n" if args.words == ["zsh"] else "") + script, end="")
+    print(("autoload -U bashcompinit && bashcompinit\n" if args.arguments == ["zsh"] else "") + script, end="")
     return 0

@@ -96,9 +96,9 @@ def diagnose(
             lines += factory.describe_checkpoint(cfg.model, run_plan.env)
     except (ConfigError, CheckpointError) as error:
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-        return [], [Finding(_find_name(problem) or "checkpoint", "FAIL", problem) for problem in problems]
+        return [], [Finding(_find_mistake_name(problem) or "checkpoint", "FAIL", problem) for problem in problems]
     warnings = [*cfg.warnings, *run_plan.policy.warnings, *(text for _, text in rendering_banner_lines(run_plan))]
-    named = {_find_name(warning): warning for warning in warnings}
+    named = {_find_mistake_name(warning): warning for warning in warnings}
     command = shlex.join(["embodyrl", "eval", format_override("ckpt", folder), *arguments, *dir_flags(config_dirs)])
     lines = [*lines, ("command", command)]
     if cfg.reads_rows:
@@ -167,7 +167,7 @@ def _read_record(folder: Path, weights: Path) -> Mapping[str, Any]:
     return read_saved_inputs(weights) | inputs | {setting.key: setting.value for setting in settings}
 
 
-def _find_name(problem: str) -> str:
+def _find_mistake_name(problem: str) -> str:
     """Return the name of the mistake that a message describes; empty for any other message."""
     return next((mistake.name for mistake in MISTAKES if any(part in problem for part in mistake.parts)), "")
 

@@ -28,9 +28,9 @@ def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; the exit code is 3 if a check fails."""
     if args.json and args.report:
         raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of these flags.")
-    if folders := [word for word in args.words if "=" not in word]:
+    if folders := [word for word in args.arguments if "=" not in word]:
         return _check_checkpoint(args, folders)
-    cfg = load_config("train", args.words, config_dirs=args.config_dir)
+    cfg = load_config("train", args.arguments, config_dirs=args.config_dir)
     paths = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
     folders = [Path(path) for path in dict.fromkeys(paths) if path is not None]
     if args.json or args.report:
@@ -54,7 +54,7 @@ def _check_checkpoint(args: argparse.Namespace, folders: Sequence[str]) -> int:
 
     if len(folders) > 1 or args.report:
         raise ConfigError("embodyrl doctor FOLDER checks one checkpoint, without --report. Other arguments: key=value.")
-    lines, findings = diagnose(folders[0], [word for word in args.words if "=" in word], args.config_dir)
+    lines, findings = diagnose(folders[0], [word for word in args.arguments if "=" in word], args.config_dir)
     summary = {"lines": lines, "findings": [dataclasses.asdict(entry) for entry in findings]}
     show_result(args, summary, [*(f"  {label:<12} {text}" for label, text in lines), *map(_line, findings)])
     return 3 if any(entry.level == "FAIL" for entry in findings) else 0

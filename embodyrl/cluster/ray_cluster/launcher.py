@@ -147,8 +147,8 @@ class RayLauncher(OpenRequests[_Handle]):
         self._messages = ray_nodes.Messages(log_dir / "ray.log")
 
     @classmethod
-    def preview(cls, cluster: ClusterSettings | None) -> str:
-        """Describe the hosts of a run without starting workers (see `Launcher.preview`)."""
+    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
+        """Describe the hosts of a run without starting workers (see `Launcher.describe_hosts`)."""
         if ray_nodes.starts_own_cluster():
             return "this host, with a local Ray cluster of the run (RAY_ADDRESS is not set)"
         launcher = cls(Path(), cluster)
@@ -156,10 +156,10 @@ class RayLauncher(OpenRequests[_Handle]):
         return launcher.where
 
     @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
         """Return the host numbers of each component (see `Launcher.nodes`); host names get the highest numbers."""
         cluster = cluster or ClusterSettings()
-        return parse_placement(cluster.component_placement, cluster.num_nodes, separate=separate)
+        return parse_placement(cluster.component_placement, cluster.num_nodes, disaggregated=disaggregated)
 
     def _select_nodes(self, num_nodes: int) -> list[Node]:
         """Return the nodes of the run, in the order of their numbers."""

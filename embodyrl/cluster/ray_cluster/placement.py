@@ -13,17 +13,17 @@ def parse_placement(
     placement: Mapping[str, str | int],
     num_nodes: int,
     *,
-    separate: bool = True,
+    disaggregated: bool = True,
     hosts: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's host.
 
-    If a component has two entries, the later one applies. Unless `separate`, rollout and actor need equal nodes.
+    If a component has two entries, the later one applies. Unless `disaggregated`, rollout and actor need equal nodes.
 
     Args:
         placement: nodes of each component, as numbers or as names or addresses of hosts.
         num_nodes: number of nodes of the run.
-        separate: rollout and actor may have different nodes.
+        disaggregated: rollout and actor may have different nodes.
         hosts: number of each host; None: before the cluster is connected, names get the highest numbers.
 
     Raises:
@@ -47,7 +47,7 @@ def parse_placement(
             result[name] = nodes
     if missing := [name for name in COMPONENTS if name not in result]:
         raise ConfigError(f"cluster.component_placement has no entry for {', '.join(missing)}; add one.")
-    if result["rollout"] != result["actor"] and not separate:
+    if result["rollout"] != result["actor"] and not disaggregated:
         raise ConfigError(
             "cluster.component_placement: with rollout.mode=collocated, rollout and actor share a process. "
             "Use the same nodes for both, or set rollout.mode=disaggregated."

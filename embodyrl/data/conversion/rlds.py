@@ -144,7 +144,7 @@ class RldsSource:
                 if stored is None:
                     raise ValueError("the record does not contain the feature")
                 if column.kind is Kind.text:
-                    texts[name] = [value.decode("utf-8") for value in _as_bytes(stored)]
+                    texts[name] = [value.decode("utf-8") for value in _require_bytes(stored)]
                 else:
                     arrays[name] = (
                         _decode_images(stored, column) if column.kind is Kind.image else _decode_numbers(stored, column)
@@ -172,14 +172,14 @@ def _parse(where: str, content: bytes) -> dict[str, Feature]:
         raise EmbodyError(f"{where} is not a tf.train.Example ({error}). Download this file again.") from error
 
 
-def _as_bytes(stored: Feature) -> list[bytes]:
+def _require_bytes(stored: Feature) -> list[bytes]:
     if not isinstance(stored, list):
         raise ValueError("the feature contains numbers instead of bytes")
     return stored
 
 
 def _decode_images(stored: Feature, column: Column) -> np.ndarray:
-    encoded = _as_bytes(stored)
+    encoded = _require_bytes(stored)
     images = np.empty((len(encoded), *column.shape[:2], 3), np.uint8)
     for content, out in zip(encoded, images, strict=True):
         decode_png(content, out)

@@ -231,7 +231,7 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.NamespaceNotFound) as error:
         hint = closest(cfg.id, gymnasium.registry.keys())
         reason = one_line(error).partition(" Did you mean")[0].partition(" Have you installed")[0].rstrip(".")
-        if _REPOSITORY.fullmatch(cfg.id) and importlib.util.find_spec(cfg.id.partition("/")[0]) is None:
+        if _REPOSITORY_PATTERN.fullmatch(cfg.id) and importlib.util.find_spec(cfg.id.partition("/")[0]) is None:
             reason += (
                 ". For a Hugging Face repository with an env.py, review its code, then set its commit: "
                 f"env.id={cfg.id.partition('@')[0]}@COMMIT trust=true"
@@ -249,13 +249,13 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         ) from error
 
 
-_REPOSITORY = re.compile(r"[\w.-]+/(?!.*-v\d+$)[\w.-]+(@\w+)?")
-_NAMESPACE = re.compile(r"((?:\w*gym|lerobot_env_)\w*)/[^:]+")
+_REPOSITORY_PATTERN = re.compile(r"[\w.-]+/(?!.*-v\d+$)[\w.-]+(@\w+)?")
+_NAMESPACE_PATTERN = re.compile(r"((?:\w*gym|lerobot_env_)\w*)/[^:]+")
 
 
 def _import_namespace(env_id: str) -> None:
     """Import the package in an id such as `gym_pusht/PushT-v0`, if installed, because the import registers the id."""
-    match = _NAMESPACE.fullmatch(env_id)
+    match = _NAMESPACE_PATTERN.fullmatch(env_id)
     if match and env_id not in gymnasium.registry and importlib.util.find_spec(match[1]) is not None:
         importlib.import_module(match[1])
 

@@ -123,7 +123,7 @@ def _compute_clearance(scene: Scene, point: DoubleArray, axis: DoubleArray, excl
 
 OPEN, CLOSED = -1.0, 1.0
 
-_METRES_PER_COMMAND = 0.05
+_METERS_PER_COMMAND = 0.05
 """Motion in meters for a position command of 1 (a rotation command of 1 is 0.5 rad)."""
 _RADIANS_PER_COMMAND = 0.5
 
@@ -333,7 +333,7 @@ class Expert:
     def _build_action(self, error: DoubleArray, rotation: float, gripper: float, speed: float = 1.0) -> FloatArray:
         """Return the action [7] that moves the hand by `error` (m) and `rotation` (rad), and keeps it vertical."""
         action = np.zeros(7)
-        action[:3] = np.clip(error / _METRES_PER_COMMAND, -speed, speed)
+        action[:3] = np.clip(error / _METERS_PER_COMMAND, -speed, speed)
         # Rotation vector towards straight down, for small tilts.
         action[3:6] = np.cross(self._current_scene.hand_axis, [0.0, 0.0, -1.0])
         action[5] += rotation / _RADIANS_PER_COMMAND

@@ -212,7 +212,7 @@ def _set_torques(
             wrench[i] -= jacobian[i, joint] * nullspace_acceleration[joint]
         desired[i] = desired[i] * kp[i] - velocity * kd[i]
     root, columns, inverse_inertia = mass.copy(), jacobian.T.copy(), np.zeros((6, 6))
-    if not _factorise(root):
+    if not _factorize(root):
         return False
     for i in range(6):
         _solve_lower(root, columns[:, i])
@@ -220,7 +220,7 @@ def _set_torques(
             for joint in range(7):
                 inverse_inertia[i, j] += columns[joint, i] * columns[joint, j]
     rotation_block = inverse_inertia[3:, 3:].copy()
-    if not (_factorise(inverse_inertia) and _factorise(rotation_block)):
+    if not (_factorize(inverse_inertia) and _factorize(rotation_block)):
         return False
     _solve(inverse_inertia, wrench)
     # The Cholesky factor of the first three rows is the first three rows of the factor.
@@ -237,7 +237,7 @@ def _set_torques(
 
 
 @numba.njit(cache=True)
-def _factorise(matrix: DoubleArray) -> bool:
+def _factorize(matrix: DoubleArray) -> bool:
     """Replace the lower triangle of a small symmetric matrix with its Cholesky factor; return False if none exists."""
     for i in range(len(matrix)):
         for j in range(i + 1):

@@ -187,8 +187,8 @@ class ManiSkillSims(_BaseSims, SequentialSimulators):
         """Write the camera images and the state vector into the arrays of `out`."""
         observations = self._read_observations(self._envs[env_index], self._infos[env_index])
         out.state[:] = observations[0][0]
-        for image, rendered in zip(out.images, observations[1:], strict=True):
-            image[...] = rendered[0]
+        for image, camera_images in zip(out.images, observations[1:], strict=True):
+            image[...] = camera_images[0]
 
     def render(self, env_index: int) -> ByteArray:
         """Return a frame of ManiSkill's video camera."""
@@ -240,8 +240,8 @@ class BatchSims(_BaseSims):
         if not self._observations:
             self._observations = self._read_observations(self._env, self._info)
         state[rows] = self._observations[0][env_indices]
-        for camera, rendered in enumerate(self._observations[1:]):
-            images[rows, camera] = rendered[env_indices]
+        for camera, camera_images in enumerate(self._observations[1:]):
+            images[rows, camera] = camera_images[env_indices]
 
     def render(self, env_index: int) -> ByteArray:
         """Return a frame of ManiSkill's video camera."""

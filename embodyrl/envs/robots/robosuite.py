@@ -87,7 +87,7 @@ class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
         return {"state": _unpack_array(state)} | ({} if self._camera is None else {self._camera: _unpack_array(image)})
 
     def _request(self, request: tuple[Any, ...], limit_s: float = _STEP_S) -> Any:
-        level, reply = self._script.ask(request, limit_s, "a fixed limit")
+        level, reply = self._script.call(request, limit_s, "a fixed limit")
         if level == "missing":
             raise MissingDependencyError(
                 f"{self._python}: {reply}. Fix: pip install robosuite==1.5.2 in a separate environment, and set "

@@ -55,4 +55,4 @@ def test_neighboring_ranks_share_a_node(world, nodes, placed):
 )
 def test_invalid_placement_error_names_the_value(placement, fragment):
     with pytest.raises(ConfigError, match=fragment):
-        parse_placement(placement, 2, separate=False)
+        parse_placement(placement, 2, disaggregated=False)

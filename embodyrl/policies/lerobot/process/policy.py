@@ -80,7 +80,7 @@ class LeRobotPolicy(InferenceOnlyPolicy):
         return steps
 
     def _request(self, request: dict[str, Any], timeout_s: float, key: str) -> dict[str, Any]:
-        reply = worker.decode_arrays(self._script.ask(request, timeout_s, key))
+        reply = worker.decode_arrays(self._script.call(request, timeout_s, key))
         if "missing" in reply:
             raise MissingDependencyError(
                 f"{self._python}: {reply['missing']}. Fix: pip install lerobot in a separate virtual "
