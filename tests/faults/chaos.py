@@ -10,12 +10,15 @@ follows from the seed. With the same --folder a later call continues with
 the next kind of run, and its tables cover all calls. With --phases, each signal is KILL, TERM or INT in a random phase
 of a training run:
 
-    PYTHONPATH=tests:. python tests/faults/chaos.py --phases --kinds cartpole,tabletop --injections 60 --quota 3 5
+    PYTHONPATH=tests:. python tests/faults/chaos.py --phases --kinds cartpole,tabletop --injections 60 --quota 4 8
+
+With --fork, runs use launcher=inline and are forks of this process, which has loaded all modules, so they start fast.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -30,14 +33,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from chaos_kinds import STEPS, Kind, kinds, write_programs
 from chaos_processes import has_handler, process_tree, role_of
-from processes import MARK, Command, marked_processes, start_cli, wait_until
+from processes import (
+    MARK,
+    Command,
+    command_environment,
+    heed_signals,
+    marked_processes,
+    start_cli,
+    wait_until,
+)
 
+from embodyrl.cli.main import main as main_of_embodyrl
 from embodyrl.monitor.history import read_rows
 
 LOG = "trials.jsonl"
@@ -64,16 +76,19 @@ PHASES = ("start", "rollout", "validation", "saving", "last evaluation")
 
 def phase_of(run: Path, begun: float) -> str:
     """Return the phase of a training run whose process started at the wall-clock time `begun`."""
-    if any((run / "checkpoints").glob(".tmp-*")):
+
+    def is_new(path: Path) -> bool:
+        try:
+            return path.stat().st_mtime >= begun
+        except FileNotFoundError:
+            return False
+
+    if any(map(is_new, (run / "checkpoints").glob(".tmp-*"))):
         return "saving"
     for folder in run.glob("eval/step_*"):
-        log = folder / "episodes.jsonl"
-        if log.exists() and not (folder / "eval.json").exists() and log.stat().st_mtime >= begun:
+        if is_new(folder / "episodes.jsonl") and not (folder / "eval.json").exists():
             return "last evaluation" if folder.name == f"step_{STEPS:06d}" else "validation"
-    metrics = run / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size and metrics.stat().st_mtime >= begun:
-        return "rollout"
-    return "start"
+    return "rollout" if is_new(run / "metrics.jsonl") else "start"
 
 
 @dataclass
@@ -96,6 +111,48 @@ class Injection:
     @property
     def fatal(self) -> bool:
         return self.signum == KILL or (self.signum != STOP and not self.handled)
+
+
+class Fork:
+    """A command in a fork of this process, with the interface of `subprocess.Popen` that `Command` uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        if self._code is None and (ended := os.waitpid(self.pid, os.WNOHANG)) != (0, 0):
+            self._code = os.waitstatus_to_exitcode(ended[1])
+        return self._code
+
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
+        """Wait for the exit code."""
+        assert wait_until(lambda: self.poll() is not None, timeout_s), "it hangs"
+        return self.poll() or 0
+
+
+def fork_cli(*args: str, cwd: Path) -> Command:
+    """Start `embodyrl ARGS` in a fork of this process, with its own process group; its output goes to files."""
+    for module in ("commands.train", "workers.policy_host", "workers.env_worker", "policies.actor_critic.policy"):
+        importlib.import_module(f"embodyrl.{module}")
+    out, err = cwd / "stdout.txt", cwd / "stderr.txt"
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 130
+        try:
+            os.setsid()
+            heed_signals()
+            os.chdir(cwd)
+            os.environ.update(command_environment(cwd))
+            tempfile.tempdir = None
+            for number, target in enumerate((Path(os.devnull), out, err)):
+                os.dup2(os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+            code = main_of_embodyrl(args)
+        finally:
+            os._exit(code)
+    return Command(cast("subprocess.Popen[bytes]", Fork(pid)), out, err)
 
 
 class Judge:
@@ -131,10 +188,10 @@ class Trial:
     """One run from its first start to its end."""
 
     def __init__(
-        self, kind: Kind, folder: Path, rng: random.Random, judge: Judge, typical_s: float, phases: bool = False
+        self, kind: Kind, folder: Path, rng: random.Random, judge: Judge, typical_s: float, chaos: Chaos
     ) -> None:
         self.kind, self.folder, self._rng, self._judge = kind, folder, rng, judge
-        self._typical_s, self._phases = typical_s, phases
+        self._typical_s, self._phases, self._start = typical_s, chaos.phases, chaos.start
         self.injections: list[Injection] = []
         self.codes: list[int] = []
         self._on_ray = kind.name == "ray"
@@ -149,7 +206,7 @@ class Trial:
             left = quota - len(self.injections)
             begun = len(self.injections)
             self._judge.pid()  # starts the service again after its death
-            command = start_cli(*self._words(), cwd=self.folder)
+            command = self._start(*self._words(), cwd=self.folder)
             try:
                 if left:
                     self._disturb(command, left)
@@ -308,6 +365,8 @@ class Chaos:
     """Minimum and maximum number of signals per trial."""
     phases: bool = False
     """True to send each signal in a random phase of a training run."""
+    fork: bool = False
+    """True to run commands in forks of this process, with launcher=inline."""
 
     def __post_init__(self) -> None:
         self.judge = Judge()
@@ -317,6 +376,12 @@ class Chaos:
         write_programs(self._shared / "programs.jsonl")
         self.kinds = [k for k in kinds(self._shared, self.judge.url) if not self.only or k.name in self.only]
         self._calm: dict[str, tuple[Any, float]] = {}
+
+    def start(self, command: str, *words: str, cwd: Path) -> Command:
+        """Start a command of embodyrl."""
+        if not self.fork:
+            return start_cli(command, *words, cwd=cwd)
+        return fork_cli(command, *words, *(() if "--resume" in words else ("launcher=inline",)), cwd=cwd)
 
     def calm(self, kind: Kind) -> tuple[Any, float]:
         """Return outcome and duration of an undisturbed run."""
@@ -331,7 +396,7 @@ class Chaos:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
                 begun = time.monotonic()
-                command = start_cli(*kind.start(folder), cwd=folder)
+                command = self.start(*kind.start(folder), cwd=folder)
                 assert command.wait(LIMIT_S) == 0, command.printed
                 kind.check(folder, complete=True)
                 seconds.write_text(str(time.monotonic() - begun))
@@ -348,7 +413,7 @@ class Chaos:
             folder = self.folder / f"{number:03d}_{kind.name}"
             shutil.rmtree(folder, ignore_errors=True)  # of a call that was cut off
             folder.mkdir()
-            trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical, self.phases)
+            trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical, self)
             wrong, equal = "", False
             try:
                 trial.run(quota=trial._rng.randint(*self.quota))
@@ -407,6 +472,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="", help="some kinds only, with commas")
     parser.add_argument("--phases", action="store_true", help="KILL, TERM or INT in a random phase of a training run")
+    parser.add_argument("--fork", action="store_true", help="run commands in forks of this process")
     parser.add_argument("--quota", type=int, nargs=2, default=(8, 20), help="least and most signals of a trial")
     parser.add_argument("--folder", type=Path, help="for trials that fell, undisturbed runs and counts; temporary")
     args = parser.parse_args()
@@ -416,7 +482,7 @@ def main() -> int:
         folder = (args.folder or Path(name)).resolve()
         folder.mkdir(exist_ok=True)
         only = tuple(kind for kind in args.kinds.split(",") if kind)
-        chaos = Chaos(folder, args.seed, only, tuple(args.quota), args.phases)
+        chaos = Chaos(folder, args.seed, only, tuple(args.quota), args.phases, args.fork)
         print(f"seed {args.seed}", flush=True)
         try:
             for trial, wrong in chaos.trials(args.minutes, args.injections):

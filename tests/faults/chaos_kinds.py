@@ -128,7 +128,7 @@ CARTPOLE = (
 TABLETOP = (
     *("env=tabletop", "model=openvla_oft_tiny", "env.train.total_num_envs=4", "algorithm.group_size=2"),
     *("env.train.task_ids=[0,1,2]", "actor.global_batch_size=8", "actor.micro_batch_size=8", "video=none"),
-    *("env.eval.total_num_envs=2", "launcher.env_workers=1", "faults.max_restarts_per_worker=1000"),
+    *("env.eval.total_num_envs=2", "faults.max_restarts_per_worker=1000"),
 )
 
 
