@@ -34,7 +34,7 @@ START_FOLDER = "start"
 """Name of the folder of an SFT run that contains the initial weights with the statistics of the run's data."""
 _RUN_KEYS = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
-    *("eval.baseline", "eval.protocol.settled"),
+    *("eval.baseline", "eval.protocol.settled", "serve", "video_cfg.base_dir"),
 )
 """Keys that a command does not inherit from the run whose weights it uses."""
 _BASE_WEIGHTS = frozenset({"model.path", "model.lora.path"})
@@ -211,6 +211,9 @@ def _base_settings(
     excluded = {*_RUN_KEYS, *groups, *(_ENV_KEYS if "env" in groups else ())}
     if "eval" in groups:
         excluded.add("runner.val_suites")
+    # The run may be a copy from another machine.
+    if Path(str(_get_value("runner.output_dir", saved))).resolve() != base.parent.parent.resolve():
+        excluded.add("runner.output_dir")
     if command != "train":
         excluded.add("runner.logger")  # a run without a console must not silence its evaluation
     # The reply length is part of the task; an environment of the same kind keeps the images that the weights were

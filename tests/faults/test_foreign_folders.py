@@ -13,6 +13,7 @@ from toy_runs import resume_toy, train_toy
 
 from embodyrl.cli.main import main
 from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_with_ckpt
 from embodyrl.reports.history import read_history
 
 
@@ -94,6 +95,22 @@ def test_settings_of_the_wrong_type_are_skipped_or_reported(change, tmp_path, ca
     for command in (["report", *map(str, runs)], ["view", str(runs[0])], ["card", str(runs[0])]):
         assert (main(command), "runner" in change and command[0] == "view") in ((0, False), (2, True))
         assert "unexpected" not in capsys.readouterr().err
+
+
+def test_addresses_and_folders_of_a_run_are_not_inherited(run, tmp_path):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["serve"] = {"host": "0.0.0.0", "port": 1}
+    config["runner"]["output_dir"] = str(tmp_path / "elsewhere")
+    config["video_cfg"]["base_dir"] = str(tmp_path / "elsewhere")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    served = load_with_ckpt("serve", [f"ckpt={run}", "trust=true"])
+    assert (served.serve.host, served.serve.port) == ("127.0.0.1", 8000)
+    for command in ("train", "eval"):
+        cfg = load_with_ckpt(command, [f"ckpt={run}", "trust=true"])
+        assert (cfg.runner.output_dir, cfg.video_cfg.base_dir) == ("runs", None)
+    config["runner"]["output_dir"] = str(tmp_path)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert load_with_ckpt("eval", [f"ckpt={run}", "trust=true"]).runner.output_dir == str(tmp_path)
 
 
 def test_links_inside_the_run_are_accepted(run, tmp_path):
