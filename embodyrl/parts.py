@@ -82,7 +82,7 @@ REWARDS = {
     "format": "embodyrl.text.rewards.functions:tagged",
     "gsm8k": "embodyrl.text.rewards.functions:gsm8k",
     "gsm8k_flexible": "embodyrl.text.rewards.functions:gsm8k_flexible",
-    "math": "embodyrl.text.rewards.functions:math",
+    "math": "embodyrl.text.rewards.functions:math_reward",
     "number": "embodyrl.text.rewards.functions:number",
     "overlap": "embodyrl.text.rewards.functions:overlap",
 }

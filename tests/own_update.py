@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
@@ -28,7 +28,7 @@ class RegressionSettings(BufferSettings):
     """Factor in the weights exp(sharpness x return)."""
 
 
-def credits_of(episodes: Sequence[Episode], _: Scores, cfg: RegressionSettings) -> list[Credit]:
+def credits_of(episodes: Sequence[Episode], _: EstimatorInputs, cfg: RegressionSettings) -> list[Credit]:
     """Return weights of episodes with mean 1."""
     weight = np.exp([cfg.sharpness * e.episode_return for e in episodes])
     parts = zip(episodes, weight / weight.mean(), strict=True)

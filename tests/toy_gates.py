@@ -13,7 +13,7 @@ import numpy as np
 from toy_env import wait_at_gate
 
 from embodyrl.algorithms.estimators import GRPO
-from embodyrl.algorithms.protocol import Credit, Scores
+from embodyrl.algorithms.protocol import Credit, EstimatorInputs
 from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.policies.actor_critic import CNN as FACTORY
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -32,19 +32,19 @@ def _wait() -> None:
         wait_at_gate(Path(os.environ[GATE]))
 
 
-def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
+def _gated(episodes: Sequence[Episode], scores: EstimatorInputs, cfg: AlgorithmSettings) -> list[Credit]:
     _wait()
     return GRPO.compute(episodes, scores, cfg)
 
 
-def _negated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
+def _negated(episodes: Sequence[Episode], scores: EstimatorInputs, cfg: AlgorithmSettings) -> list[Credit]:
     return [Credit(advantage=-c.advantage, returns=c.returns) for c in GRPO.compute(episodes, scores, cfg)]
 
 
 GATED_GRPO = replace(GRPO, compute=_gated)
 
 
-def _shuffled(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
+def _shuffled(episodes: Sequence[Episode], scores: EstimatorInputs, cfg: AlgorithmSettings) -> list[Credit]:
     credits = GRPO.compute(episodes, scores, cfg)
     order = np.random.default_rng(len(credits)).permutation(len(credits))
     return [

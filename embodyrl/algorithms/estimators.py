@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import (
     CreditSettings,
     DiscountSettings,
@@ -66,7 +66,7 @@ def grpo(
 
 
 def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
-    """Standardize to mean 0 and variance 1: (x - mean) / sqrt(var + eps), with the unbiased variance (ddof=1).
+    """Normalize values to mean 0 and variance 1: (x - mean) / sqrt(var + eps), with the unbiased variance (ddof=1).
 
     Fewer than two values, or equal values, become 0.
     """
@@ -85,10 +85,10 @@ class StdSettings(GroupSettings, NormalizeSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeScores:
-    """Episodes and scores from which an outcome estimator computes one advantage per episode."""
+    """Episodes and further inputs from which an outcome estimator computes one advantage per episode."""
 
     episodes: Sequence[Episode]
-    scores: Scores
+    inputs: EstimatorInputs
 
     @property
     def returns(self) -> list[float]:
@@ -109,8 +109,8 @@ def build_outcome_estimator(
     `compute` returns the advantage of each episode, [E].
     """
 
-    def compute_credits(episodes: Sequence[Episode], scores: Scores, cfg: G) -> list[Credit]:
-        advantage = compute(EpisodeScores(episodes=episodes, scores=scores), cfg)
+    def compute_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, cfg: G) -> list[Credit]:
+        advantage = compute(EpisodeScores(episodes=episodes, inputs=inputs), cfg)
         return [
             broadcast_advantage(episode, episode_advantage)
             for episode, episode_advantage in zip(episodes, advantage, strict=True)
@@ -145,13 +145,13 @@ def gae(
 ) -> tuple[DoubleArray, DoubleArray]:
     """Compute generalized advantage estimates (arXiv 1506.02438); invalid entries are skipped.
 
-    delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V.
+    Formulas: delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V.
 
     Args:
         reward: [T] reward of each credited step.
         value: [T] value estimate before each step.
-        bootstrap: [E] value after the last valid step: 0 where the episode terminated, the estimate for its final
-            observation where it was truncated or cut.
+        bootstrap: [E] value after the last valid step: 0 if the episode terminated, or the estimate for its final
+            observation if the episode was truncated or interrupted.
         valid: [T] bool, the step was executed.
         gamma: discount per credited step.
         lam: GAE lambda.
@@ -170,7 +170,7 @@ def gae(
     index, next_value, lengths = stops[longest] - 1, np.ravel(bootstrap)[longest], lengths[longest]
     result, running = np.zeros(len(steps)), np.zeros(len(longest))
     r, v = reward[steps], value[steps]
-    # All episodes together, from their last steps backwards; finished episodes are at the end.
+    # Process all episodes together, from the last step backwards; completely processed episodes are at the end.
     for count in range(lengths.max(initial=0)):
         num_longer = np.count_nonzero(lengths > count)
         index, next_value, running = index[:num_longer], next_value[:num_longer], running[:num_longer]
@@ -193,7 +193,7 @@ class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
     """Whiten advantages per task instead of over the whole batch, so that tasks with small rewards also contribute."""
 
 
-def compute_gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
+def compute_gae_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: GaeSettings) -> list[Credit]:
     """Compute GAE advantages and value targets, with one value per chunk (V = 1) or per action (V = K)."""
     valid, reward, value = (
         np.concatenate(part)
@@ -217,7 +217,7 @@ def compute_gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings
         )
     )
     if cfg.normalize_advantages:
-        # Whiten after the value targets are computed: targets keep the scale of the reward.
+        # Whiten after the value targets are computed, because targets keep the scale of the reward.
         tasks = [episode.spec.task_id if cfg.normalize_per_task else 0 for episode in episodes]
         task_by_row = np.repeat(tasks, np.diff(ends, prepend=0))
         for task in set(tasks):
@@ -239,14 +239,14 @@ def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> N
 
 def sum_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:
     """Return the rewards of chunks [T, 1] or of actions [T, K], depending on `reward_type`."""
-    earned = np.where(valid, reward, 0.0).astype(np.float64)
-    return earned.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else earned
+    valid_rewards = np.where(valid, reward, 0.0).astype(np.float64)
+    return valid_rewards.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else valid_rewards
 
 
 def select_credited_steps(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
-    """Return a mask, depending on `reward_type`.
+    """Return the mask of steps that receive an advantage, depending on `reward_type`.
 
-    [T, 1], chunks with at least one executed action; or [T, K], executed actions.
+    The mask [T, 1] selects chunks with at least one executed action; the mask [T, K] selects executed actions.
     """
     if cfg.reward_type == RewardLevel.chunk_level:
         return np.asarray(valid.any(axis=1, keepdims=True))

@@ -29,7 +29,8 @@ def importance_weights(
         valid: bool, same shape.
         cap: upper bound of w.
         mode: treatment of larger weights.
-        level: one w per unit, or one per sample: the product over its units (sequence) or their geometric mean.
+        level: one w per unit (token), or one w per sample: the product over its units (sequence), or the geometric mean
+            of its units (geometric).
     """
     masked = log_weight.where(valid, log_weight.new_zeros(()))
     if level != WeightLevel.token:
@@ -52,7 +53,7 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
     """
     squared, order = log_weight.square()[valid].sort(descending=True, stable=True)
     count = len(squared)
-    # rest[i]: mean of moment[i] and all smaller moments. It falls with i, so the units to drop come first.
+    # rest[i] is the mean of squared[i] and all smaller values. It decreases with i, so the units to drop come first.
     rest = squared.flip(0).cumsum(0).flip(0) / squared.new_ones(count).cumsum(0).flip(0)
     dropped = int((rest >= threshold).sum().clamp(max=count - 1))
     selected = valid.new_ones(count)

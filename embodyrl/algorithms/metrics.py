@@ -1,4 +1,4 @@
-"""Training metrics: of a batch before its update, and of the micro-batches of an optimizer step."""
+"""Training metrics of a batch before its update, and of the micro-batches of an optimizer step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def count_batch_tokens(cost: IntArray, valid: BoolArray) -> dict[str, float]:
     """Return the number of tokens of a text batch, and the mean and maximum length of its prompts.
 
     Args:
-        cost: [B] tokens of each sample; those of its prompt include the chat template.
+        cost: [B] tokens of each sample; the tokens of its prompt include the chat template.
         valid: [B, K] True for the tokens of the reply.
     """
     prompts = cost - valid.sum(1)
@@ -93,7 +93,7 @@ def compute_metrics(parts: Sequence[MetricInputs]) -> list[dict[str, float]]:
     weighted_means[WEIGHT_SUM] = rows["weight"]
     table = torch.stack([*(share.sum(1) for share in weighted_means.values()), rows["ratio"].flatten(1).amax(1)])
     summed = torch.stack([scalar for part in parts for scalar in part.sums.values()])
-    # One copy from the device: each copy synchronizes.
+    # Copy from the device only once, because each copy synchronizes.
     numbers = torch.cat([table.flatten(), summed]).cpu().numpy()
     table, sums = np.split(numbers, [table.numel()])
     table, sums = table.reshape(len(weighted_means) + 1, -1), sums.reshape(len(parts), -1).tolist()

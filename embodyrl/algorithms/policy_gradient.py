@@ -25,12 +25,12 @@ from embodyrl.algorithms.policy_losses import (
 from embodyrl.algorithms.protocol import (
     ADVANTAGES,
     LOSSES,
+    EstimatorInputs,
     LossInputs,
     LossTerms,
     LossUnits,
     LossWeights,
     MetricInputs,
-    Scores,
 )
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
@@ -49,7 +49,7 @@ from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScore
 if TYPE_CHECKING:
     import torch
 
-_NO_SCORES = Scores()
+_EMPTY_INPUTS = EstimatorInputs()
 
 
 class Algorithm:
@@ -87,7 +87,7 @@ class Algorithm:
         """True if the final observations of truncated episodes are needed."""
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward and self.needs_reference
-        """True if `prepare` needs `Scores.logprob` and `Scores.ref_logprob`."""
+        """True if `prepare` needs `EstimatorInputs.logprob` and `EstimatorInputs.ref_logprob`."""
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
         """True if the actor recomputes the old log-probabilities of the ratio before the update."""
         self._reward_kl_beta = cfg.kl_beta
@@ -119,7 +119,7 @@ class Algorithm:
         if self._scale:
             self._scale.load_state(state)
 
-    def prepare(self, episodes: Sequence[Episode], scores: Scores = _NO_SCORES) -> PreparedBatch:
+    def prepare(self, episodes: Sequence[Episode], inputs: EstimatorInputs = _EMPTY_INPUTS) -> PreparedBatch:
         """Convert episodes to a flat batch of chunk samples with advantages, in the order of episodes and chunks.
 
         The batch excludes groups that `select` filters, truncated episodes with `truncated_episodes=mask`, and chunks
@@ -131,17 +131,17 @@ class Algorithm:
         assert episodes, "a step without episodes"
         for name in ("reward", "value", "bootstrap_value"):
             _require_finite(episodes, name.replace("_", " "), [getattr(episode, name) for episode in episodes])
-        shaped, metrics = self._shape_rewards(episodes, scores)
-        # The order matters: filter groups by unshaped rewards, compute credits with masked members, then remove the
-        # masked members. Estimators without groups skip masked episodes from the start.
+        shaped, metrics = self._shape_rewards(episodes, inputs)
+        # The order matters: filter groups by unshaped rewards, compute credits of all members, then remove masked
+        # members. Estimators without groups remove masked episodes before they compute credits.
         selected = [i for i in self.select(episodes) if self.estimator.needs_groups or not self._is_masked(shaped[i])]
         selected_episodes = [shaped[i] for i in selected]
-        scores = Scores(
-            states=tuple(scores.states[i] for i in selected) if self.estimator.needs_states else (),
-            greedy=tuple(scores.greedy[i] for i in selected) if self.estimator.needs_greedy else (),
-            part_weights=scores.part_weights,
+        inputs = EstimatorInputs(
+            states=tuple(inputs.states[i] for i in selected) if self.estimator.needs_states else (),
+            greedy=tuple(inputs.greedy[i] for i in selected) if self.estimator.needs_greedy else (),
+            part_weights=inputs.part_weights,
         )
-        credits = self.estimator.compute(selected_episodes, scores, self.settings) if selected_episodes else []
+        credits = self.estimator.compute(selected_episodes, inputs, self.settings) if selected_episodes else []
         pairs = [pair for pair in zip(selected_episodes, credits, strict=True) if not self._is_masked(pair[0])]
         trained = [episode for episode, _ in pairs]
         actions = episodes[0].valid.shape[1]
@@ -174,7 +174,9 @@ class Algorithm:
             metrics=metrics,
         )
 
-    def _shape_rewards(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
+    def _shape_rewards(
+        self, episodes: Sequence[Episode], inputs: EstimatorInputs
+    ) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes with shaped rewards, and metrics of the KL subtracted from the rewards."""
         cfg, shaped = self.settings, shape_rewards(episodes, self.settings)
         if self._scale:
@@ -182,7 +184,7 @@ class Algorithm:
         if not self.needs_reference_in_prepare:
             return shaped, {}
         beta = self._reward_kl_beta
-        shaped, mean_kl = subtract_kl(shaped, scores, beta=beta, kind=cfg.kl_penalty_type, scored=self.scored)
+        shaped, mean_kl = subtract_kl(shaped, inputs, beta=beta, kind=cfg.kl_penalty_type, scored=self.scored)
         if cfg.kl_target is not None:
             self._reward_kl_beta = adapt_beta(
                 beta, mean_kl, target=cfg.kl_target, samples=len(episodes), horizon=cfg.kl_horizon
@@ -192,8 +194,8 @@ class Algorithm:
     def weights(self, batch: PreparedBatch, samples: Sequence[int] | IntArray) -> LossWeights:
         """Return the loss weights of the n samples of one optimizer step.
 
-        `samples` are indices into the batch and must include the samples of all ranks. If gradients are averaged over
-        R ranks, multiply the loss by R.
+        `samples` are batch indices and must include the samples of all ranks. If gradients are averaged over R ranks,
+        multiply the loss by R.
         """
         rows = np.asarray(samples, dtype=np.int64)
         assert rows.size, "an optimizer step without samples"
@@ -206,8 +208,8 @@ class Algorithm:
             longest_episode=self._longest_episode,
         )
         targets = batch.returns.shape[1]
-        # Targets per action count for executed actions; targets per chunk always count, because empty chunks are
-        # dropped.
+        # Targets of actions count only for executed actions. Targets of chunks always count, because chunks without an
+        # executed action are dropped.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
         positive = valid & (batch.advantage[rows] > 0) & (self.settings.positive_nll_coef > 0)
         return LossWeights(policy=weight, value=equal_weights(counted), positive=equal_weights(positive))
@@ -256,7 +258,7 @@ class Algorithm:
         return factors, metrics
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, MetricInputs]:
-        """Return a micro-batch's part of the optimizer step's loss, and the inputs of its metrics."""
+        """Return the micro-batch's part of the loss of an optimizer step, and the inputs of its metrics."""
         cfg, valid = self.settings, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
@@ -327,7 +329,7 @@ class Algorithm:
             return factors
         behavior = inputs.old_logprob if inputs.behavior_logprob is None else inputs.behavior_logprob
         behavior = self._convert_to_units(behavior, inputs.valid, self.settings.logprob_type)
-        # Detached: the gradient must not flow through the mask.
+        # Detached, because no gradient may flow through the mask.
         drift = units.mean(behavior - units.logprob.detach())
         mask = off_policy_mask(drift, units.advantage, delta=self.settings.off_policy_masking_delta)
         return mask if factors is None else factors * mask

@@ -38,7 +38,7 @@ def select_scored_columns(values: Any, actions: int, scored: int) -> Any:
     Args:
         values: [B, K * D].
         actions: K.
-        scored: P, as `PolicySpec.scored`; 0: all.
+        scored: P, the value of `PolicySpec.scored`; 0: all tokens have a log-probability.
     """
     if not scored or values.shape[1] == actions * scored:
         return values
@@ -49,10 +49,10 @@ def to_units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel)
     """Sum token values [B, L] per token [B, K, D], action [B, K, 1] or chunk [B, 1, 1]; invalid actions count as 0."""
     batch, actions = valid.shape
     assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
-    # `where` instead of a product: log-probabilities of unexecuted actions may be NaN.
+    # `where` instead of a product, because log-probabilities of unexecuted actions may be NaN.
     grid = token_values.reshape(batch, actions, -1)
     grid = grid.where(valid[:, :, None], grid.new_zeros(()))
-    # Skip the sum over a single token: the call is measurable in small networks.
+    # Skip the sum over a single token, because the call takes a noticeable time in small networks.
     if level == TokenLevel.token_level or (level == TokenLevel.action_level and grid.shape[2] == 1):
         return grid
     return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2), keepdim=True)
@@ -107,7 +107,7 @@ def action_weights(
         [B, K] float32, 0 where not valid.
     """
     assert valid.any(axis=1).all(), "a sample without an executed action"
-    # float64: a batch may contain millions of units, and the weights must sum to 1.
+    # float64, because a batch may contain millions of units and the weights must sum to 1.
     weights = valid.astype(np.float64)
     if level == TokenLevel.chunk_level:
         weights /= weights.sum(axis=1, keepdims=True)

@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class EstimatorInputs:
     """Inputs of an advantage estimator in addition to the episodes.
 
     Tuples contain one entry per episode, in the same order, except `part_weights`. Tuples that the estimator does not
@@ -122,16 +122,16 @@ class Credit:
 class AdvantageEstimator(Generic[A]):
     """Advantage estimator that `adv_type` selects: its function, settings class and requirements."""
 
-    compute: Callable[[Sequence[Episode], Scores, A], list[Credit]]
+    compute: Callable[[Sequence[Episode], EstimatorInputs, A], list[Credit]]
     """Function that returns the credits of the episodes of one training step, in the same order."""
     settings: type[A] = AlgorithmSettings  # pyright: ignore[reportAssignmentType]  # for estimators without own keys
     """Settings class of the estimator's keys under `algorithm`; `compute` receives an instance."""
     counts_chunk_steps: bool = False
-    """True if rollouts collect a fixed number of chunk steps per environment, which may cut episodes."""
+    """True if rollouts collect a fixed number of chunk steps per environment, which may interrupt episodes."""
     needs_states: bool = False
-    """True if `compute` needs observation hashes (`Scores.states`)."""
+    """True if `compute` needs observation hashes (`EstimatorInputs.states`)."""
     needs_greedy: bool = False
-    """True if `compute` needs a greedy episode per group (`Scores.greedy`)."""
+    """True if `compute` needs a greedy episode per group (`EstimatorInputs.greedy`)."""
     learner: str = "embodyrl.learners.policy_gradient:PolicyGradientLearner"
     """Learner class as package.module:class (see `learners/protocol.py`). Settings of a learner without a `loss_type`
     are subclasses of `BufferSettings`."""
@@ -177,7 +177,7 @@ class LossUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """Policy loss of each unit before aggregation; all tensors have the shape of `Units.logprob`."""
+    """Policy loss of each unit before aggregation; all tensors have the shape of `LossUnits.logprob`."""
 
     loss: torch.Tensor
     ratio: torch.Tensor

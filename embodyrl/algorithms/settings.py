@@ -104,7 +104,7 @@ class AlgorithmSettings(InferenceAlgorithm):
     reward_clip: Positive | None = None
     """Clip the outcomes of episodes to [-reward_clip, reward_clip]."""
     reward_norm: RewardNorm = RewardNorm.none
-    """Standardize the outcomes of episodes over the group or the batch."""
+    """Normalize the outcomes of episodes over the group or the batch to mean 0 and standard deviation 1."""
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
     """Treatment of episodes that hit a limit: train, mask (no loss, but their outcomes count in their groups) or
     zero_reward (outcome 0)."""
@@ -150,7 +150,7 @@ class AlgorithmSettings(InferenceAlgorithm):
 
     @property
     def needs_terminal_observations(self) -> bool:
-        """Return True if terminated episodes need a final observation: relabeled goals may undo the termination."""
+        """True if terminated episodes need a final observation, because relabeled goals may undo the termination."""
         return False
 
     def problems(self) -> Iterator[str]:

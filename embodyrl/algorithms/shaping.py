@@ -12,7 +12,7 @@ import numpy as np
 
 from embodyrl.algorithms.estimators import grpo
 from embodyrl.algorithms.policy_losses import MAX_LOG_RATIO, select_scored_columns
-from embodyrl.algorithms.protocol import Scores
+from embodyrl.algorithms.protocol import EstimatorInputs
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.algorithms.terms import KL_ESTIMATORS
 from embodyrl.types import DoubleArray, Episode, EpisodeSpec
@@ -45,7 +45,7 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
 def _compute_outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
     if episode.truncated and not episode.cut and cfg.truncated_episodes == TruncatedEpisodes.zero_reward:
         return 0.0
-    # Episodes cut at the end of a step have no outcome yet: bias and clip do not apply to the bootstrapped value.
+    # Episodes interrupted at the end of a step have no outcome yet, so no bias is added.
     total = (episode.episode_return + (0.0 if episode.cut else cfg.reward_bias)) * cfg.reward_scale
     if cfg.reward_clip is not None:
         total = float(np.clip(total, -cfg.reward_clip, cfg.reward_clip))
@@ -55,20 +55,20 @@ def _compute_outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
 def _replace_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> Episode:
     reward = np.where(episode.valid, episode.reward * cfg.reward_scale, 0.0).astype(np.float32)
     last = np.flatnonzero(episode.valid)[-1:]
-    # Applied to the last executed action, so that the sum is the outcome; episodes without an action are skipped.
+    # Change the reward of the last executed action so that the sum is the outcome; skip episodes without an action.
     reward.flat[last] += outcome - reward.sum()
     return replace(episode, reward=reward)
 
 
 def subtract_kl(
-    episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str, scored: int = 0
+    episodes: Sequence[Episode], inputs: EstimatorInputs, *, beta: float, kind: str, scored: int = 0
 ) -> tuple[list[Episode], float]:
     """Return the episodes with rewards r - beta KL(old || ref) per action, and the mean KL per token.
 
-    `scored`: as `PolicySpec.scored`.
+    `scored`: the value of `PolicySpec.scored`.
     """
     pairs = []
-    for episode, own, other in zip(episodes, scores.logprob, scores.ref_logprob, strict=True):
+    for episode, own, other in zip(episodes, inputs.logprob, inputs.ref_logprob, strict=True):
         gap = select_scored_columns(own - other, episode.valid.shape[1], scored)
         gap = np.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO).reshape(*episode.valid.shape, -1)
         gap = np.where(episode.valid[:, :, None], gap, 0.0).astype(np.float32)
@@ -92,39 +92,40 @@ class ReturnScale:
     def __init__(self, gamma: float) -> None:
         self._gamma = gamma
         self._count, self._mean, self._sum_of_squares = 0.0, 0.0, 0.0
-        self._cut: dict[EpisodeSpec, float] = {}
-        """Partial returns of cut episodes that continue in the next training step, by episode spec."""
+        self._partial_returns: dict[EpisodeSpec, float] = {}
+        """Partial returns of interrupted episodes that continue in the next training step, by episode spec."""
 
     def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Update the statistics from the rewards of the episodes, and return the episodes with scaled rewards."""
         sums: list[float] = []
-        previous, self._cut = self._cut, {}
+        previous, self._partial_returns = self._partial_returns, {}
         for episode in episodes:
             first_spec = episode.whole.spec
-            total = self._cut.get(first_spec, previous.get(first_spec, 0.0)) if episode.earlier else 0.0
+            partial_return = self._partial_returns.get(first_spec, previous.get(first_spec, 0.0))
+            total = partial_return if episode.earlier else 0.0
             for reward in episode.reward[episode.valid].tolist():
                 total = self._gamma * total + reward
                 sums.append(total)
             if episode.cut:
-                self._cut[first_spec] = total
+                self._partial_returns[first_spec] = total
         self._update(np.asarray(sums))
         scale = np.float32(1.0 / math.sqrt(self._sum_of_squares / max(self._count, 1.0) + 1e-8))
         return [replace(e, reward=np.clip(e.reward * scale, -10.0, 10.0)) for e in episodes]
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        cut = [[asdict(spec), total] for spec, total in self._cut.items()]
+        partial_returns = [[asdict(spec), total] for spec, total in self._partial_returns.items()]
         return {
             "returns_count": self._count,
             "returns_mean": self._mean,
             "returns_spread": self._sum_of_squares,
-            "returns_cut": cut,
+            "returns_cut": partial_returns,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state returned by `state`; statistics that the state lacks start empty."""
-        # A resumed run restarts all episodes; a repeated step continues the cut episodes.
-        self._cut = {EpisodeSpec(**spec): total for spec, total in state.get("returns_cut", ())}
+        # A resumed run restarts all episodes; a repeated step continues the interrupted episodes.
+        self._partial_returns = {EpisodeSpec(**spec): total for spec, total in state.get("returns_cut", ())}
         self._count, self._mean, self._sum_of_squares = (
             state.get(f"returns_{name}", 0.0) for name in ("count", "mean", "spread")
         )
@@ -132,7 +133,7 @@ class ReturnScale:
     def _update(self, values: DoubleArray) -> None:
         if not values.size:
             return
-        # Join the moments of two samples (Chan et al., 1979); squares are of deviations from the mean.
+        # Merge the moments of two samples (Chan et al., 1979), with sums of squared deviations from the mean.
         total = self._count + values.size
         delta = float(values.mean()) - self._mean
         self._sum_of_squares += float(values.var()) * values.size + delta**2 * self._count * values.size / total

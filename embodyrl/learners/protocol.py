@@ -16,7 +16,7 @@ from embodyrl.types import EnvSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerContext:
-    """Arguments with which a learner is created."""
+    """Arguments of a learner's constructor."""
 
     trainer: Trainer
     """Trainer with the policy and its optimizer."""

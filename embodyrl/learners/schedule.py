@@ -8,9 +8,9 @@ from embodyrl.learners.settings import OptimSettings
 class Schedule:
     """Linear warm-up, then a constant rate or a decay to min_lr_ratio until the run ends.
 
-    Warm-up counts optimizer steps, or is a share of the run. The decay follows the position in the run, because the
-    number of optimizer steps per training step varies: episodes end early, groups are filtered, samples without a
-    gradient are skipped. wsd (warm-up, stable, decay; arXiv 2404.06395) decays only in the last part of the run.
+    The warm-up is a number of optimizer steps, or a fraction of the run. The decay depends on the position in the run,
+    because the number of optimizer steps per training step varies: episodes end early, groups are filtered, and samples
+    without a gradient are skipped. wsd (warm-up, stable, decay; arXiv 2404.06395) decays only in the last part.
     """
 
     def __init__(self, cfg: OptimSettings, total: int, warmup: int = 0) -> None:

@@ -69,7 +69,7 @@ class OptimSettings(Settings):
     min_lr_ratio: Share = 0.0
     """Final learning rate as a fraction of lr, for linear, cosine and wsd."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """wsd: fraction of the training steps, at the end of the run, in which the learning rate decays."""
+    """With schedule=wsd: fraction of the training steps, at the end of the run, in which the learning rate decays."""
 
     def problems(self) -> Iterator[str]:
         """Yield one error per contradiction between settings."""

@@ -88,7 +88,7 @@ class Optimization:
                 # None instead of zero: AdamW would apply weight decay and update its moments with a zero gradient.
                 parameter.grad = None
         norm = self._clip_gradients()
-        # Non-finite: do not update weights, moments or schedule.
+        # If the norm is not finite, weights, moments and schedule are not updated.
         if math.isfinite(norm):
             factor = self._schedule.factor(position)
             for group, full in zip(self.optimizer.param_groups, self._base_rates, strict=True):
@@ -104,7 +104,7 @@ class Optimization:
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:
             groups, limits = [[gradient for group in groups for gradient in group]], [self._clip]
-        # With separate limits, the norms are of disjoint weights: the root of their sum of squares is the total norm.
+        # With separate limits, groups have disjoint weights, so the total norm is the root of the sum of squared norms.
         norms: list[float] = []
         for group, limit in zip(groups, limits, strict=False):
             if limit is None:
@@ -148,7 +148,7 @@ class Optimization:
                 problems.append(error)
 
         with self._ranks.full_weights(write=False):
-            # All ranks run this code, because gathering the weights is collective; only the first one writes.
+            # All ranks run this code, because gathering the weights is collective; only the first rank writes.
             write(lambda: _save_policy(policy, env, folder / POLICY_FOLDER))
         state = {
             "optimizer": self._ranks.gather(self.optimizer.state_dict()),
@@ -175,7 +175,7 @@ class Optimization:
                 "algorithm.adv_type and adapters; to change them, start a new run with ckpt=THIS_RUN."
             ) from error
         schedule = state["schedule"]
-        # Older checkpoints contain the number of optimizer steps only.
+        # Older checkpoints contain only the number of optimizer steps.
         self._schedule.num_steps = int(schedule.get("taken", schedule.get("last_epoch", 0)))
         self._schedule.warmup_end = float(schedule.get("warm_until", 0.0))
         set_rng_state(state["rng"])
@@ -184,7 +184,7 @@ class Optimization:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a `state_dict()` into an optimizer, but keep its current learning rates and other hyperparameters."""
     own = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
-    # Before loading: torch moves the step count to the GPU depending on `fused` of these groups.
+    # Groups are merged before loading, because torch moves the step count to the GPU depending on their `fused`.
     groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})
 
@@ -259,7 +259,7 @@ class Trainer:
                 losses.append(micro_batch_loss.detach())
                 outputs.append(output)
             yield
-        # Before the step, so that all ranks agree on a non-finite loss; otherwise their weights would diverge.
+        # Losses are gathered before the step, so that all ranks detect a non-finite loss; else weights would diverge.
         step_losses = self.ranks.gather_metrics(
             [{"loss": micro_batch_loss} for micro_batch_loss in _copy_to_host(losses)]
         )

@@ -82,8 +82,8 @@ def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
     if not cfg.has("data") or not isinstance(cfg.data, RowSettings) or cfg.data.path is None:
         return []
     template = ChatTemplate.of(cfg.model, folder)
-    controls = {} if template is None else control_tokens(folder, template)
-    text = render_prompt(open_checked_rows(cfg, cfg.data, json_answers=True)[0], template, controls)
+    removed_tokens = {} if template is None else control_tokens(folder, template)
+    text = render_prompt(open_checked_rows(cfg, cfg.data, json_answers=True)[0], template, removed_tokens)
     ((length, num_unknown),), _ = count_unknown([text], folder, template=template)
     excerpt = (
         text

@@ -11,7 +11,7 @@ import numpy as np
 
 from embodyrl.algorithms.metrics import count_batch_tokens
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import Scores
+from embodyrl.algorithms.protocol import EstimatorInputs
 from embodyrl.channels.arena import Arena, get_record_indices, hash_observations
 from embodyrl.channels.layout import BUCKET, Record, WeightInfo, WeightPart, fill_buckets
 from embodyrl.channels.messages import (
@@ -341,7 +341,7 @@ class Actors:
         # A process that acts and trains runs inference between the micro-batches of an update.
         self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 
-    def score(self, collection: RolloutResult) -> Scores:
+    def score(self, collection: RolloutResult) -> EstimatorInputs:
         """Compute the reference log-probabilities that the algorithm needs, and gather its inputs from the records."""
         if self._algorithm.needs_reference and collection.episodes:
             # Exclude the last record reference: its record has an observation without an action.
@@ -350,7 +350,7 @@ class Actors:
         rows = [episode.records for episode in collection.episodes]
         logprob_records = rows if self._algorithm.needs_reference_in_prepare else []
         states = rows if self._algorithm.estimator.needs_states else []
-        return Scores(
+        return EstimatorInputs(
             logprob=tuple(self._arena[Record.logprob][records] for records in logprob_records),
             ref_logprob=tuple(self._arena[Record.ref_logprob][records] for records in logprob_records),
             states=tuple(hash_observations(self._arena, records) for records in states),

@@ -36,7 +36,7 @@ _NAMED = re.compile(
     rf"|\u7b54\u6848|\u6545\u9009){_GLUE}{_MARK}"
 )
 """Regular expression of a letter that is named as the answer; other languages: Chinese."""
-_ALONE = re.compile(
+_LETTER_ON_OWN_LINE = re.compile(
     rf"(?im)(?:^|[!?]\s|(?<!\x03)(?<!\x03\))[.:;]\s)[^\w\x02\n]{{0,9}}(?:(?:option|choice)\s+)?{_MARK}[.!]*[^\S\n]*$"
 )
 _CHOSEN = re.compile(
@@ -115,14 +115,14 @@ def last_box(text: str) -> str | None:
 def chosen_letter(reply: str) -> str | None:
     """Return the letter of the chosen option (upper case), or None if no letter or several letters are chosen.
 
-    Reasoning in <think> is left out. The last letter that is boxed, in <answer>, named as the answer or alone on a line
-    counts; then a letter that is chosen or called correct; then the only listed or mentioned letter.
+    Reasoning in <think> is ignored. The result is the last letter that is boxed, in <answer>, named as the answer or on
+    a separate line; else a letter that is chosen or called correct; else the only listed or mentioned letter.
     """
     reply = reply.rpartition("</think>")[2]
     if tags := re.findall(r"(?s)<answer>\s*(\S.*?)</answer>", reply):
         reply = tags[-1]
     text = _mark_letters("".join(_replace_boxes(reply)))
-    named = _match_letters(text, _NAMED, _ALONE)
+    named = _match_letters(text, _NAMED, _LETTER_ON_OWN_LINE)
     chosen, marked_correct = _match_letters(text, _CHOSEN), _match_letters(text, _CORRECT)
     if named:
         last = _select_last(text, named)
@@ -156,7 +156,7 @@ def _replace_boxes(reply: str) -> Iterator[str]:
 
 
 def _mark_letters(text: str) -> str:
-    """Return a text without markup; control characters enclose each letter that may name an option."""
+    """Remove markup from a text, and enclose each letter that may name an option in control characters."""
     text = text.translate(_ASCII).translate(dict.fromkeys(map(ord, "*_`~#$\x02\x03")))
     before = None
     while before != text:
@@ -167,7 +167,7 @@ def _mark_letters(text: str) -> str:
 
 
 def _match_letters(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:
-    """Return the letters that patterns match and that the text does not reject, in order."""
+    """Return the letters that the patterns match and that the text does not reject, in order."""
     letters: dict[int, _Letter] = {}
     for match in (match for pattern in patterns for match in pattern.finditer(text)):
         group = match.lastindex or 0

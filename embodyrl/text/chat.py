@@ -20,7 +20,7 @@ from embodyrl.external_python import ExternalScript
 from embodyrl.files import read_json, read_small
 
 _MAX_WAIT_S = 60.0
-"""Deadline of a reply of the process that renders templates, which also includes its start on a busy machine."""
+"""Deadline for a reply of the process that renders templates, including the start of the process on a busy machine."""
 _lock = threading.Lock()
 Turn = tuple[str, str]
 """Role and text of one message."""
@@ -171,9 +171,10 @@ def control_tokens(
 ) -> dict[str, int]:
     """Return the ids of the special tokens that are not text, by token text.
 
-    These tokens are named in the model's JSON files (bos, eos, pad, images), or the template writes them around
-    messages, or their names end something. Tags in pairs such as <think> and </think> are text, and so are tokens that
-    the template does not write, such as [TOOL_CALLS]. Without a template, all tokens except such pairs are structure.
+    A special token is a control token if the model's JSON files list it (bos, eos, pad, images), if the template writes
+    it around messages, or if its name contains a word such as "end". Tags in pairs such as <think> and </think> are
+    text, and so are tokens that the template does not write, such as [TOOL_CALLS]. Without a template, all special
+    tokens except such pairs are control tokens.
 
     Args:
         folder: model folder.
@@ -201,11 +202,11 @@ def control_tokens(
 
 
 _ENDS = re.compile(r"end|eo[smtu]|stop", re.IGNORECASE)
-"""Names of tokens that end a text, a turn or an utterance."""
+"""Pattern of the names of tokens that end a text, a turn or an utterance."""
 
 
 def _paired_tags(text: str, *, begins: bool) -> set[str]:
-    """Return the other form of a tag: </x> of <x>, [/X] of [X]; with `begins`, also end_x of begin_x and start_x."""
+    """Return the counterparts of a tag: </x> for <x>, [/X] for [X]; with `begins`, also end_x for begin_x, start_x."""
     tags = {text.replace("/", "", 1)} if "/" in text[1:3] else {f"{text[:1]}/{text[1:]}", f"{text[:2]}/{text[2:]}"}
     if begins:
         tags |= {re.sub("end", start, text) for start in ("begin", "start")} | {re.sub("begin|start", "end", text)}
@@ -213,7 +214,7 @@ def _paired_tags(text: str, *, begins: bool) -> set[str]:
 
 
 def _render_template_text(template: ChatTemplate, *, parts: bool) -> tuple[str, str]:
-    """Return the text that the template writes around messages to the model, and around and into replies."""
+    """Return the text that the template writes around messages to the model, and the text around and in replies."""
 
     def render(*turns: Mapping[str, Any], reply: bool = False) -> str:
         messages = [
@@ -233,7 +234,7 @@ def _render_template_text(template: ChatTemplate, *, parts: bool) -> tuple[str, 
 
 
 def get_opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
-    """Return the tag that ends the generation prompt and that the reply closes, such as `<think>`; else an empty text.
+    """Return the tag at the end of the generation prompt that the reply must close, such as `<think>`, or "".
 
     A tag that the template itself closes after each reply is not returned.
     """
@@ -248,13 +249,13 @@ def get_opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
     return "" if tag is None or f"/{tag[1]}" in after else tag[0]
 
 
-def remove_controls(text: str, controls: Iterable[str]) -> str:
-    """Remove control tokens from a string until no control token is left."""
+def remove_control_tokens(text: str, tokens: Iterable[str]) -> str:
+    """Remove control tokens from a string, including tokens that a removal creates."""
     before = None
     while before != text:
         before = text
-        for control in controls:
-            text = text.replace(control, "")
+        for token in tokens:
+            text = text.replace(token, "")
     return text
 
 
@@ -330,7 +331,7 @@ def count_unknown(
     return counts, [*dict.fromkeys(parts)]
 
 
-def unknown_warnings(texts: Sequence[str], folder: Path, *, template: ChatTemplate | None) -> Iterator[str]:
+def find_unknown_token_warnings(texts: Sequence[str], folder: Path, *, template: ChatTemplate | None) -> Iterator[str]:
     """Yield a warning if the tokenizer of a folder does not contain all characters or words of the texts."""
     counts, unknown = count_unknown(texts, folder, template=template)
     if unknown:

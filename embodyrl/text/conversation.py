@@ -1,4 +1,4 @@
-"""Rows of text tasks: messages of columns, prompt template, and image placeholders."""
+"""Rows of text tasks: messages in columns, prompt templates and image placeholders."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def join_pair(better: str, worse: str) -> str:
 
 
 def read_messages(value: Any, *, images: bool) -> tuple[Message, ...]:
-    """Return the messages of a column: objects with `role` and `content`, a text or a list of texts and images.
+    """Return the messages in a column: objects with `role` and `content`, which is text or a list of texts and images.
 
     Raises:
         ValueError: a message is malformed, or has a field that would be lost, such as `tool_calls`.

@@ -20,9 +20,9 @@ from embodyrl.text.chat import (
     RejectedMessages,
     control_tokens,
     count_turn_tokens,
+    find_unknown_token_warnings,
     measure_prompts,
-    remove_controls,
-    unknown_warnings,
+    remove_control_tokens,
 )
 from embodyrl.text.conversation import (
     TextRow,
@@ -134,9 +134,9 @@ def open_rows(
     all_rows = _load_rows(rows, json_answers)
     conversations = [row.messages for row in all_rows]
     row_indices, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
-    controls = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
+    removed_tokens = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
-        prompts = [render_prompt(row, template, controls) for row in all_rows]
+        prompts = [render_prompt(row, template, removed_tokens) for row in all_rows]
         lengths = measure_prompts(prompts, tokenizer, template=template)
         row_indices = row_indices[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
@@ -170,7 +170,9 @@ def open_rows(
         pictures=max(map(len, image_sizes)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in row_indices)),
-        warnings=tuple(_warnings([all_rows[i] for i in row_indices], row_indices, controls, vocabulary, template)),
+        warnings=tuple(
+            _warnings([all_rows[i] for i in row_indices], row_indices, removed_tokens, vocabulary, template)
+        ),
     )
 
 
@@ -215,25 +217,27 @@ def _shrink_to_whole_groups(rows: Sequence[TextRow], row_indices: IntArray, held
 def _warnings(
     rows: Sequence[TextRow],
     places: IntArray,
-    controls: Collection[str],
+    removed_tokens: Collection[str],
     vocabulary: Path | None,
     template: ChatTemplate | None,
 ) -> Iterator[str]:
     matches = [
-        (place, control)
+        (place, token)
         for place, row in zip(places.tolist(), rows, strict=True)
-        for control in [token for token in controls if any(token in message.content for message in row.messages)][:1]
+        for token in [token for token in removed_tokens if any(token in message.content for message in row.messages)][
+            :1
+        ]
     ]
     checked_rows = rows[:_COUNTED_ROWS]
     if vocabulary is not None:
         texts = [
-            *(render_prompt(row, template, controls) for row in checked_rows),
+            *(render_prompt(row, template, removed_tokens) for row in checked_rows),
             *(row.reference for row in checked_rows),
         ]
-        yield from unknown_warnings(texts, vocabulary, template=template)
+        yield from find_unknown_token_warnings(texts, vocabulary, template=template)
     if matches:
-        place, control = matches[0]
-        first = f"row {place + 1}, {control}"
+        place, token = matches[0]
+        first = f"row {place + 1}, {token}"
         yield f"{len(matches)} rows contain control tokens of the model, which are removed (first: {first})"
 
 
@@ -289,8 +293,8 @@ def _read_file(file: Path) -> list[Any]:
         except (ArrowInvalid, OSError) as error:
             raise ConfigError(f"{file} is not a readable Parquet file: {error}. Download the file again.") from error
     rows = []
-    # Not `splitlines`: a text may contain U+2028 and other line separators.
-    # Some editors begin a file with a byte order mark.
+    # `splitlines` would also split at U+2028 and other line separators in a text. Some editors write a byte order mark
+    # at the start of a file.
     for number, line in enumerate(read_lines(file), start=1):
         if not line.strip():
             continue
@@ -399,10 +403,10 @@ def _add_images(row: TextRow, pictures: tuple[LazyImage, ...], where: str) -> Te
     return replace(row, messages=messages, pictures=pictures)
 
 
-def render_prompt(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
+def render_prompt(row: TextRow, template: ChatTemplate | None, removed_tokens: Collection[str]) -> str:
     """Return the rendered prompt of a row, without its images."""
     texts = ["".join(p for p in split_images(m.content) if isinstance(p, str)) for m in row.messages]
-    texts = [remove_controls(text, controls) for text in texts]
+    texts = [remove_control_tokens(text, removed_tokens) for text in texts]
     if template is not None:
         for as_parts in (True,) if row.pictures else (False, True):
             contents = [[{"type": "text", "text": text}] if as_parts else text for text in texts]

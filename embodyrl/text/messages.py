@@ -1,4 +1,4 @@
-"""Conversations of text tasks: messages, their encoding as one string, and final answers."""
+"""Conversations of text tasks: messages, and their encoding as one string."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _SEPARATOR_REMOVAL = dict.fromkeys(map(ord, _TURN + _ROLE))
 def join_messages(messages: Sequence[Message]) -> str:
     """Join a conversation into one instruction, which `split_messages` parses.
 
-    Separators of turns are removed from the content: otherwise a model could write user turns or tool answers.
+    Turn separators are removed from the content, because otherwise a model could write user turns or tool answers.
     """
     return "".join(f"{_TURN}{m.role}{_ROLE}{m.content.translate(_SEPARATOR_REMOVAL)}" for m in messages)
 
@@ -39,7 +39,7 @@ def split_messages(instruction: str) -> tuple[Message, ...]:
 
 
 def split_images(content: str) -> list[str | tuple[int, int]]:
-    """Split a message into texts and image sizes (height, width), alternating; the first and last are texts."""
+    """Split a message into alternating texts and image sizes (height, width); the first and last parts are texts."""
     parts = re.split(f"{MARK}([0-9]+x[0-9]+){MARK}", content)
     return [part if i % 2 == 0 else (int(part.split("x")[0]), int(part.split("x")[1])) for i, part in enumerate(parts)]
 

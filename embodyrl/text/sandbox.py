@@ -130,21 +130,21 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; return True and the end of its output, or False and the last line of its error.
 
     See `describe_confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
-    temporary folder, for at most 64 files of at most 1 MiB. The program has no environment variables, input,
+    temporary folder for at most 64 files of at most 1 MiB each. The program has no environment variables, input,
     network, child processes or threads.
     """
-    ((_, code, output),) = _execute(source, [""], seconds=seconds, seconds_per_test=seconds)
-    if code is None:
+    ((_, exit_code, output),) = _execute(source, [""], seconds=seconds, seconds_per_test=seconds)
+    if exit_code is None:
         return False, f"stopped after {seconds:g} s"
-    return code == 0, output
+    return exit_code == 0, output
 
 
 def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float) -> list[bool]:
     """Run a program once for each test, all within `seconds`; return the outcome of each test.
 
     A test is Python code that uses names of the program and runs in a separate process, or an `input` with the expected
-    `output` of the program. Trailing whitespace of the output are ignored. Each test that fails because it needs an
-    operation that the sandbox refuses gives a `RejectedTest` warning.
+    `output` of the program. Trailing whitespace of the output is ignored. Each test that fails because it needs an
+    operation that the sandbox rejects gives a `RejectedTest` warning.
     """
     seconds_per_test = max(1.0, seconds / len(tests))
     outcomes = _execute(program, tests, seconds=seconds, seconds_per_test=seconds_per_test)
@@ -155,7 +155,7 @@ def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds
 
 
 class RejectedTest(UserWarning):
-    """Warning that a test failed because the program would decide about its own result."""
+    """Warning that a test failed because the program could determine the result of the test."""
 
 
 def _execute(
@@ -188,7 +188,7 @@ def _execute(
             return json.loads(process.stdout)
         except subprocess.TimeoutExpired:
             return [(False, None, "")] * len(tests)
-        except ValueError:  # it was killed, by a program of the same user or for memory
+        except ValueError:  # the sandbox was killed by a program of the same user, or due to lack of memory
             return [(False, 1, "crashed the sandbox: " + process.stderr[-200:].strip())] * len(tests)
         finally:
             os.close(write_end)
@@ -226,8 +226,8 @@ def describe_confinement() -> tuple[bool, str]:
 @functools.cache
 def _get_bubblewrap_command() -> tuple[str, ...]:
     """Return the command that runs Python source in separate namespaces; empty if namespaces are unavailable."""
-    # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace, where the user `nobody` has no
-    # id.
+    # Root keeps its rights until `sandboxed.py` drops them. Root needs no user namespace, in which the user `nobody`
+    # would have no id.
     rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
     # The files of programs are in memory, also files that a program removed but still maps.
     mounts = f"--dev /dev --proc /proc --size {FOLDER_BYTES} --tmpfs {tempfile.gettempdir()}"
@@ -240,7 +240,7 @@ def _get_bubblewrap_command() -> tuple[str, ...]:
         Path(sys.base_prefix, "bin"),
     ]
     for path in [*_list_readable_paths(), *interpreter_paths]:
-        # Folders that are created for a mount would be as private as they are outside.
+        # Create parent folders, because folders created by a mount would have the private permissions of the original.
         command += [argument for parent in [*path.parents][-2::-1] for argument in ("--dir", str(parent))]
         command += ["--ro-bind-try", str(path), str(path)]
     command += [*rights, "--new-session", "--as-pid-1", sys.executable, "-I", "-c"]

@@ -1,4 +1,4 @@
-"""Proxies for objects of another process: for a program of a language model and its tests, in two processes."""
+"""Proxies for objects of another process, used by a program of a language model and its tests in two processes."""
 
 import collections
 import functools
@@ -12,7 +12,7 @@ BASES = {
     tuple: lambda value: tuple.__getitem__(value, slice(None)),
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
 }
-"""Functions that return the plain value of objects of immutable types, and of classes derived from these types."""
+"""Functions that convert an object to its plain value, by immutable base class of the object."""
 DATA = {kind.__name__: kind for kind in (list, dict, set, bytearray, collections.deque)}
 KINDS = DATA | {kind.__name__: kind for kind in (types.GeneratorType, types.FunctionType, types.AsyncGeneratorType)}
 """Types of which objects of the other process may be instances, by name."""
@@ -32,7 +32,7 @@ _READABLE = {
 
 
 class RejectedOperation(BaseException):
-    """An operation of a test in which the program would decide about a value of the test."""
+    """Operation of a test that is rejected because the program could determine a value of the test."""
 
 
 class Remote:
@@ -67,7 +67,7 @@ class Remote:
 
 
 class _Awaitable(Remote):
-    """Proxy for a coroutine, which runs to its end in its own process when it is awaited."""
+    """Proxy for a coroutine, which runs to its end in the other process when the proxy is awaited."""
 
     __slots__ = ()
 
@@ -124,7 +124,7 @@ def is_remote(value):
 
 
 def get_number(value):
-    """Return the number of an object or exception class of the other process."""
+    """Return the reference id of an object or exception class of the other process."""
     return value._number
 
 
@@ -139,7 +139,7 @@ def _make_forwarder(name):
 
 @functools.cache
 def proxy_class(special, kind, fields):
-    """Return a class of proxies with these special methods, for objects of a type `kind` and a dataclass's fields."""
+    """Return a proxy class with the methods `special`, for objects of the type `kind` with the dataclass `fields`."""
     base = next((base for base in BASES if base.__name__ == kind), None)
     bases = (CopiedValue, base) if base else (_Awaitable if kind == "coroutine" else Remote,)
     methods = {f"__{name}__": _make_forwarder(name) for name in special.split() if name in SPECIAL}

@@ -1,8 +1,8 @@
-"""Values that a program of a language model and its tests, in two processes, send to each other as JSON.
+"""Values that a program of a language model and its tests send to each other between two processes, as JSON.
 
-Plain data is copied. Lists, dictionaries, sets and arrays have a number in both processes, and each message contains
-the content of those that changed. All other objects stay in their process: the other process has a `Remote`, which
-forwards operators, attributes and calls.
+Plain data is copied. Lists, dictionaries, sets and arrays have a reference id in both processes, and each message
+contains the content of changed containers. All other objects stay in their process; the other process has a `Remote`
+for each of them, which forwards operators, attributes and calls.
 """
 
 import array
@@ -35,7 +35,7 @@ _VIEWS = {type(getattr({}, method)()).__name__: method for method in ("keys", "v
 _CONSTANTS = {"Ellipsis": ..., "NotImplemented": NotImplemented}
 _PAIRS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _SHARED: tuple[Any, ...] = (*_PAIRS, list, set, collections.deque, bytearray, array.array)
-"""Mutable types whose content is kept equal in both processes; numpy's array is another."""
+"""Mutable types whose content is kept equal in both processes, in addition to numpy's array."""
 
 
 def _is_shared(kind):
@@ -50,7 +50,7 @@ def _array(items, dtype, shape):
 
 
 class Values:
-    """Objects of this process and of the other process, by number."""
+    """Objects of this process and of the other process, by reference id."""
 
     def __init__(self, *, strict):
         self.strict, self._next = strict, int(strict)
@@ -58,13 +58,13 @@ class Values:
         self._shared, self._queue, self._last_sent, self._released = {}, [], {}, []
 
     def register(self, value, number=None):
-        """Return the number of an object; a new object gets `number`, or a number that the other process never uses."""
+        """Return the reference id of an object; a new object gets `number`, or an id unused by the other process."""
         known = self._numbers.get(id(value))
         if known is None:
             if number is None:
                 number, self._next = self._next, self._next + 2
             known = self._numbers[id(value)] = number
-            self._objects[number] = value  # which keeps its id from being used again
+            self._objects[number] = value  # keeps the object alive, so that Python does not reuse its id
         return known
 
     def _forget(self, number):
@@ -73,11 +73,11 @@ class Values:
         self._numbers.pop(id(self._objects.pop(number, None)), None)
 
     def collect_updates(self):
-        """Return the content of new and changed containers, and the numbers that are no longer used."""
+        """Return the content of new and changed containers, and the reference ids that are no longer used."""
         updates, removed, self._queue = {}, [], [*self._shared]
-        for number in self._queue:  # which `pack` extends
+        for number in self._queue:  # `pack` extends the queue
             content = self._describe_container(self._objects[number])
-            encoded = json.dumps(content)  # in which 1, 1.0 and true differ
+            encoded = json.dumps(content)  # JSON distinguishes 1, 1.0 and true
             if self._last_sent.get(number) != encoded:
                 self._last_sent[number], updates[number] = encoded, content
             elif sys.getrefcount(self._objects[number]) <= 2:
@@ -197,7 +197,7 @@ class Values:
         return self.pack(value)
 
     def _describe(self, value, kind, base):
-        """Return the number of an object, its special methods, type and fields."""
+        """Return the reference id of an object, its special methods, type and fields."""
         methods = [
             method
             for method in SPECIAL
@@ -255,7 +255,7 @@ class Values:
         return _CONSTANTS[parts[0]] if name == "constant" else _PARTS[name][0](*self._unpack_all(parts))
 
     def check_class(self, kind):
-        """Return a class that a name of the other process means."""
+        """Return the class that a name of the other process refers to."""
         return kind
 
     def _unpack_exception_class(self, packed):

@@ -10,7 +10,7 @@ from embodyrl.config.settings import ChangesStateIds, Constraint, Count, Path, S
 
 
 def is_function(path: str) -> bool:
-    """Return whether a path has the form package.module:function."""
+    """Return True if a path has the form package.module:function."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
 
 
@@ -91,4 +91,4 @@ class PairSettings(RowSettings):
     answer_key: str = "chosen"
     """Column of the chosen answer: text, or a conversation that ends with the answer; a.b is field b of column a."""
     rejected_key: str = "rejected"
-    """Column of the rejected answer, in the same format."""
+    """Column of the rejected answer, in the same format as the chosen answer (`answer_key`)."""

@@ -91,7 +91,7 @@ def colour(
 ) -> list[TextRow]:
     """Return rows with an image of a colored square; the answer is the color.
 
-    `shuffled`: random colors that do not match the answer, as a control.
+    `shuffled`: as a control, choose the color of the square independently of the answer.
     """
 
     def draw(rng: random.Random) -> TextRow:

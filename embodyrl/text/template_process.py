@@ -21,7 +21,7 @@ CPU_S, MEMORY_BYTES, LONGEST_TEXT = 1.0, 1 << 29, 1 << 24
 
 
 class _Generation(Extension):
-    """Jinja extension that accepts {% generation %} tags (marks of trained tokens) and renders their content."""
+    """Jinja extension that renders the content of {% generation %} tags, which mark trained tokens."""
 
     tags = {"generation"}
 

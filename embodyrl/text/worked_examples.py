@@ -39,8 +39,8 @@ def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
 def calculator_dialogues(*, seed: int = 0) -> list[TextRow]:
     """Return two SFT rows for each row of `calculator_products(shown=0)`, in the same order.
 
-    The target of the first row is the call of the calculator. The second row contains the call and its result, and the
-    target is the answer.
+    The target of the first row is the calculator call. The second row contains the call and its result, and its target
+    is the answer.
     """
     rows: list[TextRow] = []
     for row in calculator_products(shown=0, seed=seed):

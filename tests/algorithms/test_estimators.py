@@ -16,7 +16,7 @@ from algorithm_cases import (
 from settings import algorithm_of
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import ADVANTAGES, Scores
+from embodyrl.algorithms.protocol import ADVANTAGES, EstimatorInputs
 from embodyrl.algorithms.settings import RewardLevel
 
 
@@ -51,7 +51,7 @@ def test_single_remaining_episode_of_a_crashed_group_has_zero_advantage(adv_type
         for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
     ]
     algorithm = Algorithm(algorithm_of(adv_type=adv_type, group_size=2))
-    batch = algorithm.prepare(episodes, Scores(states=tuple(np.array([i]) for i in range(3))))
+    batch = algorithm.prepare(episodes, EstimatorInputs(states=tuple(np.array([i]) for i in range(3))))
     assert batch.advantage[0, 0] > 0.4
     assert batch.advantage[2, 0] == 0
 
@@ -66,7 +66,7 @@ def test_gigpo_compares_steps_with_equal_states_within_a_group():
     states = (np.array([5, 7]), np.array([6, 7]))
     algorithm = Algorithm(cfg)
     assert algorithm.estimator.needs_states
-    batch = algorithm.prepare(episodes, Scores(states=states))
+    batch = algorithm.prepare(episodes, EstimatorInputs(states=states))
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 2 * 0.5, -0.5, -0.5 - 2 * 0.5])
 
 
@@ -78,14 +78,14 @@ def test_gigpo_skips_chunks_without_an_executed_action():
         make_episode([[0.5], [0.0]], episode_id=2, first_record=4, valid=[[True], [False]]),
     ]
     cfg = algorithm_of(adv_type="gigpo", group_size=3, gamma=0.5, normalize_advantages=False)
-    batch = Algorithm(cfg).prepare(episodes, Scores(states=tuple(np.array([i, 7]) for i in range(3))))
+    batch = Algorithm(cfg).prepare(episodes, EstimatorInputs(states=tuple(np.array([i, 7]) for i in range(3))))
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 0.5, -0.5, -0.5 - 0.5, 0.0])
 
 
 def test_remax_applies_reward_shaping_to_the_greedy_episode():
     """Returns of the six episodes are 1, 0, 0.5, 2, -1, 2; one greedy episode was lost."""
     greedy = [make_episode([[r]]) for r in (1.0, 0.5, 1.0, 1.0, 1.0)]
-    scores = Scores(greedy=(*greedy, None))
+    scores = EstimatorInputs(greedy=(*greedy, None))
     for scale in (1.0, 3.0):
         cfg = algorithm_of(adv_type="remax", loss_type="pg", group_size=1, reward_scale=scale)
         algorithm = Algorithm(cfg)
@@ -97,7 +97,7 @@ def test_remax_applies_reward_shaping_to_the_greedy_episode():
 
 def test_remax_uses_the_return_to_go():
     cfg = algorithm_of(adv_type="remax", loss_type="pg", group_size=1)
-    batch = Algorithm(cfg).prepare([make_episode([[3.0], [1.0]])], Scores(greedy=(make_episode([[2.0]]),)))
+    batch = Algorithm(cfg).prepare([make_episode([[3.0], [1.0]])], EstimatorInputs(greedy=(make_episode([[2.0]]),)))
     np.testing.assert_allclose(batch.advantage[:, 0], [4.0 - 2.0, 1.0 - 2.0])
 
 
@@ -105,7 +105,9 @@ def test_remax_baselines_stay_aligned_after_masking():
     """The first episode was truncated; its greedy return of 5 must not affect the second episode."""
     episodes = [make_episode([[1.0]], terminated=False), make_episode([[4.0]], episode_id=1, first_record=1)]
     greedy = make_episode([[5.0]]), make_episode([[1.0]])
-    batch = Algorithm(algorithm_of("remax", "pg", truncated_episodes="mask")).prepare(episodes, Scores(greedy=greedy))
+    batch = Algorithm(algorithm_of("remax", "pg", truncated_episodes="mask")).prepare(
+        episodes, EstimatorInputs(greedy=greedy)
+    )
     assert batch.episode.tolist() == [1]
     assert batch.advantage.tolist() == [[3.0]]
 
@@ -119,8 +121,8 @@ def test_gigpo_states_stay_aligned_after_filtering():
     ]
     states = tuple(np.array(own) for own in ([1, 2], [1, 2], [3, 3], [3, 4]))
     algorithm = Algorithm(algorithm_of("gigpo", filter_rewards=[0.4, 0.6], group_size=2))
-    whole = algorithm.prepare(episodes, Scores(states=states))
-    alone = algorithm.prepare(episodes[2:], Scores(states=states[2:]))
+    whole = algorithm.prepare(episodes, EstimatorInputs(states=states))
+    alone = algorithm.prepare(episodes[2:], EstimatorInputs(states=states[2:]))
     np.testing.assert_array_equal(whole.episode, [2, 2, 3, 3])
     np.testing.assert_allclose(whole.advantage, alone.advantage)
     assert len(set(alone.advantage[:, 0].tolist())) > 2
@@ -133,7 +135,7 @@ def test_gdpo_uses_the_reward_components():
         for i, part in enumerate(parts)
     ]
     algorithm = Algorithm(algorithm_of(adv_type="gdpo", group_size=2))
-    batch = algorithm.prepare(episodes, Scores(part_weights=(1.0, 0.5)))
+    batch = algorithm.prepare(episodes, EstimatorInputs(part_weights=(1.0, 0.5)))
     # Within pairs both parts become +-1/sqrt(2), whatever their size; the second one counts half.
     np.testing.assert_allclose(batch.advantage[:, 0] / batch.advantage[2, 0], [2.0, -2.0, 1.0, -1.0], atol=1e-4)
 
@@ -185,7 +187,7 @@ def test_filtered_bc_weights_all_actions_of_successful_episodes():
     from embodyrl.algorithms.off_policy.filtered_bc import FilteredSettings, compute_filtered_credits
 
     good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
-    credits = compute_filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
+    credits = compute_filtered_credits([good, bad], EstimatorInputs(), FilteredSettings(imitate_above=1.0))
     assert [credit.advantage.tolist() for credit in credits] == [[[1.0], [1.0]], [[0.0], [0.0]]]
 
 
@@ -205,6 +207,6 @@ def test_std_unbiased_selects_the_denominator(unbiased: bool, scale: float):
     episodes = [make_episode([[won]], episode_id=i, first_record=i) for i, won in enumerate((1.0, 0.0))]
     found = Algorithm(algorithm_of(group_size=2, std_unbiased=unbiased)).prepare(episodes)
     np.testing.assert_allclose(found.advantage[:, 0], np.array([0.5, -0.5]) / scale, rtol=1e-5)
-    same = Scores(states=(np.array([7]), np.array([7])))
+    same = EstimatorInputs(states=(np.array([7]), np.array([7])))
     found = Algorithm(algorithm_of(adv_type="gigpo", group_size=2, std_unbiased=unbiased)).prepare(episodes, same)
     np.testing.assert_allclose(found.advantage[:, 0], np.array([1.0, -1.0]) / scale, rtol=1e-5)

@@ -14,7 +14,7 @@ from test_policy_gradient import D, K, compute_scores, gae_config, inputs_of, ra
 
 from embodyrl.algorithms.metrics import compute_metrics, merge_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Scores
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, EstimatorInputs
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel, WeightLevel
 from embodyrl.types import PolicyScores
 
@@ -97,7 +97,7 @@ def test_reward_kl_ignores_columns_without_log_prob() -> None:
     found = []
     for widen, scored in ((lambda array: array, 0), (lambda array: padded(torch.from_numpy(array)).numpy(), D)):
         algorithm = Algorithm(cfg, scored=scored)
-        scores = Scores(logprob=tuple(map(widen, own)), ref_logprob=tuple(map(widen, other)))
+        scores = EstimatorInputs(logprob=tuple(map(widen, own)), ref_logprob=tuple(map(widen, other)))
         batch = algorithm.prepare(episodes, scores)
         found.append((batch.advantage, batch.metrics["train/reward_kl"], algorithm.state()))
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
@@ -117,7 +117,7 @@ def test_estimators_ignore_columns_without_log_prob(adv_type: str, in_reward: bo
     for widen, scored in ((torch.clone, 0), (padded, D)):
         algorithm = Algorithm(cfg, scored=scored)
         wide = [tuple(widen(torch.from_numpy(part)).numpy() for part in parts) for parts in (own, other)]
-        scores = Scores(
+        scores = EstimatorInputs(
             logprob=wide[0],
             ref_logprob=wide[1],
             states=tuple(np.arange(len(e.valid)) for e in episodes),

@@ -7,7 +7,7 @@ from algorithm_cases import LENGTHS, OLD_LOGPROB, REF_LOGPROB, REWARDS, VALID, m
 from settings import algorithm_of
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import Scores
+from embodyrl.algorithms.protocol import EstimatorInputs
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.algorithms.shaping import (
     ReturnScale,
@@ -17,7 +17,7 @@ from embodyrl.algorithms.shaping import (
     subtract_kl,
 )
 
-REFERENCE = Scores(
+REFERENCE = EstimatorInputs(
     logprob=tuple(OLD_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
     ref_logprob=tuple(REF_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
 )
@@ -212,7 +212,7 @@ def test_kl_is_subtracted_per_action():
     episode = make_episode([[1.0, 1.0], [1.0, 1.0]], valid=[[True, True], [True, False]])
     own = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 9.0, 9.0]], np.float32)
     (shaped,), kl = subtract_kl(
-        [episode], Scores(logprob=(own,), ref_logprob=(np.zeros_like(own),)), beta=2.0, kind="k1"
+        [episode], EstimatorInputs(logprob=(own,), ref_logprob=(np.zeros_like(own),)), beta=2.0, kind="k1"
     )
     np.testing.assert_allclose(shaped.reward, 1 - 2 * np.array([[0.3, 0.7], [1.1, 0.0]]), rtol=1e-5)
     assert kl == pytest.approx(2.1 / 6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_runs import Stage, rows, running_crew, toy_config, train_toy
 
-from embodyrl.algorithms.protocol import Scores
+from embodyrl.algorithms.protocol import EstimatorInputs
 from embodyrl.channels.arena import get_record_indices
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.commands.metrics import rollout_metrics
@@ -90,7 +90,7 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
         assert len({e.spec.noise_seed for e in every}) == len(every)
         kept = {rollout.episodes[i].spec.group_id for i in algorithm.select(rollout.episodes)}
         assert kept - set(range(4)), "a further group has a signal"
-        batch = algorithm.prepare(rollout.episodes, Scores())
+        batch = algorithm.prepare(rollout.episodes, EstimatorInputs())
         held = set(get_record_indices(np.concatenate(list(rollout.record_refs.values()))).tolist())
         assert set(batch.records.tolist()) <= held
         stage.workers.scheduler.release(rollout)

@@ -25,7 +25,7 @@ from embodyrl.text.chat import (
     find_roles_problem,
     get_opened_tag,
     measure_prompts,
-    remove_controls,
+    remove_control_tokens,
 )
 from embodyrl.text.dataset import open_rows
 from embodyrl.text.messages import Message, join_messages
@@ -308,7 +308,7 @@ def test_undeclared_end_of_turn_token_gives_a_warning(tmp_path: Path):
 
 def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     place = folder(tmp_path / "m", CHATML)
-    assert remove_controls("a<e<eos>os>b", control_tokens(place, ChatTemplate.read(place))) == "ab"
+    assert remove_control_tokens("a<e<eos>os>b", control_tokens(place, ChatTemplate.read(place))) == "ab"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1<eos>+1=", "answer": "2"}\n')
     cfg = RowSettings(path=str(tmp_path / "rows.jsonl"), val_share=0.0)
     rows = open_rows(cfg, tokenizer=place, template=ChatTemplate.read(place))

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import BufferSettings, DiscountSettings
 from embodyrl.config.settings import Count, Weight
 from embodyrl.types import Episode
@@ -40,8 +40,8 @@ class IqlSettings(BufferSettings, DiscountSettings):
         return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample, expectile {self.expectile:g}"
 
 
-def compute_zero_credits(episodes: Sequence[Episode], _: Scores, cfg: IqlSettings) -> list[Credit]:
-    """Return zero advantages: training does not use the policy's own episodes."""
+def compute_zero_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: IqlSettings) -> list[Credit]:
+    """Return zero advantages, because training does not use the policy's own episodes."""
     del cfg
     return [Credit(advantage=np.zeros_like(e.reward), returns=np.zeros_like(e.value)) for e in episodes]
 

@@ -16,7 +16,7 @@ from embodyrl.algorithms.estimators import (
     sum_rewards,
     whiten_masked,
 )
-from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import CreditSettings, DiscountSettings, GroupSettings
 from embodyrl.algorithms.shaping import shape_rewards
 from embodyrl.config.settings import Positive
@@ -54,7 +54,7 @@ class GigpoSettings(StdSettings, DiscountSettings):
     """gigpo: weight of the step-level advantage, which is computed among steps that visit the same state."""
 
 
-def _compute_gigpo_credits(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
+def _compute_gigpo_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, cfg: GigpoSettings) -> list[Credit]:
     """Return the sum of the episode advantage and the weighted step advantage (GiGPO).
 
     The step advantage is relative to the other visits of the same state.
@@ -71,7 +71,7 @@ def _compute_gigpo_credits(episodes: Sequence[Episode], scores: Scores, cfg: Gig
     ]
     # Visits of one state are compared like the episodes of a group. Chunks without an executed action are excluded from
     # the mean.
-    executed, anchors = np.concatenate(executed_steps), assign_step_groups(scores.states, groups)
+    executed, anchors = np.concatenate(executed_steps), assign_step_groups(inputs.states, groups)
     steps = np.zeros(len(executed))
     steps[executed] = grpo(
         np.concatenate(returns_to_go)[executed], anchors[executed], normalize=normalize, unbiased=unbiased
@@ -90,13 +90,13 @@ class ReturnSettings(CreditSettings, DiscountSettings):
     """Settings of estimators that use discounted returns-to-go."""
 
 
-def compute_reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
+def compute_reinforce_pp_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: ReturnSettings) -> list[Credit]:
     """Return discounted returns-to-go, whitened over the batch (REINFORCE++, arXiv 2501.03262)."""
     parts = [_compute_returns_to_go(episode, cfg, cfg.gamma) for episode in episodes]
     return _whiten_credits(episodes, parts, [select_credited_steps(episode.valid, cfg) for episode in episodes])
 
 
-def compute_remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettings) -> list[Credit]:
+def compute_remax_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, cfg: CreditSettings) -> list[Credit]:
     """Return the return-to-go minus the return of the greedy episode from the same state (ReMax, arXiv 2310.10505).
 
     The advantage is 0 where the greedy episode was lost to a worker crash.
@@ -108,11 +108,13 @@ def compute_remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: Cred
             if greedy is None
             else _compute_returns_to_go(e, cfg, 1.0) - shape_rewards([greedy], cfg)[0].episode_return,
         )
-        for e, greedy in zip(episodes, scores.greedy, strict=True)
+        for e, greedy in zip(episodes, inputs.greedy, strict=True)
     ]
 
 
-def compute_reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
+def compute_reinforce_pp_baseline_credits(
+    episodes: Sequence[Episode], _: EstimatorInputs, cfg: GroupSettings
+) -> list[Credit]:
     """Return R minus the group mean, whitened over all executed actions of the batch (arXiv 2501.03262).
 
     Longer episodes have more weight in the mean and variance.

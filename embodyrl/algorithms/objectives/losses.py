@@ -73,13 +73,13 @@ def _log_ratio(units: LossUnits) -> torch.Tensor:
 
 
 def _build_unclipped_terms(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
-    # All False, with the device and shape of the ratio.
+    # `ratio != ratio` is a mask of False with the device and shape of the ratio.
     return LossTerms(loss=loss, ratio=ratio, clipped=ratio != ratio)
 
 
 def gspo(units: LossUnits, cfg: ClipSettings) -> LossTerms:
     """Compute the GSPO loss (arXiv 2507.18071): PPO clipping with one ratio exp(mean d) per sequence."""
-    # Only an upper bound is needed: for very small values, exp is 0.
+    # Only an upper bound is needed, because exp of very small values is 0.
     ratio = units.mean(_log_ratio(units)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     return surrogate(units.advantage, ratio.expand_as(units.logprob), cfg)
 

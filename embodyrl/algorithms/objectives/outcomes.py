@@ -95,7 +95,7 @@ class GdpoSettings(GroupSettings):
 
 def _compute_gdpo(outcomes: EpisodeScores, _: GdpoSettings) -> DoubleArray:
     """Return the `gdpo` advantages; without reward components, the return is the only component."""
-    weights = outcomes.scores.part_weights
+    weights = outcomes.inputs.part_weights
     if not weights:
         return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])
     return gdpo([episode.components.sum(axis=0) for episode in outcomes.episodes], outcomes.groups, weights)

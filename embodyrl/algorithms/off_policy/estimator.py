@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import BufferSettings, DiscountSettings
 from embodyrl.config.settings import Count, Index, Positive
 from embodyrl.types import Episode
@@ -66,7 +66,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
         return self.hindsight_goals > 0
 
 
-def compute_sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
+def compute_sac_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: ReplaySettings) -> list[Credit]:
     """Return the rewards in place of advantages, because the replay buffer stores rewards."""
     del cfg
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]

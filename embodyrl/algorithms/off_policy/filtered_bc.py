@@ -1,8 +1,8 @@
 """Filtered behavior cloning: train on the actions of episodes with a high return.
 
-Also known as rejection-sampling fine-tuning or self-imitation. For rewards of 0 and 1 and without the buffer, the
-expected update is that of REINFORCE without a baseline. No likelihood is needed, so any policy with an SFT loss can be
-trained.
+This method is also known as rejection-sampling fine-tuning or self-imitation. With rewards of 0 and 1 and without the
+buffer, the expected update equals that of REINFORCE without a baseline. The method needs no likelihood, so any policy
+with an SFT loss can be trained.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.types import Episode
 
@@ -28,7 +28,7 @@ class FilteredSettings(BufferSettings):
     0: no averaging."""
 
 
-def compute_filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:
+def compute_filtered_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: FilteredSettings) -> list[Credit]:
     """Return advantage 1 for all actions of episodes with a return above `imitate_above`, else 0."""
     return [
         Credit(

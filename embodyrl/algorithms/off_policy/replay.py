@@ -96,7 +96,7 @@ class ReplayBuffer:
 
     def get_later_indices(self, indices: IntArray, steps: IntArray) -> IntArray:
         """Return the buffer indices of the observations `steps` chunks after `indices`, in the same episode."""
-        # The second modulo: until the ring is full, indices after the last frame are unwritten.
+        # The second modulo is needed because indices after the last frame are unwritten until the ring is full.
         return (indices + steps) % self._size % self._count
 
     def transitions(self, indices: IntArray) -> Transitions:
@@ -110,7 +110,7 @@ class ReplayBuffer:
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the buffer from a result of `state`; if it does not fit, keep only the newest observations."""
+        """Restore the state that `state` returned; if this buffer is smaller, keep only the newest observations."""
         arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
         if not arrays:
             return
@@ -126,7 +126,7 @@ class ReplayBuffer:
         required, capacity = min(self._count + total, self._size), len(self._arrays.get("ahead", ()))
         if required <= capacity:
             return
-        # Doubled, so that a short run does not reserve the whole buffer.
+        # The capacity is doubled on demand, so that a short run does not reserve the whole buffer.
         capacity = min(self._size, max(required, 2 * capacity, 1024))
         for name, array in new.items():
             larger = np.zeros((capacity, *array.shape[1:]), array.dtype)
@@ -134,7 +134,7 @@ class ReplayBuffer:
             self._arrays[name] = larger
 
     def _compute_transitions(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
-        """Return reward, discount and length [N] of the n-step transition from each frame. Length 0: no transition."""
+        """Return reward, discount and length [N] of each frame's n-step transition; length 0: no transition."""
         count = len(frames.acted)
         reward, discount = np.zeros(count, np.float64), np.ones(count, np.float64)
         ahead = np.zeros(count, np.int64)

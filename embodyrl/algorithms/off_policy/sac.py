@@ -24,8 +24,8 @@ def critic_loss(value: Tensor, target: Tensor) -> Tensor:
 def actor_loss(value: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
     """Return the mean of alpha log pi(a|s) - Q(s, a) for values [n, B] and log-probabilities [B]; equation 9.
 
-    Q is the minimum of two critics, or the mean of more than two (REDQ, arXiv 2101.05982, algorithm 1, as in RLPD).
-    The minimum of ten critics would penalize rare actions.
+    Q is the minimum of two critics, or the mean of more than two critics (REDQ, arXiv 2101.05982, algorithm 1, as in
+    RLPD). The minimum of ten critics would penalize rare actions.
     """
     estimate = value.amin(0) if len(value) == 2 else value.mean(0)
     return (alpha * logprob - estimate).mean()

@@ -14,7 +14,7 @@ from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import on_device
-from embodyrl.text.chat import ChatTemplate, control_tokens, get_opened_tag, read_template, remove_controls
+from embodyrl.text.chat import ChatTemplate, control_tokens, get_opened_tag, read_template, remove_control_tokens
 from embodyrl.text.messages import Message, split_images, split_messages
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
@@ -54,10 +54,12 @@ class PromptReader:
         # The tokenizer also contains the default tokens of its class.
         self._template = template and replace(template, tokens=tokenizer.special_tokens_map)
         # Without chat, the folder's template still names the tokens between turns, which a model may write.
-        controls = control_tokens(folder, template or ChatTemplate.read(folder), special, parts=self._reads_images)
+        removed_tokens = control_tokens(
+            folder, template or ChatTemplate.read(folder), special, parts=self._reads_images
+        )
         # The template writes these tokens between turns; in a message they would let its author end the turn.
-        self._controls = {} if template is None else controls
-        self._hidden_tokens = {*controls.values()}
+        self._removed_tokens = {} if template is None else removed_tokens
+        self._hidden_tokens = {*removed_tokens.values()}
         self.opening_tag = "" if template is None else get_opened_tag(template, parts=self._reads_images)
         """Tag with which the generation prompt begins the reply, such as <think>; part of the text of the reply."""
         self._encode_cached = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
@@ -101,7 +103,10 @@ class PromptReader:
         return next((token for token in candidates if token in end_tokens), end_tokens[0])
 
     def _encode(self, instruction: str, image_bytes: bytes, shape: tuple[int, ...]) -> Prompt:
-        messages = [replace(m, content=remove_controls(m.content, self._controls)) for m in split_messages(instruction)]
+        messages = [
+            replace(m, content=remove_control_tokens(m.content, self._removed_tokens))
+            for m in split_messages(instruction)
+        ]
         if self._reads_images:
             return self._encode_images(messages, np.frombuffer(image_bytes, np.uint8).reshape(shape))
         if self._template is not None:

@@ -211,8 +211,8 @@ class OpenVlaOft(nn.Module):
         if placeholders is not None:
             columns = lengths + torch.arange(num_placeholders, device=lengths.device)
             tokens = tokens.scatter(1, columns[..., None].expand_as(placeholders), placeholders.to(tokens.dtype))
-        index = torch.arange(tokens.shape[1], device=tokens.device)
-        mask = index < lengths + num_placeholders + int(self.append_stop)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = positions < lengths + num_placeholders + int(self.append_stop)
         prefix_mask = mask.new_ones(prefix.shape[:2])
         embeddings = torch.cat([tokens[:, :1], prefix.to(tokens.dtype), tokens[:, 1:]], dim=1)
         return embeddings, torch.cat([prefix_mask, mask], dim=1), prefix.shape[1] + inputs.prompt_lengths - 1
@@ -220,10 +220,10 @@ class OpenVlaOft(nn.Module):
     def _embed_text(self, inputs: ModelInputs, num_placeholders: int) -> Tensor:
         """Embed [prompt, slots, STOP, padding] as [B, W + slots + 1, D]; slots and padding are zeros."""
         width, lengths = inputs.prompt_ids.shape[1], inputs.prompt_lengths[:, None]
-        index = torch.arange(width + num_placeholders + int(self.append_stop), device=inputs.prompt_ids.device)
-        in_prompt = index < lengths
-        is_stop = (index == lengths + num_placeholders) & self.append_stop
-        ids = F.pad(inputs.prompt_ids, (0, len(index) - width)).where(in_prompt, self.pad_token_id)
+        positions = torch.arange(width + num_placeholders + int(self.append_stop), device=inputs.prompt_ids.device)
+        in_prompt = positions < lengths
+        is_stop = (positions == lengths + num_placeholders) & self.append_stop
+        ids = F.pad(inputs.prompt_ids, (0, len(positions) - width)).where(in_prompt, self.pad_token_id)
         ids = ids.masked_fill(is_stop, self.stop_token_id)
         tokens = self.language_model.model.embed_tokens(ids)
         return tokens * (in_prompt | is_stop)[..., None].to(tokens.dtype)

@@ -55,7 +55,7 @@ class Processors:
 
 def read_processors(
     folder: Path,
-    files: Mapping[str, bytes],
+    file_contents: Mapping[str, bytes],
     modes: Mapping[str, str | None],
     *,
     mapped: bool,
@@ -66,7 +66,7 @@ def read_processors(
 
     Args:
         folder: folder of the policy, for messages.
-        files: contents of the folder's small files by name.
+        file_contents: contents of the folder's small files by name.
         modes: the policy's kind of normalization by feature; None: the policy does not read the feature. Features that
             are not listed: IDENTITY.
         mapped: True if `model.cameras` names the environment's cameras in the order of the checkpoint.
@@ -80,14 +80,14 @@ def read_processors(
     contents: dict[str, tuple[ArrayStatistics, float]] = {}
     steps_by_processor: dict[str, list[Mapping[str, Any]]] = {}
     for name in kinds:
-        if f"{name}.json" not in files:
+        if f"{name}.json" not in file_contents:
             continue
         try:
-            content = json.loads(files[f"{name}.json"])
+            content = json.loads(file_contents[f"{name}.json"])
             check_keys(content, f"{folder}/{name}.json", ignored=("name", "steps"), fix=_FIX)
             steps = steps_by_processor[name] = content["steps"]
             (step,) = (step for step in steps if str(step.get("registry_name")).endswith("normalizer_processor"))
-            tensors = load(files[step["state_file"]]) if "state_file" in step else {}
+            tensors = load(file_contents[step["state_file"]]) if "state_file" in step else {}
             contents[name] = _group_by_feature(tensors), float(step["config"].get("eps", 1e-8))
             problem = _find_unknown_step(steps, kinds[name]) or next(
                 _find_differences(name, step["config"], contents[name][0], modes), None

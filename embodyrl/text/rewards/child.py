@@ -18,7 +18,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     warnings.simplefilter("error", RejectedTest)  # reported as a reward error
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what reward functions print must not mix with the replies
+    os.dup2(2, 1)  # the output of reward functions must not mix with the replies
     try:
         functions = [find(name) for name in names]
         for function in functions:

@@ -50,7 +50,7 @@ def equal_expressions(answer: str, reference: str, prompt: str) -> bool:
 def _parse(text: str) -> Any:
     from math_verify import parse
 
-    # The parent limits the time; the package's own alarm would conflict with that limit.
+    # The parent process limits the time, and the package's own alarm would conflict with this limit.
     return parse(f"\\boxed{{{text}}}", parsing_timeout=0)
 
 
@@ -83,15 +83,15 @@ def _is_constant(side: str) -> bool:
 
 
 def _count_symbols(text: str) -> Counter[str]:
-    """Return the numbers, symbols and operations of an expression, without neutral ones and in any order."""
+    """Count the numbers, symbols and operations in an expression, except neutral elements such as + and 1."""
     text = re.sub(r"([0-9]+)\s*/\s*([0-9]+)", r"\\frac{\1}{\2}", _LAYOUT.sub(" ", text))
     return Counter(token for match in _TOKEN.finditer(text) if (token := match[0].lstrip("\\")) not in _NEUTRAL)
 
 
 def _restates_prompt(answer: str, reference: str, parsed: Any, gold: Any, prompt: str) -> bool:
-    r"""Return True if the answer is a part of the prompt, also in another order or with terms such as + 0.
+    r"""Return True if the answer is a part of the prompt, possibly in another order or with terms such as + 0.
 
-    An answer with the numbers, symbols and operations of the reference is never restated.
+    An answer with the same numbers, symbols and operations as the reference is never a restatement.
     """
     symbols = _count_symbols(answer)
     if symbols == _count_symbols(reference):
@@ -111,7 +111,7 @@ def _restates_prompt(answer: str, reference: str, parsed: Any, gold: Any, prompt
 
 
 def _simplify(parsed: Any) -> Any:
-    """Return an expression with variables after the arithmetic of its numbers and equal terms; else None."""
+    """Return a parsed expression with its arithmetic carried out; None for an expression without variables."""
     first = parsed[0]
     if not getattr(first, "free_symbols", None) or not hasattr(first, "doit") or getattr(first, "is_Relational", False):
         return None

@@ -47,7 +47,9 @@ def number(prompt: str, response: str, reference: str) -> float:
 
 
 class _Math:
-    r"""Reward 1 if the answer (the last `\boxed{}`, `####`, or number of the answer or reply) is the reference, else 0.
+    r"""Reward function that returns 1 if the answer equals the reference, else 0.
+
+    The answer is the last `\boxed{}`, the number after the last `####`, or the last number of the answer or reply.
 
     Numbers are compared with numbers, so an expression such as 18 + 4 is not the answer 22. If the reference is an
     expression, a box is compared by the math-verify package. A part of the prompt in another form is not an answer.
@@ -72,11 +74,11 @@ class _Math:
         return float(equal(expected, number) and number is not None and not restates(number, expected, prompt))
 
 
-math = _Math()
+math_reward = _Math()
 
 
 def _named_number(response: str) -> Number | None:
-    """Return the number that is named as the answer, or the last number of a response."""
+    """Return the number that the response names as its answer, or the last number of the response."""
     matches = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
     number = only_number(matches[-1].replace("*", "")) if matches else None
     return number if number and number.finished else last_number(response)
@@ -100,9 +102,9 @@ def tagged(prompt: str, response: str, reference: str) -> float:
 
 
 def countdown(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the response is an expression of exactly the given numbers with the given value.
+    """Return 1 if the response is an expression that uses each number of the reference once and has its value.
 
-    `reference` is `3,7,2:23`. The right numbers with another value give half the reward.
+    `reference` has the form `3,7,2:23`. The correct numbers with another value give half the reward.
     """
     numbers, _, target = reference.partition(":")
     expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [last_box(response) or response])[-1]
@@ -131,8 +133,8 @@ def code(prompt: str, response: str, reference: str) -> float:
     """Return the fraction of tests that the program of the response passes (see `find_program`).
 
     `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
-    programs that read and print. Each test runs in a separate process. A test has a second,
-    or its share of the total time if that is longer; the total is most of `reward.timeout_s`.
+    programs that read and print. Each test runs in a separate process. The time limit of a test is one second, or an
+    equal fraction of the total time if this is longer; the total time is most of `reward.timeout_s`.
     """
     tests: list[str | dict[str, str]] = json.loads(reference)
     seconds_left, _ = signal.getitimer(signal.ITIMER_REAL)

@@ -65,13 +65,13 @@ class Number(NamedTuple):
 
     value: Fraction
     scale: Fraction = Fraction(1)
-    """1/100 of a percentage, 10**6 of millions."""
+    """Factor of the unit: 1/100 for a percentage, 10**6 for millions."""
     form: str = ""
-    """Notation: / is a fraction, ^ a power, % or million a number with this scale; else empty."""
+    """Notation: `/` for a fraction, `^` for a power, `%` or `million` for a number with this unit; otherwise empty."""
     parts: tuple[int, int] | None = None
     """Numerator and denominator, or base and exponent."""
     finished: bool = True
-    """False for fractions that are not reduced and for powers of other numbers than 10."""
+    """False for fractions that are not reduced, and for powers whose base is not 10."""
 
 
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Number | None]]:
@@ -131,7 +131,7 @@ def first_number(text: str) -> Number | None:
 
 
 def only_number(text: str) -> Number | None:
-    """Return the number in a text of only a number, with an optional `x =` and unit; otherwise None."""
+    """Parse a text that consists of a single number, with optional `x =` and unit; return None for any other text."""
     if _UNEQUAL.search(text):
         return None
     *earlier, text = _SIDES.split(text)
@@ -185,9 +185,9 @@ def _is_repeating(value: Fraction) -> bool:
 
 
 def restates(answer: Number, reference: Number, prompt: str) -> bool:
-    """Return True if an answer is a number of the prompt in another notation than the reference, as 6/8 for 0.75.
+    """Return True if the answer is a number of the prompt in a notation that differs from the reference's (6/8, 0.75).
 
-    Unfinished numbers also count as restated if their value is shorter, as 48/2 and 2^3, or if there is no prompt.
+    Unfinished numbers such as 48/2 and 2^3 also count as restated if their value is shorter, or if there is no prompt.
     """
     if answer.form == reference.form and (answer.finished or answer.parts == reference.parts):
         return False

@@ -22,10 +22,10 @@ _READS_INPUT = re.compile(r"\binput\(|\bstdin\b|open\(0")
 
 
 def find_program(response: str, tests: Sequence[Test]) -> str:
-    """Return the program of a reply: of its Python blocks, the last that defines a name that the tests use.
+    """Return the program in a reply: the last Python block that defines a name that the tests use.
 
-    For tests of output, the last block that reads the input is preferred. Earlier blocks that define names which the
-    block uses are included. Blocks without a language count only if no block is marked as Python.
+    For tests of output, the last block that reads the input is preferred. Earlier blocks are included if they define
+    names that the selected block uses. Blocks without a language count only if no block is marked as Python.
     """
     fenced = _find_blocks(response)
     blocks = [text for tag, text in fenced if tag.lower().startswith("py")] or [
@@ -47,7 +47,7 @@ def find_program(response: str, tests: Sequence[Test]) -> str:
 
 
 def _remove_prose(response: str) -> str:
-    """Return a reply without blocks, and without text before and after the longest program in it."""
+    """Return the longest program in a reply without code blocks, or the whole reply if none is valid Python."""
     if _is_valid(response):
         return response
     lines = response.split("\n")
@@ -69,7 +69,7 @@ def _remove_prose(response: str) -> str:
 
 
 def _rank_block(block: str, test_names: Collection[str]) -> tuple[bool, bool]:
-    """Return how well a block fits the tests, as a sort key."""
+    """Return a sort key that ranks how well a block fits the tests."""
     if test_names:
         return bool(_get_defined_names(block) & {*test_names}), _is_valid(block)
     return _READS_INPUT.search(block) is not None, _is_valid(block)
@@ -78,8 +78,8 @@ def _rank_block(block: str, test_names: Collection[str]) -> tuple[bool, bool]:
 def _find_blocks(response: str) -> list[tuple[str, str]]:
     """Return (language, text) of the fenced blocks of a reply.
 
-    A block ends at the first fence that leaves valid Python, because docstrings may contain fences, or else at the
-    first fence. The last block may lack its end.
+    A block ends at the first fence at which its text is valid Python, because docstrings may contain fences, or else at
+    the first fence. The closing fence of the last block may be missing.
     """
     lines, blocks, i, num_ends = response.replace("\r\n", "\n").split("\n"), [], 0, _MAX_ENDS
     while i < len(lines):

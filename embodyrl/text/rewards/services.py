@@ -57,7 +57,7 @@ class RemoteReward:
 
         body = json.dumps({"prompt": prompt, "response": response, "reference": reference}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as reply:  # the judge's alarm is the deadline
+        with urllib.request.urlopen(request) as reply:  # the alarm of the reward process limits the time
             value = json.loads(reply.read(_LONGEST))
         return float(value["reward"] if isinstance(value, dict) else value)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from embodyrl.text.rewards.functions import gsm8k, gsm8k_flexible, math
+from embodyrl.text.rewards.functions import gsm8k, gsm8k_flexible, math_reward
 
 # (reply, answer, strict, flexible): 1 where the reward is 1.
 REPLIES = [
@@ -212,11 +212,11 @@ def test_gsm8k_matches_published_patterns_with_known_exceptions(name: str):
     ],
 )
 def test_math_extracts_the_last_box_or_number(reply: str, reference: str, worth: float):
-    assert math(r"Simplify \sqrt{117}", reply, reference) == worth
+    assert math_reward(r"Simplify \sqrt{117}", reply, reference) == worth
 
 
 @pytest.mark.parametrize(
     "reply", ["\\boxed{5 " + "ab" * 20000 + "!}", "\\boxed{" * 5000, "9" * 50000, "1," * 9000, "\\frac{1}{2" * 5000]
 )
 def test_long_replies_without_answer_get_zero_reward(reply: str):
-    assert math("", reply, "7") == gsm8k_flexible("", reply, "7") == 0
+    assert math_reward("", reply, "7") == gsm8k_flexible("", reply, "7") == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from embodyrl.text.rewards.functions import countdown, exact, math, number, overlap, tagged
+from embodyrl.text.rewards.functions import countdown, exact, math_reward, number, overlap, tagged
 from embodyrl.text.sandbox import calculate
 
 
@@ -18,7 +18,7 @@ from embodyrl.text.sandbox import calculate
     ],
 )
 def test_math_reward_compares_values(response: str, reference: str, worth: float):
-    assert math("", response, reference) == worth
+    assert math_reward("", response, reference) == worth
 
 
 def test_exact_and_overlap_match_hand_computed_values():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from embodyrl.text.rewards.functions import math
+from embodyrl.text.rewards.functions import math_reward
 
 # (reply, reference): equal values.
 RIGHT = [
@@ -329,10 +329,10 @@ PROMPTS = [
 @pytest.mark.parametrize("reference", sorted({reference for _, reference in RIGHT + WRONG}))
 def test_math_reward_compares_values_in_common_notations(reference: str):
     worth = {row: float(row in RIGHT) for row in RIGHT + WRONG if row[1] == reference}
-    assert {row: math("A bag has 8 red balls. Find the answer.", *row) for row in worth} == worth
+    assert {row: math_reward("A bag has 8 red balls. Find the answer.", *row) for row in worth} == worth
 
 
 @pytest.mark.parametrize(("prompt", "reference", "right", "wrong"), PROMPTS)
 def test_restated_problem_earns_no_math_reward(prompt: str, reference: str, right: list[str], wrong: list[str]):
-    assert {reply: math(prompt, reply, reference) for reply in right} == dict.fromkeys(right, 1.0)
-    assert {reply: math(prompt, reply, reference) for reply in wrong} == dict.fromkeys(wrong, 0.0)
+    assert {reply: math_reward(prompt, reply, reference) for reply in right} == dict.fromkeys(right, 1.0)
+    assert {reply: math_reward(prompt, reply, reference) for reply in wrong} == dict.fromkeys(wrong, 0.0)
