@@ -162,6 +162,8 @@ def show(args: argparse.Namespace) -> int:
             f"{name}: {key.type_text} = {format_value(values[name])}{changed}  [{rows[-1]['source']}]",
             f"    {key.doc}",
         ]
+    if len(order) > 1:
+        lines += ["", f"{len(rows)} keys. One section: embodyrl show NAME ({', '.join(filter(None, order))})."]
     show_result(args, rows, lines)
     return 0
 
