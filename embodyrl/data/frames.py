@@ -13,10 +13,9 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from embodyrl.data.layout import pixel_format
 from embodyrl.errors import EmbodyError
+from embodyrl.text.images import FORMATS
 from embodyrl.types import ByteArray, IntArray
 
-_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
-"""Image formats that Pillow reads without other programs."""
 _LISTING_TIMEOUT_S = 120.0
 """Time limit for listing the frame times of a video, in seconds."""
 _MAX_TIME_DEVIATION = 0.4
@@ -39,7 +38,7 @@ def image_size(content: bytes) -> tuple[int, int]:
         EmbodyError: the file is not an image.
     """
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             return _get_upright_size(image)[1]
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise EmbodyError(f"The frame cannot be decoded: {error}. Download the data set again.") from error
@@ -59,7 +58,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
         EmbodyError: the file is not an image, or has another size (checked before decoding).
     """
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             (orientation, actual), declared = _get_upright_size(image), out.shape[:2]
             if actual != declared:
                 raise EmbodyError(
@@ -71,7 +70,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
             pixels = np.asarray((image if orientation == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
-            f"The frame is not an image in a known format ({', '.join(_FORMATS)}). Download or collect the data set "
+            f"The frame is not an image in a known format ({', '.join(FORMATS)}). Download or collect the data set "
             "again."
         ) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

@@ -16,6 +16,8 @@ from embodyrl.types import ByteArray
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+"""Image formats that Pillow reads without other programs."""
 _ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
 
 
@@ -69,9 +71,10 @@ class LazyImage:
             if isinstance(self.source, np.ndarray):
                 yield Image.fromarray(self.source)
                 return
-            with Image.open(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
+            source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
+            with Image.open(source, formats=FORMATS) as image:
                 yield image
-        except (OSError, Image.DecompressionBombError) as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ConfigError(
                 f"{self.where}: the image cannot be read: {error}. Replace the image, or remove the row."
             ) from error

@@ -264,6 +264,18 @@ def test_hub_image_can_be_a_symlink_into_its_cache(tmp_path: Path):
     assert open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None).image_size == (4, 4)
 
 
+@pytest.mark.parametrize("suffix", ["eps", "png"])
+def test_images_are_opened_without_other_programs(tmp_path: Path, monkeypatch, suffix: str):
+    (tmp_path / "gs").write_text(f"#!/bin/sh\n> {tmp_path}/called\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    Image.new("RGB", (4, 4)).save(tmp_path / f"a.{suffix}", format="EPS")
+    (picture,) = read_images(f"a.{suffix}", tmp_path, "row 1", None)
+    with pytest.raises(ConfigError, match="row 1: the image cannot be read"):
+        picture.pixels()
+    assert not (tmp_path / "called").exists()
+
+
 @pytest.mark.parametrize(
     ("prompt", "shown", "says"),
     [
