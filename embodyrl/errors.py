@@ -19,6 +19,11 @@ def mask_hidden_values(text: str) -> str:
     return text
 
 
+def replace_control_characters(text: str) -> str:
+    """Replace control characters, which a terminal interprets as commands, with question marks."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
+
+
 def shorten(text: str) -> str:
     """Format text for an error message: at most about 120 characters, with escaped control characters."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

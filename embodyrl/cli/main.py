@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import logging
 import os
 import shlex
 import signal
@@ -20,8 +21,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview, package_commands
-from embodyrl.cli.output import disable_garbage_collection, replace_control_characters
-from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, mask_hidden_values
+from embodyrl.cli.output import disable_garbage_collection
+from embodyrl.errors import (
+    CheckpointError,
+    ConfigError,
+    EmbodyError,
+    Interrupted,
+    mask_hidden_values,
+    replace_control_characters,
+)
 from embodyrl.files import describe_full_disk, has_room, is_full_disk
 from embodyrl.process_cleanup import exit_with_leftovers
 from embodyrl.registry import closest
@@ -47,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _open_streams()
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # avoid a scan of installed packages
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_LogFormatter())
     arguments = list(sys.argv[1:] if argv is None else argv)
     code = 1
     try:
@@ -64,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             except OSError:  # a closed terminal or full disk must not fail the exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
+
+
+class _LogFormatter(logging.Formatter):
+    """Formatter for log lines, which may contain texts from untrusted files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return replace_control_characters(mask_hidden_values(super().format(record)))
 
 
 _ERROR = "embodyrl: error: "

@@ -9,15 +9,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from embodyrl.errors import replace_control_characters
 from embodyrl.files import json_text
 
 _FAMILY_SIZE = 10
 """Minimum number of variants that are listed in one line."""
-
-
-def replace_control_characters(text: str) -> str:
-    """Replace control characters, which a terminal interprets as commands, with question marks."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:

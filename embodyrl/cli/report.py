@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodyrl.cli.output import replace_control_characters, show_result
+from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.compose import flatten
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, replace_control_characters
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
 from embodyrl.reports.samples import sample_lines

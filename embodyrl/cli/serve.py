@@ -4,9 +4,8 @@ import argparse
 import json
 import sys
 
-from embodyrl.cli.output import replace_control_characters
 from embodyrl.cli.run import compose_with_ckpt, handle_config_flags
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, replace_control_characters
 from embodyrl.version import __version__
 
 

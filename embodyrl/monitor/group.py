@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from embodyrl.errors import ConfigError, UnknownNameError, mask_hidden_values
+from embodyrl.errors import ConfigError, UnknownNameError, mask_hidden_values, replace_control_characters
 from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.protocol import MONITORS, Monitor, ResultRow, RunInfo
 
@@ -57,6 +58,7 @@ class MonitorGroup(Monitor):
         Raises:
             ConfigError: a logger failed to start; loggers that were already open are closed.
         """
+        info = replace(info, tasks=[_format_line(task) for task in info.tasks])
         opened: dict[str, Monitor] = {}
         for name, monitor in self._monitors.items():
             try:
@@ -81,11 +83,11 @@ class MonitorGroup(Monitor):
 
     def text(self, line: str) -> None:
         """Pass a line to all loggers."""
-        self._call_all(lambda monitor: monitor.text(mask_hidden_values(line)))
+        self._call_all(lambda monitor: monitor.text(_format_line(line)))
 
     def banner(self, lines: Sequence[str]) -> None:
         """Pass the banner to all loggers."""
-        self._call_all(lambda monitor: monitor.banner([mask_hidden_values(line) for line in lines]))
+        self._call_all(lambda monitor: monitor.banner([_format_line(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Pass the progress of a phase to all loggers."""
@@ -93,7 +95,8 @@ class MonitorGroup(Monitor):
 
     def results(self, title: str, rows: Sequence[ResultRow]) -> None:
         """Pass a table of results to all loggers."""
-        self._call_all(lambda monitor: monitor.results(title, rows))
+        cleaned = [(_format_line(task), *texts) for task, *texts in rows]
+        self._call_all(lambda monitor: monitor.results(title, cleaned))
 
     def close(self) -> None:
         """Close all loggers."""
@@ -111,6 +114,10 @@ class MonitorGroup(Monitor):
             _log.warning(message)
             # The warning goes to the other loggers, too; those that fail now are also dropped.
             self.text(f"warning: {message}")
+
+
+def _format_line(line: str) -> str:
+    return replace_control_characters(mask_hidden_values(line))
 
 
 def _format_error(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -111,6 +112,18 @@ def test_addresses_and_folders_of_a_run_are_not_inherited(run, tmp_path):
     config["runner"]["output_dir"] = str(tmp_path)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert load_with_ckpt("eval", [f"ckpt={run}", "trust=true"]).runner.output_dir == str(tmp_path)
+
+
+def test_warnings_contain_no_control_characters(run, capfd):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["runner"]["logger"]["project_name"] = "p\x1b]0;owned\x07\x9b31m\u202e"
+    config["runner"]["logger"]["backends"] = ["console", "jsonl"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", "--resume", str(run), "trust=true", "runner.max_steps=2"]) == 0
+    logging.lastResort.handle(logging.makeLogRecord({"msg": "p\x1b]0;logged\x07", "levelno": logging.ERROR}))
+    text = "".join(capfd.readouterr())
+    assert {"p?]0;owned??31m?", "p?]0;logged?"} <= {*text.split()} | {w.rpartition("=")[2] for w in text.split()}
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*text}
 
 
 def test_links_inside_the_run_are_accepted(run, tmp_path):
