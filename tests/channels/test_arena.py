@@ -35,7 +35,7 @@ def test_record_is_readable_only_after_a_complete_write(arena):
     assert arena["image"][arena.read([record_ref])].sum() == 7 * 8 * 8 * 3
 
 
-def test_ticket_of_a_freed_record_is_invalid(arena):
+def test_reference_to_a_freed_record_is_invalid(arena):
     old = arena.allocate()
     with arena.write(old):
         pass
@@ -49,8 +49,8 @@ def test_ticket_of_a_freed_record_is_invalid(arena):
         arena.read([old])
 
 
-def test_ticket_of_a_reused_record_is_invalid(arena):
-    """The record is readable for another ticket: only the sequence numbers differ."""
+def test_reference_to_a_reused_record_is_invalid(arena):
+    """The record is readable by another reference: only the sequence numbers differ."""
     old = arena.allocate()
     with arena.write(old):
         pass

@@ -85,7 +85,7 @@ def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]
 
 
 def reset(worker: env_worker.EnvWorker, arena: Arena, *, steps: int, video: Path | None = None) -> int:
-    """Start an episode; return the ticket of its first observation."""
+    """Start an episode; return the reference to the record of its first observation."""
     (record_ref,) = arena.allocate_all(1).tolist()
     begun = EpisodeStart(reset_id=0, seed=0, max_episode_steps=steps)
     stem = None if video is None else str(video)
@@ -98,7 +98,7 @@ def reset(worker: env_worker.EnvWorker, arena: Arena, *, steps: int, video: Path
 
 
 def step(worker: env_worker.EnvWorker, arena: Arena, source: int) -> tuple[int, EnvReport]:
-    """Execute the chunk of a record; return the ticket of the next observation."""
+    """Execute the chunk of a record; return the reference to the record of the next observation."""
     (target,) = arena.allocate_all(1).tolist()
     request = EnvRequest(sequence=1, stage=0, env_indices=[0], sources=np.array([source]), targets=np.array([target]))
     (report,) = worker.handle(request)
