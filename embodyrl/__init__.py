@@ -15,7 +15,7 @@ from embodyrl.version import __version__ as __version__
 
 # On import, torch creates the folder of its compiler cache; by default this is a new folder in the temporary folder.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-if os.access(_CACHE if _CACHE.is_dir() else _CACHE.parent, os.W_OK):
+if os.access(_CACHE if os.path.isdir(_CACHE) else _CACHE.parent, os.W_OK):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "embodyrl" / "torchinductor"))
 
 _NAMES = {

@@ -165,7 +165,7 @@ class PolicyServer:
 
     def _process_request(self, connection: Any, request: Any) -> Any:
         """Answer health checks (openpi: /healthz, vla-eval: /health) over HTTP; reject clients above the limit."""
-        if request.path in ("/healthz", "/health"):
+        if request.path in ("/healthz", "/health") and "Origin" not in request.headers:
             return connection.respond(200, "OK\n")
         if self._num_open < self._cfg.max_clients:
             return None

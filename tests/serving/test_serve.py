@@ -9,6 +9,8 @@ import random
 import signal
 import subprocess
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -224,6 +226,11 @@ def test_text_tasks_are_rejected():
 def test_browser_origins_are_rejected(openpi):
     with pytest.raises(InvalidStatus, match="403"):
         client.connect(openpi, proxy=None, origin="http://evil.example")
+    address = openpi.replace("ws://", "http://") + "/healthz"
+    with urllib.request.urlopen(address, timeout=20) as reply:
+        assert reply.read() == b"OK\n"
+    with pytest.raises(urllib.error.HTTPError, match=r"40|426"):
+        urllib.request.urlopen(urllib.request.Request(address, headers={"Origin": "http://evil.example"}), timeout=20)
 
 
 def test_vla_eval_episodes_run_one_action_at_a_time(vla_eval, openpi):

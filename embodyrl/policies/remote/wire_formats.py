@@ -213,9 +213,9 @@ class Names:
         state = None
         if states:
             state = np.asarray(_get_first(message, self.state), np.float32)
-            if state.shape != (states,):
+            if state.shape != (states,) or not np.isfinite(state).all():
                 raise MessageError(
-                    f"'{self.state[0]}' must have {states} numbers, but has shape {state.shape}. "
+                    f"'{self.state[0]}' must have {states} finite numbers, but has shape {state.shape}. "
                     f"{_list_received_fields(message)}"
                 )
         return RemoteObservation(images=self._get_images(message, images), state=state, prompt=prompt)

@@ -58,7 +58,10 @@ class RemoteReward:
         body = json.dumps({"prompt": prompt, "response": response, "reference": reference}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as reply:  # the alarm of the reward process limits the time
-            value = json.loads(reply.read(_LONGEST))
+            text = reply.read(_LONGEST + 1)
+        if len(text) > _LONGEST:
+            raise ValueError(f"The reply of {self.url} has more than {_LONGEST} bytes.")
+        value = json.loads(text)
         return float(value["reward"] if isinstance(value, dict) else value)
 
 

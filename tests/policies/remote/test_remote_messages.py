@@ -181,7 +181,8 @@ def test_message_field_names_are_configurable():
         ({"observation/image": PICTURE[0]}, "uint8"),
         ({"observation/image": PICTURE[:2]}, "differ in size"),
         ({"observation/image": "red"}, "uint8"),
-        ({"observation/state": np.zeros(7)}, "8 numbers"),
+        ({"observation/state": np.zeros(7)}, "8 finite numbers"),
+        ({"observation/state": [float("nan")] * 8}, "8 finite numbers"),
         ({"prompt": None}, "must be a string"),
     ],
 )

@@ -31,7 +31,7 @@ class Service(BaseHTTPRequestHandler):
         self.end_headers()
         value = float("inf") if asked["response"] == "infinite" else value
         said = {"long": {"reward": value}, "flood": {"pad": "x" * 2**20, "reward": 1.0}}.get(asked["prompt"], value)
-        self.wfile.write(json.dumps(said).encode())
+        self.wfile.write(json.dumps(said).encode() + b" " * (2**20 if asked["prompt"] == "padded" else 0))
 
     def log_message(self, *_: object) -> None:
         pass
@@ -59,13 +59,13 @@ def test_reward_service_is_called_and_failures_are_counted(service: str):
     judge = build_reward_runner(TextRewardSettings(path=service, timeout_s=1.0, workers=2), 8)
     try:
         told = [ask("abcd"), ask("fail"), ask("ab", "long"), ask("hang"), ask("abc"), ask("infinite")]
-        found = judge([*told, ask("ab", "flood")])
+        found = judge([*told, ask("ab", "flood"), ask("abcd", "padded")])
     finally:
         judge.close()
     assert judge.components == ("remote", "errors")
-    assert [f.reward for f in found] == [1.0, 0.0, 0.5, 0.0, 0.75, 0.0, 0.0]
-    assert [f.components[-1] for f in found] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
-    assert [f.success for f in found] == [True, False, False, False, False, False, False]
+    assert [f.reward for f in found] == [1.0, 0.0, 0.5, 0.0, 0.75, 0.0, 0.0, 0.0]
+    assert [f.components[-1] for f in found] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    assert [f.success for f in found] == [True, *[False] * 7]
     assert "500" in str(found[1].problem)
     assert found[3].problem == "no result within 1 s"
 
