@@ -17,7 +17,7 @@ from embodyrl.registry import closest
 
 def ckpt(args: argparse.Namespace) -> int:
     """Run `embodyrl ckpt`, which lists, verifies, exports or prunes checkpoints."""
-    actions = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
+    actions = {"ls": _list_steps, "verify": _verify, "export": _export, "prune": _prune}
     usages = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
     args.trust, args.arguments = split_trust(args.arguments)
     action = args.arguments[0] if args.arguments else ""
@@ -33,7 +33,7 @@ def ckpt(args: argparse.Namespace) -> int:
     return actions[action](args)
 
 
-def _ls(args: argparse.Namespace) -> int:
+def _list_steps(args: argparse.Namespace) -> int:
     store = CheckpointStore(find_run(args.arguments[1]) / "checkpoints")
     best = store.best()
     rows = [

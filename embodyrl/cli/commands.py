@@ -77,18 +77,18 @@ def overview() -> str:
     commands = COMMANDS | package_commands()
     common_commands = {name: commands.pop(name) for name in _TEXTS["first"] if name in commands}
     width = max(map(len, [*common_commands, *commands]))
-    return _TEXTS["overview"].format(first=_table(common_commands, width), more=_table(commands, width))
+    return _TEXTS["overview"].format(first=_format_table(common_commands, width), more=_format_table(commands, width))
 
 
-def _table(commands: Mapping[str, Command], width: int) -> str:
-    columns = _columns()
+def _format_table(commands: Mapping[str, Command], width: int) -> str:
+    columns = _get_help_width()
     return "\n".join(
         textwrap.fill(f"  {name:<{width}}  {command.summary}", columns, subsequent_indent=" " * (width + 4))
         for name, command in commands.items()
     )
 
 
-def _columns() -> int:
+def _get_help_width() -> int:
     """Return the width of help texts in characters: argparse's width, with an upper limit for readability."""
     return min(120, shutil.get_terminal_size().columns - 2)
 
@@ -100,7 +100,7 @@ def _groups_and_keys(command: str) -> str:
     from embodyrl.config.settings import format_value
     from embodyrl.plan.schema import choose_classes
 
-    columns = min(100, _columns())
+    columns = min(100, _get_help_width())
     lines = ["groups (group=option; * = default; `embodyrl list envs` describes options):"]
     for group, default in compose.default_options(command).items():
         families = group_variants(group, compose.options(group))

@@ -47,7 +47,7 @@ def data(args: argparse.Namespace) -> int:
     return _ACTIONS[action](args, folders)
 
 
-def _info(args: argparse.Namespace, folders: list[str]) -> int:
+def _describe(args: argparse.Namespace, folders: list[str]) -> int:
     summaries = [describe(open_set(resolve_asset(folder))) for folder in folders]
     show_result(args, summaries, [line for summary in summaries for line in _format_summary(summary)])
     return 0
@@ -82,15 +82,15 @@ def _filter(args: argparse.Namespace, folders: list[str]) -> int:
         raise ConfigError(f"--actor {args.actor} is unknown. Choose one of {', '.join(actors)}.")
     selection = Selection(
         success=True if args.success else False if args.failure else None,
-        low=_number(args, "min_return", float),
-        high=_number(args, "max_return", float),
+        low=_parse_number(args, "min_return", float),
+        high=_parse_number(args, "max_return", float),
         actor=None if args.actor is None else actors[args.actor],
-        version=_number(args, "policy_version", int),
+        version=_parse_number(args, "policy_version", int),
     )
     return _write(args, Path(out), [open_set(resolve_asset(source))], selection)
 
 
-def _number(args: argparse.Namespace, name: str, kind: Callable[[str], Any]) -> Any:
+def _parse_number(args: argparse.Namespace, name: str, kind: Callable[[str], Any]) -> Any:
     text = getattr(args, name)
     try:
         return None if text is None else kind(text)
@@ -115,7 +115,7 @@ def _replay(args: argparse.Namespace, arguments: list[str]) -> int:
     if len(folders) != 1:
         raise ConfigError("embodyrl data replay takes one folder, and overrides such as env=libero_object.")
     episodes: list[dict[str, Any]] = []
-    for episode in replay(resolve_asset(folders[0]), overrides, _number(args, "episodes", int)):
+    for episode in replay(resolve_asset(folders[0]), overrides, _parse_number(args, "episodes", int)):
         episodes.append(asdict(episode))
         outcome = "success" if episode.success else "failure"
         if not args.json:
@@ -137,7 +137,7 @@ def _replay(args: argparse.Namespace, arguments: list[str]) -> int:
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
-    "info": _info,
+    "info": _describe,
     "merge": _merge,
     "filter": _filter,
     "replay": _replay,

@@ -117,11 +117,11 @@ def build_dashboard(history: History) -> RenderableType:
     if not (history.rows or evaluation):
         return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for them.")
     if reply_lines := list(sample_lines(select_samples(history, _MAX_REPLIES))):
-        return Group(_numbers(history, evaluation), Text("\n".join(["replies", *reply_lines])))
-    return _numbers(history, evaluation)
+        return Group(_build_score_table(history, evaluation), Text("\n".join(["replies", *reply_lines])))
+    return _build_score_table(history, evaluation)
 
 
-def _numbers(history: History, evaluation: Evaluation | None) -> RenderableType:
+def _build_score_table(history: History, evaluation: Evaluation | None) -> RenderableType:
     from rich.table import Table
 
     from embodyrl.monitor.dashboard import replay

@@ -31,15 +31,16 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     parameters = run_plan.policy_costs.num_parameters
     size = f", {_format_count(parameters)} parameters, {cfg.model.precision_name}" if parameters else ""
     lines = {
-        "environment": f"{env.name}: {_tasks(env, split)} · {_parallel(run_plan)} · {_time_limit_text(env, split)}",
-        "policy": f"{policy.name}{size}{_inputs(env, policy)} · output: {_outputs(env, policy)}",
+        "environment": f"{env.name}: {_describe_tasks(env, split)} · {_describe_envs(run_plan)} · "
+        f"{_time_limit_text(env, split)}",
+        "policy": f"{policy.name}{size}{_describe_inputs(env, policy)} · output: {_describe_outputs(env, policy)}",
     }
     if run_plan.algorithm is not None:
         settings, loss = run_plan.algorithm.settings, run_plan.algorithm.loss_settings
         clip = f", clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
         groups = f", groups of {settings.group_size}" if settings.group_size > 1 else ""
         lines["algorithm"] = (
-            f"{settings.method}{clip}{groups} · {_episodes_per_step(run_plan)} per step, sampled actions · "
+            f"{settings.method}{clip}{groups} · {_describe_rollout_length(run_plan)} per step, sampled actions · "
             f"{run_plan.total_steps} steps"
         )
     if policy.gripper and env.action.gripper and format_gripper(policy.gripper) != format_gripper(env.action.gripper):
@@ -175,14 +176,14 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
         )
 
 
-def _tasks(env: EnvSpec, split: EnvSplit) -> str:
+def _describe_tasks(env: EnvSpec, split: EnvSplit) -> str:
     """Describe the number of tasks of a run, for example "3 of 21 tasks"."""
     total, chosen = len(env.tasks), len(split.task_ids or env.tasks)
     part = f"{chosen} of {total}" if chosen < total else str(total)
     return f"{part} task{'s' * (total > 1)}"
 
 
-def _parallel(run_plan: RunPlan) -> str:
+def _describe_envs(run_plan: RunPlan) -> str:
     """Describe the number of parallel environments and of their processes."""
     cfg, workers, num_envs = run_plan.cfg, len(run_plan.env_workers), run_plan.num_envs
     text = f"{num_envs} parallel environments"
@@ -191,7 +192,7 @@ def _parallel(run_plan: RunPlan) -> str:
     return f"{text} in {workers} process{'es' * (workers > 1)}"
 
 
-def _episodes_per_step(run_plan: RunPlan) -> str:
+def _describe_rollout_length(run_plan: RunPlan) -> str:
     """Describe the length of a training rollout, in episodes or in chunks of actions."""
     assert run_plan.algorithm is not None
     counts = run_plan.algorithm.estimator.counts_chunk_steps
@@ -229,7 +230,7 @@ def _time_limit_warnings(run_plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _inputs(env: EnvSpec, policy: PolicySpec) -> str:
+def _describe_inputs(env: EnvSpec, policy: PolicySpec) -> str:
     """Describe the observation that the policy reads: cameras with image size, state, or text."""
     names = env.cameras.names[: policy.inputs.num_images]
     parts = ["text"] if env.action.kind is ActionKind.text else []
@@ -242,7 +243,7 @@ def _inputs(env: EnvSpec, policy: PolicySpec) -> str:
     return f" · input: {' and '.join(parts)}" if parts else ""
 
 
-def _outputs(env: EnvSpec, policy: PolicySpec) -> str:
+def _describe_outputs(env: EnvSpec, policy: PolicySpec) -> str:
     """Describe the output of the policy per observation."""
     if env.action.kind is ActionKind.text:
         return f"text of at most {policy.num_action_chunks} tokens"

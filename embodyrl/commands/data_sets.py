@@ -201,7 +201,7 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
                 "but a copied episode can have only one. Train on the original data set instead (data.path)."
             )
     with lock_folder(out):
-        writer = DatasetWriter(out, _card(sources, selection))
+        writer = DatasetWriter(out, _build_card(sources, selection))
         try:
             if (sources[0].root / ENVIRONMENT_PATH).is_file():
                 shutil.copyfile(sources[0].root / ENVIRONMENT_PATH, out / ENVIRONMENT_PATH)
@@ -215,7 +215,7 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
             writer.close()
 
 
-def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
+def _build_card(sources: Sequence[DataSet], selection: Selection) -> Card:
     """Return the metadata card of the new data set, with the tasks and initial states of all sources."""
     first = sources[0].card
     states = [source.card.collected.get("state_ids") for source in sources]
@@ -230,7 +230,7 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
             min(state_range[0] for state_range in state_ranges),
             max(state_range[1] for state_range in state_ranges),
         ]
-    collected |= _origin([source.card.collected for source in sources])
+    collected |= _merge_origins([source.card.collected for source in sources])
     collected |= {f"filter_{name}": value for name, value in asdict(selection).items() if value is not None}
     return Card(
         env=_merge_specs([source.card.env for source in sources]),
@@ -243,7 +243,7 @@ def _card(sources: Sequence[DataSet], selection: Selection) -> Card:
     )
 
 
-def _origin(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge_origins(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the source of the actions and rewards in all sets, for readers that need executed actions or rewards.
 
     Executed actions cannot be computed from labels with different amounts of noise: such a set counts as labels.

@@ -61,7 +61,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         shutil.copyfile(find_file(run, "config.yaml"), scratch / EXPORTED_CONFIG)
         if (run / ENVIRONMENT_FILE).is_file():
             shutil.copyfile(find_file(run, ENVIRONMENT_FILE), scratch / ENVIRONMENT_FILE)
-        (scratch / "README.md").write_text(_card(run, cfg, step, manifest.meta), encoding="utf-8")
+        (scratch / "README.md").write_text(_build_card(run, cfg, step, manifest.meta), encoding="utf-8")
     return out
 
 
@@ -77,14 +77,14 @@ def _training_env_spec(cfg: Config) -> EnvSpec:
     return data_environment(cfg.data) if cfg.has("data") else env_spec(cfg)
 
 
-def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
+def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
     trained = cfg.is_train_command
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
     title, results = f"{run.name}, step {step}", find_file(run, f"eval/step_{step:06d}/eval.json")
     template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     return template.format(
-        metadata=_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
+        metadata=_format_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
         title=title,
         version=__version__,
         command="train" if trained else "dagger" if cfg.command == "dagger" else "sft",
@@ -95,11 +95,11 @@ def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
         env=meta.get("env") or meta.get("data"),
         trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.trains_adapters else ''}",
         precision=cfg.model.precision_name,
-        results=_results(results),
+        results=_format_results(results),
     )
 
 
-def _metadata(cfg: Config, title: str, base: str, results: Path, data_name: str) -> str:
+def _format_metadata(cfg: Config, title: str, base: str, results: Path, data_name: str) -> str:
     """Return the YAML header of a model card, from which the hub lists the model and its evaluation.
 
     Local folders are left out: the hub accepts repository names only.
@@ -144,7 +144,7 @@ def _match_hub_name(path: str) -> re.Match[str] | None:
     return match if match and match["revision"] else None
 
 
-def _results(file: Path) -> str:
+def _format_results(file: Path) -> str:
     """Return a Markdown table of the success rate of each task, or of the return, with 95 % intervals."""
     if not file.is_file():
         return "This step was not evaluated.\n"
@@ -182,7 +182,7 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         return _upload(source, repo, "dataset", private, card, tag)
     if (source / "config.json").is_file():
         return _upload(source, repo, "model", private)
-    run, step = _checkpoint(source)
+    run, step = _find_checkpoint(source)
     scratch = run / f".push.{os.getpid()}.tmp"
     try:
         return _upload(export(run, step, scratch, overrides=overrides), repo, "model", private)
@@ -190,7 +190,7 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _checkpoint(source: Path) -> tuple[Path, int]:
+def _find_checkpoint(source: Path) -> tuple[Path, int]:
     step = source.name.removeprefix("step_")
     if source.parent.name == "checkpoints" and step.isdecimal() and source.is_dir():
         return source.parents[1], int(step)

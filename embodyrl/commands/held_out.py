@@ -34,12 +34,12 @@ def held_out_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     states = {episode.reset_id for episode in eval_episodes(cfg, env, run_plan.policy).episodes}
     if run_plan.algorithm is not None:
         training = run_plan.cfg
-        demonstration_ids = _demonstration_ids(dict(training.leaves()), env) or {}
+        demonstration_ids = _get_demonstration_ids(dict(training.leaves()), env) or {}
         ids_by_use = {"training": {*select_reset_ids(env, training.env.train)}, **demonstration_ids}
         counts = {use: len(states & ids) for use, ids in ids_by_use.items()}
         return [("held out", _overlap_text(len(states), counts))] if any(counts.values()) else []
     return (
-        [("held out", line) for line in _checkpoint_history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
+        [("held out", line) for line in _describe_history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
     )
 
 
@@ -66,7 +66,7 @@ def rendering_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     return [("rendering", f"warning: the images differ from those of training; {fix}")] if different else []
 
 
-def _checkpoint_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
+def _describe_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
     """Yield one line for a checkpoint's run and each parent run: the overlap of `states` with the run's states."""
     visited: set[Path] = set()
     while (file := record_of(resolve_run(ckpt))) is not None and file not in visited:
@@ -74,7 +74,7 @@ def _checkpoint_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) 
         # Only numbers are read; no component in it is loaded.
         saved = flatten(read_plain_yaml(file))
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
-        ids_by_use = _ids_by_use(saved, cfg, env)
+        ids_by_use = _get_ids_by_use(saved, cfg, env)
         counts = {f"{use} of {name}": len(states & ids) for use, ids in ids_by_use.items()}
         yield (
             _overlap_text(len(states), counts) + (_unused_states_text(env, ids_by_use) if any(counts.values()) else "")
@@ -92,7 +92,7 @@ def _checkpoint_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) 
     yield f"unknown: the training data of {ckpt} is not recorded"
 
 
-def _ids_by_use(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[int]]:
+def _get_ids_by_use(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[int]]:
     """Return the reset ids that a run may have used, by purpose (training, validation, demonstrations).
 
     The result is empty for a run in another environment.
@@ -101,7 +101,7 @@ def _ids_by_use(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str
     current = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
     # SFT has no environment, and earlier versions had fewer keys.
     if "env.env_type" in saved and all(saved.get(key, value) == value for key, value in current.items()):
-        row_spec, demonstration_ids = _with_row_split(saved, cfg, env), _demonstration_ids(saved, env)
+        row_spec, demonstration_ids = _with_row_split(saved, cfg, env), _get_demonstration_ids(saved, env)
         if row_spec is None or demonstration_ids is None:
             return {}
         env = row_spec
@@ -109,9 +109,9 @@ def _ids_by_use(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str
         splits = {"training": "train"} | ({"validation": "eval"} if validates else {})
         across = bool(saved.get("runner.val_suites"))
         return {
-            use: _possible_ids(saved, split, env, across and split == "eval") for use, split in splits.items()
+            use: _get_possible_ids(saved, split, env, across and split == "eval") for use, split in splits.items()
         } | demonstration_ids
-    return _demonstration_ids(saved, env) or {}
+    return _get_demonstration_ids(saved, env) or {}
 
 
 def _with_row_split(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec | None:
@@ -128,7 +128,7 @@ def _with_row_split(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvS
     return replace(env, benchmark=replace(env.benchmark, held_out=round(val_share * env.states_per_task[0])))
 
 
-def _demonstration_ids(saved: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
+def _get_demonstration_ids(saved: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
     """Return the reset ids of the demonstrations that a run used; None if a data set is missing or contains text."""
     folders = saved.get("algorithm.demonstrations") or []
     if "env.env_type" not in saved or _is_dagger_round(saved):  # else it is text
@@ -150,7 +150,7 @@ def _is_dagger_round(saved: Mapping[str, Any]) -> bool:
     return "dagger.rounds" in saved
 
 
-def _possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
+def _get_possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
     """Return the reset ids that the training split may have sampled, or that the first validation used."""
     ids = saved.get(f"env.{split}.state_ids") or get_state_range(env, split)
     try:

@@ -125,7 +125,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Append the wall-clock and CPU time of this attempt to costs.jsonl, and release the lock."""
-        wall, cpu = (end - start for end, start in zip(_elapsed_times(), self.started, strict=True))
+        wall, cpu = (end - start for end, start in zip(_get_elapsed_times(), self.started, strict=True))
         # The largest of this process and its ended children; Linux counts KiB.
         peak = max(resource.getrusage(target).ru_maxrss for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
@@ -151,7 +151,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     try:
         root = resume or _new_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
-        started = _elapsed_times()
+        started = _get_elapsed_times()
         # Before anything is written: the folder may contain the files of an active run.
         lock = _acquire_lock(root / _LOCK_FILE, root)
         try:
@@ -310,13 +310,13 @@ def _release_lock(lock: Path, handle: int) -> None:
     os.close(handle)
 
 
-def _elapsed_times() -> tuple[float, float]:
+def _get_elapsed_times() -> tuple[float, float]:
     """Return the time of a monotonic clock, and the CPU time of this process and its children, in seconds."""
     times = os.times()
     return time.monotonic(), times.user + times.system + times.children_user + times.children_system
 
 
-def _commit() -> str:
+def _get_commit() -> str:
     """Return the commit of the source checkout, with `+changes` if files differ; empty for an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -330,7 +330,7 @@ def _commit() -> str:
 
 def _describe_machine(cfg: Config) -> str:
     """Return lines (name, value) about the code and the machine of a run."""
-    lines = [f"embodyrl {__version__}", f"commit {_commit() or 'not known'}", f"processor {_processor_name()}"]
+    lines = [f"embodyrl {__version__}", f"commit {_get_commit() or 'not known'}", f"processor {_get_processor_name()}"]
     lines += [f"gpu {gpu}" for gpu in visible_gpus()]
     lines += [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {available_cores()}"]
     for package in _PACKAGES:
@@ -345,7 +345,7 @@ def _describe_machine(cfg: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _processor_name() -> str:
+def _get_processor_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -107,7 +107,7 @@ def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs
             f"--until-significant: the runs have different initial states, horizons or success keys ({differences}). "
             "Set these keys to one value for both."
         )
-    max_pairs = min(map(_max_pairs, (first, second)))
+    max_pairs = min(map(_count_max_pairs, (first, second)))
     print_line = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
     print_line(f"at most {max_pairs} episodes of each policy; level 5 % at every number of episodes")
     verdict = run_test([])
@@ -115,11 +115,11 @@ def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
             for evaluation in evaluations:
                 evaluation.run_episodes(count)
-        verdict = run_test(_differences(*(evaluation.rows for evaluation in evaluations)))
+        verdict = run_test(_compute_differences(*(evaluation.rows for evaluation in evaluations)))
         if verdict.is_decided:
             break
         print_line(f"{count} of {max_pairs} episodes: no decision, p = {verdict.p_value:.3g}")
-    lines = [*(evaluation.line() for evaluation in evaluations), _sentence(verdict, runs, max_pairs)]
+    lines = [*(evaluation.line() for evaluation in evaluations), _format_result(verdict, runs, max_pairs)]
     values = {"pairs": verdict.pairs, "only_first": verdict.only_first, "only_second": verdict.only_second}
     result = values | {
         "p": verdict.p_value,
@@ -130,7 +130,7 @@ def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs
     return 0
 
 
-def _sentence(verdict: Verdict, runs: Sequence[str], max_pairs: int) -> str:
+def _format_result(verdict: Verdict, runs: Sequence[str], max_pairs: int) -> str:
     counts = f"only {runs[0]} succeeds {verdict.only_first}, only {runs[1]} {verdict.only_second}"
     test = f"sequential test p = {verdict.p_value:.3g}"
     if not verdict.is_decided:
@@ -147,12 +147,12 @@ def _test_sizes(max_pairs: int) -> Iterator[int]:
     yield max_pairs
 
 
-def _min_pairs() -> int:
+def _compute_min_pairs() -> int:
     """Return the minimum number of pairs for a decision, which suffices if one policy wins all pairs."""
     return next(wins for wins in itertools.count() if math.exp(-log_e_value(wins, 0)) <= SIGNIFICANT)
 
 
-def _max_pairs(cfg: Config) -> int:
+def _count_max_pairs(cfg: Config) -> int:
     """Return the maximum number of episode pairs of the test.
 
     Raises:
@@ -161,7 +161,7 @@ def _max_pairs(cfg: Config) -> int:
     run_plan = build_run_plan(cfg, training=False)
     plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
     states = len({episode.reset_id for episode in plan.episodes})
-    if states < (min_pairs := _min_pairs()):
+    if states < (min_pairs := _compute_min_pairs()):
         raise ConfigError(
             f"--until-significant: {states} initial states are too few for a significant difference. At least "
             f"{min_pairs} are needed, if one policy wins all of them. Raise eval.episodes, or evaluate more states "
@@ -213,7 +213,7 @@ class _PolicyEvaluation:
         return f"{self.run}: {rate}, {self.folder}"
 
 
-def _differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[int]:
+def _compute_differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[int]:
     """Return the success of the second policy minus the success of the first policy, for each episode.
 
     Raises:

@@ -116,11 +116,11 @@ def resolve_extra_folders(cfg: Config) -> tuple[list[Path], Path | None]:
     data = cfg.demonstrations
     # Equal reset ids of two environments are different initial states.
     compared_fields = ("name", "states_per_task") if cfg.objective.name is Objective.dpo else ()
-    extra_paths = [_matching_path(folder, data, *compared_fields) for folder in data.more]
-    return extra_paths, None if data.val_path is None else _matching_path(data.val_path, data)
+    extra_paths = [_resolve_matching_path(folder, data, *compared_fields) for folder in data.more]
+    return extra_paths, None if data.val_path is None else _resolve_matching_path(data.val_path, data)
 
 
-def _matching_path(folder: str, data: DemonstrationSettings, *compared_fields: str) -> Path:
+def _resolve_matching_path(folder: str, data: DemonstrationSettings, *compared_fields: str) -> Path:
     """Check that the demonstrations in `folder` can be combined with those in `data.path`; return the path of `folder`.
 
     Raises:

@@ -97,7 +97,7 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
     Raises:
         EmbodyError: data are missing, damaged or too large, or do not fit the model.
     """
-    inputs = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
+    inputs = _load_text(cfg) if isinstance(cfg.data, RowSettings) else _load_demonstrations(cfg, folder)
     if cfg.objective.trains_reward_model and not inputs.policy.rates:
         raise ConfigError(
             f"objective.name={cfg.objective.name}: model '{inputs.policy.name}' cannot be trained as a reward "
@@ -118,7 +118,7 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
     return inputs
 
 
-def _demonstrations(cfg: Config, folder: Path) -> SftInputs:
+def _load_demonstrations(cfg: Config, folder: Path) -> SftInputs:
     env, model = read_card(resolve_asset(str(cfg.demonstrations.path)), cfg.demonstrations).env, cfg.model
     is_paired = cfg.objective.name is Objective.dpo
     uses_data_statistics = model.weights is not None and not is_paired
@@ -255,7 +255,7 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     length = max_steps if epochs < 0 else f"{epochs} epochs, at most {max_steps},"
     training = ("training", f"{length} of {cfg.actor.global_batch_size} {unit}{rank_text}{objective_text}")
     if isinstance(cfg.data, RowSettings):
-        rows, _, policy = _text_parts(cfg)
+        rows, _, policy = _get_text_parts(cfg)
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
@@ -306,7 +306,7 @@ def _describe_data(root: Path) -> str:
     return f"{root}: {len(rows)} episodes, {sum(row['length'] for row in rows)} frames of {name}"
 
 
-def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
+def _get_text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     """Return the text rows, and the specs of the environment and of the policy.
 
     Raises:
@@ -328,26 +328,26 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     return rows, env, policy
 
 
-def _text(cfg: Config) -> SftInputs:
+def _load_text(cfg: Config) -> SftInputs:
     """Load text rows; the target of a row is the reference answer with an end token.
 
     Raises:
         ConfigError: see `_text_parts`.
     """
-    rows, env, policy = _text_parts(cfg)
+    rows, env, policy = _get_text_parts(cfg)
     split = len(rows) - rows.held_out
-    train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
+    train, held_out = _build_text_samples(rows, range(split)), _build_text_samples(rows, range(split, len(rows)))
     return SftInputs(
         env=env, policy=policy, model=cfg.model, train=train, validation=held_out if len(held_out) else None
     )
 
 
-def _text_samples(rows: TextRows, indices: range) -> Samples:
+def _build_text_samples(rows: TextRows, indices: range) -> Samples:
     """Convert each row to an episode of one step, whose observation is the conversation."""
     selected, steps = [rows[index] for index in indices], np.arange(len(indices))
     empty = np.zeros((len(indices), 0), np.float32)
     demos = Demonstrations(
-        images=_pixels(rows, selected),
+        images=_stack_images(rows, selected),
         state=empty,
         action=empty,
         reward=np.zeros(len(indices), np.float32),
@@ -367,7 +367,7 @@ def _text_samples(rows: TextRows, indices: range) -> Samples:
     )
 
 
-def _pixels(rows: TextRows, selected: Sequence[TextRow]) -> ByteArray:
+def _stack_images(rows: TextRows, selected: Sequence[TextRow]) -> ByteArray:
     """Return the images [M, C, H, W, 3] of the rows; smaller images are in the upper left corner.
 
     Raises:

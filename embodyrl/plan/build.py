@@ -63,7 +63,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
             select_reset_ids(env, split)
     num_envs = _count_envs(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)
-    samples = _max_samples(learner, algorithm) if learner and algorithm else 0
+    samples = _count_samples(learner, algorithm) if learner and algorithm else 0
     with_reference = algorithm is not None and algorithm.needs_reference
     # A GPU resizes faster than it copies images to the host.
     with_resized = algorithm is not None and not algorithm.estimator.needs_replay and not visible_gpus()
@@ -85,9 +85,9 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         policy=policy,
         algorithm=algorithm,
         layout=layout,
-        capacity=_capacity(learner, env, algorithm, num_envs),
+        capacity=_count_records(learner, env, algorithm, num_envs),
         env_workers=split_envs(num_envs, count_env_workers(cfg, env, devices, num_envs)),
-        total_steps=_total_steps(learner, env) if learner else 0,
+        total_steps=_count_steps(learner, env) if learner else 0,
         optimizer_steps_per_step=updates,
         max_samples=samples,
         ranks=count_ranks(cfg),
@@ -273,7 +273,7 @@ def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, num_envs: int
     return max(1, min(per_host * len(component_nodes(cfg)["env"]), num_envs))
 
 
-def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
+def _count_samples(cfg: Config, algorithm: Algorithm) -> int:
     """Return the maximum number of samples (action chunks) of one training step."""
     split = cfg.env.train
     steps = split.max_episode_steps
@@ -282,11 +282,11 @@ def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
     return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.chunk_steps)
 
 
-def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_envs: int) -> int:
+def _count_records(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_envs: int) -> int:
     in_flight = 2 * num_envs  # per environment: the record of the current chunk and the record of the next observation
     if cfg is None or algorithm is None:
         return in_flight
-    samples = _max_samples(cfg, algorithm)
+    samples = _count_samples(cfg, algorithm)
     finals = 0
     if algorithm.needs_final_observations:
         # One more record for the last observation of each truncated or cut episode, or of each episode with hindsight.
@@ -298,7 +298,7 @@ def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num
     return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight
 
 
-def _total_steps(cfg: Config, env: EnvSpec) -> int:
+def _count_steps(cfg: Config, env: EnvSpec) -> int:
     steps = cfg.runner.max_steps
     if cfg.runner.max_epochs >= 0:
         ids = len(select_reset_ids(env, cfg.env.train))

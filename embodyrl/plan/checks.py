@@ -135,10 +135,10 @@ def _wrong_values(
         source = f"{setting.where if setting else ''}{name}={shorten(format_value(value))} "
         if setting and setting.is_set_by_user:
             source = setting.where
-        yield f"{source}{_rule(key, value)}"
+        yield f"{source}{_format_rule(key, value)}"
 
 
-def _rule(key: Key, value: Any) -> str:
+def _format_rule(key: Key, value: Any) -> str:
     default = "" if key.required else f" Default: {format_value(key.default)}."
     return f"must be {key.expectation}.{closest(str(value), key.choices)}{default}"
 
@@ -149,7 +149,7 @@ def wrong_value(key: Key, value: Any) -> list[str]:
     try:
         TypeAdapter(kind, config=Settings.model_config).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError:
-        return [f"{key.name}={shorten(format_value(value))} {_rule(key, value)}"]
+        return [f"{key.name}={shorten(format_value(value))} {_format_rule(key, value)}"]
     return []
 
 

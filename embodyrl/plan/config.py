@@ -118,13 +118,13 @@ def load_saved_config(
     saved = read_saved(file)
     command = command or infer_command(saved)
     groups, overrides = split_overrides(command, arguments, (), problems)
-    problems += [_no_group(command, group, option) for group, option in groups.items()]
+    problems += [_group_error(command, group, option) for group, option in groups.items()]
     used_settings = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unused_keys)]
     check_trust(used_settings, overrides, file, problems)
     return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *overrides], problems)
 
 
-def _no_group(command: str, group: str, option: str) -> str:
+def _group_error(command: str, group: str, option: str) -> str:
     """Return the error about a group option for a saved run; suggest an equivalent key, if there is one."""
     key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
     with suppress(ConfigError):

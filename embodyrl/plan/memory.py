@@ -158,7 +158,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     shards = (run_plan.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
     single_micro_batch = sharded and _micro_batches(run_plan) == 1
     whole_gradients = not sharded or (gradient_sync == "step" and not single_micro_batch)
-    prompts = math.inf if sharded else _prompts(run_plan)
+    prompts = math.inf if sharded else _count_prompts(run_plan)
     copies = uses_bf16 and not adapters and not sharded
     activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole_gradients=whole_gradients)
     if critic:
@@ -168,26 +168,26 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         )
     gradients = 4 * trained // (1 if whole_gradients else shards)
     if single_micro_batch:  # shards are allocated while activations are freed
-        gradients = max(0, gradients - (activations - _whole_at_a_time(costs)))
+        gradients = max(0, gradients - (activations - _get_layer_gradients(costs)))
     offloaded = fsdp.cpu_offload and on_gpu
     average_bytes = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
-    replay, loading_bytes = _replay(run_plan, cfg)
+    replay, loading_bytes = _estimate_replay(run_plan, cfg)
     process = _CUDA if on_gpu else PROCESS + (_ADAPTERS if adapters else 0)
-    inference_batch = _inference_batch(run_plan, cfg, costs)
+    inference_batch = _estimate_inference(run_plan, cfg, costs)
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
         weights=0 if offloaded else (stored_bytes + average_bytes) // shards,
         gathered=weight_bytes + (2 * costs.outside_layers if uses_bf16 and not adapters else 0)
         if sharded and not is_separate
         else 0,
-        reference=_reference(
+        reference=_estimate_reference(
             run_plan, cfg, stored_bytes if adapters else weight_bytes + (costs.outside_layers if uses_bf16 else 0)
         ),
         gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
-        in_use=_gathered_at_a_time(costs, total, uses_bf16=uses_bf16, adapters=adapters) if sharded and on_gpu else 0,
+        in_use=_get_gathered_bytes(costs, total, uses_bf16=uses_bf16, adapters=adapters) if sharded and on_gpu else 0,
         inference_batch=0 if is_separate else inference_batch,
         keeps_inference_memory=cfg.model.uses_cuda_graphs and on_gpu,
         building=stored_bytes + loading_bytes if adapters or not on_gpu else 4 * trained,
@@ -201,7 +201,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         else 0,  # its construction needs as much memory as that of an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
-        env_worker=_env_worker(run_plan),
+        env_worker=_estimate_env_worker(run_plan),
         env_gpu=rendering_bytes(run_plan),
         arena=run_plan.layout.offsets(run_plan.capacity)[1],
         replay=0 if on_gpu else replay,
@@ -220,10 +220,10 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     unused_sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)}
     used_sizes: dict[str, Any] = {
         "weights": costs.num_parameters * (2 if cfg.model.uses_bf16 else 4),
-        "inference_batch": _inference_batch(run_plan, cfg, replace(costs, num_trained=0)),
+        "inference_batch": _estimate_inference(run_plan, cfg, replace(costs, num_trained=0)),
         "engine": engine,
         "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
-        "env_worker": _env_worker(run_plan),
+        "env_worker": _estimate_env_worker(run_plan),
         "env_gpu": rendering_bytes(run_plan),
         "arena": run_plan.layout.offsets(run_plan.capacity)[1],
         "on_gpu": on_gpu,
@@ -233,13 +233,13 @@ def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     return MemoryPlan(**unused_sizes | used_sizes)
 
 
-def _env_worker(run_plan: RunPlan) -> int:
+def _estimate_env_worker(run_plan: RunPlan) -> int:
     """Return the memory of an env worker."""
     costs, num_envs = run_plan.env_costs, len(run_plan.env_workers[0].env_indices)
     return _ENV_PROCESS + costs.task_bytes + costs.host_bytes[0] + costs.host_bytes[1] * num_envs
 
 
-def _prompts(run_plan: RunPlan) -> float:
+def _count_prompts(run_plan: RunPlan) -> float:
     """Return the number of distinct prompts in a micro-batch; infinity if episodes have several chunks."""
     cfg, total, groups = run_plan.cfg, run_plan.max_samples, groups_per_step(run_plan.cfg)
     size, samples = cfg.algorithm.group_size, cfg.actor.micro_batch_size
@@ -248,7 +248,7 @@ def _prompts(run_plan: RunPlan) -> float:
     return max_prompts if total == groups * size else math.inf
 
 
-def _inference_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
+def _estimate_inference(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
     """Return the bytes of an inference batch on the GPU.
 
     With vLLM, the policy module runs only to compute values, or log-probabilities for a temperature other than 1.
@@ -275,7 +275,7 @@ def _second_model_costs(run_plan: RunPlan, path: str | None) -> PolicyCosts | No
     return policy_costs(model.without_adapters(path), run_plan.env, 0)
 
 
-def _reference(run_plan: RunPlan, cfg: Config, own_bytes: int) -> int:
+def _estimate_reference(run_plan: RunPlan, cfg: Config, own_bytes: int) -> int:
     """Return the bytes of the frozen reference weights in compute precision; 0 for a reference server."""
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
@@ -283,7 +283,7 @@ def _reference(run_plan: RunPlan, cfg: Config, own_bytes: int) -> int:
     return own_bytes if teacher is None else teacher.num_parameters * (2 if cfg.model.uses_bf16 else 4)
 
 
-def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
+def _estimate_replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     """Return the bytes of the replay buffer, and the additional bytes needed while demonstrations are loaded.
 
     For SAC, the buffers contain the observation and action of each record, up to the capacity, and all chunks of the
@@ -333,7 +333,7 @@ def _activations(
     samples = float(cfg.actor.global_batch_size if off_policy else cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / costs.sample_tokens)
-    layer_gradients = 0 if whole_gradients else _whole_at_a_time(costs)
+    layer_gradients = 0 if whole_gradients else _get_layer_gradients(costs)
     scoring, recomputed_scoring = costs.scoring(samples)
     if cfg.actor.gradient_checkpointing:  # backward computes log-probabilities before the layers
         return int(samples * costs.recomputed_bytes) + max(
@@ -347,12 +347,12 @@ def _activations(
     )
 
 
-def _whole_at_a_time(costs: PolicyCosts) -> int:
+def _get_layer_gradients(costs: PolicyCosts) -> int:
     """Return the bytes of the unsharded gradients of one layer and of the output matrix; 0 with adapters."""
     return 0 if costs.num_trained is not None else 4 * (costs.outside_layers // 2 + costs.largest_layer[0])
 
 
-def _gathered_at_a_time(costs: PolicyCosts, total: int, *, uses_bf16: bool, adapters: bool) -> int:
+def _get_gathered_bytes(costs: PolicyCosts, total: int, *, uses_bf16: bool, adapters: bool) -> int:
     """Return the bytes of weights that FSDP gathers simultaneously: two layers and all weights outside the layers."""
     # Without known layers, a quarter of all weights is assumed.
     if not costs.largest_layer[0]:

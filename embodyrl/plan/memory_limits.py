@@ -44,9 +44,9 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
                 "The run does not fit on this machine. "
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, and all processes on its GPU need "
                 f"{needed / GIB:.1f} GiB, but the smallest GPU has only {gpu / GIB:.1f} GiB free. "
-                f"{_advice(run_plan, plan, needed - plan.policy)}"
+                f"{_suggest_settings(run_plan, plan, needed - plan.policy)}"
             )
-    policies, workers = _fullest_host(run_plan, plan)
+    policies, workers = _find_fullest_host(run_plan, plan)
     envs = plan.env_worker * workers
     needed, free = policies + envs + plan.arena, available_bytes()
     if needed > free:
@@ -54,11 +54,11 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
             "The run does not fit on this machine. "
             f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
             f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), but "
-            f"only {free / GIB:.1f} GiB are free. {_advice(run_plan, plan)}"
+            f"only {free / GIB:.1f} GiB are free. {_suggest_settings(run_plan, plan)}"
         )
 
 
-def _advice(run_plan: RunPlan, plan: MemoryPlan, rendering_bytes: int | None = None) -> str:
+def _suggest_settings(run_plan: RunPlan, plan: MemoryPlan, rendering_bytes: int | None = None) -> str:
     """Return a sentence with settings that the run does not use and that would reduce its memory.
 
     `rendering_bytes`: GPU memory of simulators on the fullest GPU in bytes; None: the memory of a host is too small.
@@ -85,7 +85,7 @@ def _advice(run_plan: RunPlan, plan: MemoryPlan, rendering_bytes: int | None = N
     return f"Try {', '.join([*keys, 'a smaller model'])}."
 
 
-def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
+def _find_fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
     """Return the bytes of policy processes and the number of env workers on the host with the highest memory demand."""
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
     for number in range(run_plan.ranks + run_plan.cfg.rollout_processes):

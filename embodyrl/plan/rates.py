@@ -116,7 +116,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     if not visible_gpus() or not costs.forward_flops:
         return None
     measurements = read_measured_rates()
-    known_rates = _speed(run_plan.gpus, measurements)
+    known_rates = _find_slowest_speed(run_plan.gpus, measurements)
     speed = known_rates or DEFAULT_SPEED
     flops, bytes_per_value = (speed.flops, 2) if cfg.model.uses_bf16 else (speed.slow_flops, 4)
     num_processes = cfg.rollout_processes or run_plan.ranks
@@ -158,7 +158,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
         bound_by=max(durations, key=durations.__getitem__),
         speed=speed,
         known=known_rates is not None,
-        chunk_source=_source(chunk) if chunk else "",
+        chunk_source=_format_source(chunk) if chunk else "",
     )
 
 
@@ -168,21 +168,21 @@ def known_speed(gpu_model: str) -> Speed | None:
     return next((entry for entry in SPEEDS if re.search(rf"\b{entry.name}\b", gpu_model)), None)
 
 
-def _measured_speed(gpu_model: str, measurements: Mapping[str, Measured]) -> Speed | None:
+def _get_measured_speed(gpu_model: str, measurements: Mapping[str, Measured]) -> Speed | None:
     measurement = measurements.get(gpu_model)
     if measurement is None or not {"flops", "slow_flops", "bandwidth"} <= measurement.rates.keys():
         return None
     rates = {name: measurement.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
-    return Speed(gpu_model, **rates, source=_source(measurement))
+    return Speed(gpu_model, **rates, source=_format_source(measurement))
 
 
-def _source(measurement: Measured) -> str:
+def _format_source(measurement: Measured) -> str:
     return f"{measurement.report} ({measurement.day})"
 
 
-def _speed(gpus: Gpus, measurements: Mapping[str, Measured]) -> Speed | None:
+def _find_slowest_speed(gpus: Gpus, measurements: Mapping[str, Measured]) -> Speed | None:
     """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
-    speeds = [_measured_speed(gpu_model, measurements) or known_speed(gpu_model) for gpu_model in gpus.kinds]
+    speeds = [_get_measured_speed(gpu_model, measurements) or known_speed(gpu_model) for gpu_model in gpus.kinds]
     known_speeds = [speed for speed in speeds if speed is not None]
     return (
         min(known_speeds, key=lambda speed: speed.flops) if known_speeds and len(known_speeds) == len(speeds) else None

@@ -81,15 +81,15 @@ def dump_config(cfg: Config, group: str | None = None) -> str:
     Values of environment variables are written as `${oc.env:NAME}`.
     """
     values = to_builtin(cfg) if group is None else {group: to_builtin(getattr(cfg, group))}
-    return dump_plain_yaml(_masked(values))
+    return dump_plain_yaml(_mask_values(values))
 
 
-def _masked(node: Any) -> Any:
+def _mask_values(node: Any) -> Any:
     """Return the tree with hidden values masked and `${` in other text escaped, before YAML quotes the values."""
     if isinstance(node, dict):
-        return {_masked(key): _masked(value) for key, value in node.items()}
+        return {_mask_values(key): _mask_values(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [_masked(item) for item in node]
+        return [_mask_values(item) for item in node]
     return mask_hidden_values(_INTERPOLATION.sub(r"\1\1\\${", node)) if isinstance(node, str) else node
 
 

@@ -12,7 +12,7 @@ import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.cli.main import main
-from embodyrl.commands.sequential import _differences, count_planned_episodes, log_e_value, run_test
+from embodyrl.commands.sequential import _compute_differences, count_planned_episodes, log_e_value, run_test
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.types import ActionSpec, EnvSpec, PolicySpec
@@ -60,7 +60,7 @@ def test_pairs_have_the_same_state_and_seed() -> None:
 
     first = [row(0, 1, True), row(0, 2, False), row(1, 1, False), row(2, 1, True)]
     second = [row(1, 1, True), row(0, 2, False), row(0, 1, True), row(3, 1, True)]
-    assert _differences(first, second) == [1, 0, 0]
+    assert _compute_differences(first, second) == [1, 0, 0]
 
 
 def test_success_rates_that_vary_by_state_cause_no_false_positives() -> None:

@@ -197,7 +197,7 @@ def test_suggested_settings_for_a_language_model_fit_24_gb(tmp_path, monkeypatch
 def test_speed_table_is_found_by_gpu_name(name, speed, tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:6], name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found = rates._speed(Gpus(), {})
+    found = rates._find_slowest_speed(Gpus(), {})
     assert (found and found.name) == speed
 
 

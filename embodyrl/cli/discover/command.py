@@ -32,8 +32,8 @@ def list_things(args: argparse.Namespace) -> int:
     elif overrides and (kind == "extras" or len(overrides) > 1 or "=" in overrides[0]):
         raise ConfigError(f"embodyrl list {kind} takes no more arguments; remove '{overrides[0]}'.")
     elif kind == "extras":
-        rows = _extras()
-        lines = _table(rows)
+        rows = _list_extras()
+        lines = _format_table(rows)
     else:
         group, start = groups[kind], "".join(overrides)
         options = {
@@ -42,8 +42,8 @@ def list_things(args: argparse.Namespace) -> int:
         if not options:
             raise ConfigError(f"No name in `embodyrl list {kind}` starts with '{start}'.")
         rows = [{"name": name, "about": about(group, name, file)} for name, file in options.items()]
-        lines = [*_table(rows if start else _with_families(kind, group, rows))]
-        lines += [row["about"] for row in _extras() if row["missing"]]
+        lines = [*_format_table(rows if start else _with_families(kind, group, rows))]
+        lines += [row["about"] for row in _list_extras() if row["missing"]]
     show_result(args, rows, lines)
     return 0
 
@@ -61,12 +61,12 @@ def _with_families(kind: str, group: str, rows: Sequence[Mapping[str, str]]) -> 
     return result
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+def _format_table(rows: Sequence[Mapping[str, str]]) -> list[str]:
     width = max((len(row["name"]) for row in rows), default=0)
     return [f"{row['name']:<{width}}  {row['about']}" for row in rows]
 
 
-def _extras() -> list[dict[str, str]]:
+def _list_extras() -> list[dict[str, str]]:
     """Return a row for each pip extra: name, description, and the modules that are not installed."""
     rows = []
     for extra in sorted({*EXTRAS.values()}):

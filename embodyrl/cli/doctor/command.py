@@ -39,12 +39,12 @@ def doctor(args: argparse.Namespace) -> int:
     for finding in _findings(cfg, folders):
         findings.append(finding)
         if not (args.json or args.report):
-            print(_line(finding), flush=True)
+            print(_format(finding), flush=True)
     failed = sum(entry.level == "FAIL" for entry in findings)
     warned = sum(entry.level == "warn" for entry in findings)
     totals = f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}"
     summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(entry) for entry in findings]}
-    show_result(args, summary, bug_report(folders[0], [*map(_line, findings), totals]) if args.report else [totals])
+    show_result(args, summary, bug_report(folders[0], [*map(_format, findings), totals]) if args.report else [totals])
     return 3 if failed else 0
 
 
@@ -56,7 +56,7 @@ def _check_checkpoint(args: argparse.Namespace, folders: Sequence[str]) -> int:
         raise ConfigError("embodyrl doctor FOLDER checks one checkpoint, without --report. Other arguments: key=value.")
     lines, findings = diagnose(folders[0], [word for word in args.arguments if "=" in word], args.config_dir)
     summary = {"lines": lines, "findings": [dataclasses.asdict(entry) for entry in findings]}
-    show_result(args, summary, [*(f"  {label:<12} {text}" for label, text in lines), *map(_line, findings)])
+    show_result(args, summary, [*(f"  {label:<12} {text}" for label, text in lines), *map(_format, findings)])
     return 3 if any(entry.level == "FAIL" for entry in findings) else 0
 
 
@@ -77,7 +77,7 @@ def _findings(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:
     yield from _probe_config(cfg)
 
 
-def _line(finding: Finding) -> str:
+def _format(finding: Finding) -> str:
     fix = f"\n        fix: {finding.fix}" if finding.fix else ""
     return f"  {finding.level:<4}  {finding.name}: {finding.text}{fix}"
 
