@@ -11,7 +11,7 @@ from processes import SOURCE
 
 README = (SOURCE / "README.md").read_text(encoding="utf-8")
 TABLE = open_table(SOURCE / "docs" / "results")
-CORES = "2"
+CORES = 2
 
 
 def rows_below(heading: str) -> list[list[str]]:
@@ -44,7 +44,7 @@ def test_readme_result_equals_recipe_and_cards(cells: list[str]) -> None:
     assert not recipe.prepare, "a row of the README needs one command only"
     expected = [f"`embodyrl {recipe.command}`", percent(cards, BEFORE), percent(cards, AFTER), minutes(cards)]
     assert cells[1:] == expected
-    assert max(card["machine"]["cores"] for card in cards) == CORES
+    assert max(int(card["machine"]["cores"]) for card in cards) <= CORES
     for card in cards:
         typed = card["command"].replace("'", "").split()
         assert [word for word in recipe.command.split() if word not in typed] == []
@@ -57,7 +57,7 @@ def test_readme_has_five_results_and_names_their_seeds() -> None:
         recipe = TABLE.recipes[cells[0].rpartition("#")[2].rstrip(")")]
         seeds[recipe.name] = [card["seeds"]["run"] for card in TABLE.stored(recipe)]
     assert seeds.pop("smollm2_sums") == [1]
-    assert seeds.pop("libero_laptop") == [12, 13, 14]
+    assert seeds.pop("libero_laptop") == [15, 16, 17]
     assert all(numbers in ([0, 1, 2], [0]) for numbers in seeds.values())
 
 
