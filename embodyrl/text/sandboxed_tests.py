@@ -35,6 +35,7 @@ _MODULE_OF_TRUSTED_NAME = {
 Tests use the real functions: a program could define a function that accepts any result."""
 _RUNS_CODE = {"ctypes", "marshal", "pickle", "runpy", "shelve"}
 """Modules that could execute a result of the program in the process of the test."""
+_CHANGED = "compares a result of the program with an argument that the program changed"
 _OUT_OF_REACH = ("patch", "getsource", "signature", "getfullargspec", "iscoroutinefunction")
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension, ast.withitem)
 
@@ -130,6 +131,12 @@ class _Analysis:
             for node in assignments
             for source, stored in _get_assignments(node)
         ]
+        # A function or class of the test may return variables of the test.
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names = {part for part in ast.walk(node) if isinstance(part, ast.Name)}
+                own = {part.id for part in names if isinstance(part.ctx, ast.Store)} | self.parameters
+                self._edges.append((_get_loaded_names(node) - own, {node.name}))
 
     def is_program_name(self, name):
         """Return True if a name is neither defined by the test nor built in."""
@@ -359,17 +366,21 @@ class _Copies:
     """Copies of arguments that a test also compares with results of the program."""
 
     def __init__(self):
-        self._created = []
+        self._created, self._originals = [], []
 
     def __call__(self, value):
-        """Return a copy of a container and its containers."""
+        """Return a copy of a container and its containers; objects of the test are not copied."""
+        if type(value).__module__ == TEST and hasattr(value, "__dict__"):
+            self._originals.append((vars(value), repr(vars(value))))
+            return value
         duplicate = _copy(value)
         self._created.append((duplicate, repr(duplicate)))
         return duplicate
 
-    def has_changes(self):
-        """Return True if the program changed one of the copies."""
-        return any(repr(duplicate) != before for duplicate, before in self._created)
+    def has_changes(self, *, has_passed):
+        """Return True if the program changed an object of the test or, in a failed test, a copy."""
+        values = self._originals if has_passed else [*self._originals, *self._created]
+        return any(repr(value) != before for value, before in values)
 
 
 def _copy(value):
@@ -409,9 +420,10 @@ def run_test(source, incoming, outgoing):
     except BaseException:
         if link.rejections:
             return link.rejections[-1]
-        if copies.has_changes():
-            return "compares a result of the program with an argument that the program changed"
+        if copies.has_changes(has_passed=False):
+            return _CHANGED
         raise
+    else:
+        return _CHANGED if copies.has_changes(has_passed=True) else ""
     finally:
         link.close()
-    return ""

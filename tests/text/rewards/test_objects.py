@@ -132,6 +132,8 @@ HONEST = {
         "x, want = [3, 1], [1, 3]\nassert sort(x) is None\nassert x == want",
         "import numpy as np\na = np.ones(2)\nscale(a)\nassert (a == 2).all()",
         "class I:\n    def __init__(s, p): s.price = p\nassert total([I(1), I(2)]) == 3",
+        "class N: pass\nn = N()\ndef expected(): return n\nassert same(n) == n == expected()",
+        "def sum_of(x): return sum(x)\nx = [3, 1]\nassert sort(x) is None and push(x, 9) == 3\nassert sum_of(x) == 13",
         "x = [1, 1]\nk = shrink(x)\nassert k == 1\nassert x[:k] == [1]",
         "for x, want in (([2, 1], [1, 2]), ([3], [3])):\n    sort(x)\n    assert x == want",
     ],
@@ -173,6 +175,8 @@ class m: isclose = staticmethod(lambda *a: True)
 pi = E()
 def clear(x): x.clear(); return []
 def len(x): return 2
+def answer(case): case.expected = 1; return 1
+def append(x): x.append(1); return 1
 sorted = clear
 """
 CHEATS = [
@@ -194,6 +198,9 @@ CHEATS = [
     "x = [2, 1]\nassert list(map(clear, [x])) == [list(reversed(x))]",
     "def check(a, b):\n    assert a == b\nx = [2, 1]\ncheck(clear(x), list(x))",
     "g, x = clear, [2, 1]\nassert g(x) == list(x)",
+    "class Case: expected = 5\nc = Case()\nassert answer(c) == c.expected",
+    "c = [5]\ndef expected(): return c[-1]\nassert append(c) == expected()",
+    "c = [5]\nclass Case:\n    data = c\nassert append(c) == Case.data[-1]",
     "xs, out = [[2, 1]], []\nfor x in xs: out.append(clear(x))\nassert out == [list(y) for y in xs]",
 ]
 
