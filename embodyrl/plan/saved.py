@@ -53,7 +53,7 @@ def find_run_config(path: Path) -> Path | None:
     return None
 
 
-def record_of(path: Path) -> Path | None:
+def get_chunk_record(path: Path) -> Path | None:
     """Return the saved config of a checkpoint: that of its run, or the partial config of an included checkpoint."""
     return path / EXPORTED_CONFIG if (path / EXPORTED_CONFIG).is_file() else find_run_config(path)
 
@@ -346,7 +346,7 @@ def _read_description(folder: Path, task_values: Mapping[str, Any]) -> tuple[Pat
 
     `task_values` contains the values of `_TASK_KEYS`. A copy of a checkpoint contains only the policy's inputs.
     """
-    if (file := record_of(folder)) is not None:
+    if (file := get_chunk_record(folder)) is not None:
         saved = read_saved(file)
         if infer_command(saved) not in ("train", "eval"):
             saved += _data_environment(file.parent, saved, [])

@@ -12,7 +12,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.text.chat import ChatTemplate, control_tokens, count_unknown
 from embodyrl.text.dataset import TextRows, open_rows, render_prompt
 from embodyrl.text.gguf import language_model_folder
-from embodyrl.text.rewards.programs import reference_problems
+from embodyrl.text.rewards.programs import find_reference_problems
 from embodyrl.text.rewards.services import COMPARING
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import RowSettings
@@ -44,7 +44,7 @@ def _check_tests(rows: TextRows) -> None:
     errors = [
         f"row {index + 1}: {reason}"
         for index in range(len(rows))
-        for reason in reference_problems(rows[index].reference)
+        for reason in find_reference_problems(rows[index].reference)
     ]
     if errors:
         raise ConfigError(

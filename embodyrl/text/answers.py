@@ -101,14 +101,14 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
     return matches
 
 
-def last_box(text: str) -> str | None:
+def find_last_box(text: str) -> str | None:
     r"""Return the content of the last `\boxed{}`, without a second box around the whole content; None without a box."""
     if not (matches := boxes(text)):
         return None
     content = matches[-1][2]
     for start, end, inner in boxes(content):
         if not (content[:start] + content[end:]).strip(" $"):
-            return last_box(f"\\boxed{{{inner}}}")
+            return find_last_box(f"\\boxed{{{inner}}}")
     return content
 
 
@@ -145,7 +145,7 @@ def _replace_boxes(reply: str) -> Iterator[str]:
     r"""Yield the parts of a reply, with `\boxed{B}` as the line `answer: (B)`; boxes without a letter are empty."""
     end = 0
     for start, stop, content in boxes(reply):
-        inside = _mark_letters(last_box(f"\\boxed{{{content}}}") or "")
+        inside = _mark_letters(find_last_box(f"\\boxed{{{content}}}") or "")
         match = re.match(rf"(?i)\W*{_GLUE}{_MARK}", inside) if "\x02" in inside else None
         letters = {m[1] for m in re.finditer(_MARK, inside)} if match and _ALSO.match(inside, match.end()) else set()
         answer = ", ".join(sorted({*letters, match[1]})) if match else ""
@@ -205,7 +205,7 @@ def _get_single(letters: Iterator[str]) -> str | None:
 
 def final_answer(reply: str) -> str:
     """Return the final answer of a reply: the last LaTeX box, '#### n', <answer> tag, answer letter, or number."""
-    if (box := last_box(reply)) is not None:
+    if (box := find_last_box(reply)) is not None:
         return _remove_commas(box)
     for pattern in (r"#### (-?[0-9.,]*[0-9])", r"(?s)<answer>(.*?)</answer>"):
         if matches := re.findall(pattern, reply):

@@ -259,7 +259,7 @@ def remove_control_tokens(text: str, tokens: Iterable[str]) -> str:
     return text
 
 
-def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:
+def find_turn_end_tokens(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:
     """Return the ids of the control tokens that the template can add after a reply, by token text."""
     mark = "0x0"
     contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
@@ -273,7 +273,7 @@ def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> d
 
 def find_end_token_problem(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
     """Return an error if the end-of-turn token of the template is not an EOS token of the model, else None."""
-    template_ends = turn_ends(template, folder, parts=parts)
+    template_ends = find_turn_end_tokens(template, folder, parts=parts)
     settings = {**_read_json(folder / "config.json"), **_read_json(folder / "generation_config.json")}
     eos_value = settings.get("eos_token_id")
     eos_ids = eos_value if isinstance(eos_value, list) else [eos_value]

@@ -161,13 +161,13 @@ def read_answer(value: Any, prompt: Sequence[Message]) -> str:
     return answer.content
 
 
-def column_value(raw: Mapping[str, Any], key: str) -> Any:
+def get_column_value(raw: Mapping[str, Any], key: str) -> Any:
     """Return the value of a column, or of a field of a column: a.b is field b of column a."""
     if key in raw or "." not in key:
         return raw.get(key)
     head, _, rest = key.partition(".")
     inner = raw.get(head)
-    return column_value(inner, rest) if isinstance(inner, Mapping) else None
+    return get_column_value(inner, rest) if isinstance(inner, Mapping) else None
 
 
 def _as_user_message(prompt: str) -> tuple[Message, ...]:
@@ -192,7 +192,7 @@ def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tu
             raise ConfigError(
                 f"{where}: column '{key}' is not supported. Set env.tools, or rename or remove the column."
             )
-    prompt, answer = column_value(raw, cfg.prompt_key), column_value(raw, cfg.answer_key)
+    prompt, answer = get_column_value(raw, cfg.prompt_key), get_column_value(raw, cfg.answer_key)
     try:
         prompt_messages = (
             _as_user_message(prompt)
@@ -214,7 +214,7 @@ def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tu
         reference, rejected = read_answer(answer, prompt_messages), None
         if isinstance(cfg, PairSettings):
             key = cfg.rejected_key
-            rejected = read_answer(column_value(raw, key), prompt_messages)
+            rejected = read_answer(get_column_value(raw, key), prompt_messages)
     except ValueError as error:
         raise ConfigError(f"{where}, column '{key}': {error}. Correct the row.") from error
     return messages, reference, rejected

@@ -26,8 +26,8 @@ from embodyrl.text.chat import (
 )
 from embodyrl.text.conversation import (
     TextRow,
-    column_value,
     complete_messages,
+    get_column_value,
     is_conversation,
     place_images,
     read_texts,
@@ -195,7 +195,7 @@ def _load_rows(rows: TextRows, json_answers: bool) -> list[TextRow]:
 def _require_text(rows: TextRows, key: str) -> None:
     for path, raw_rows in rows._raw:
         for number, raw in enumerate(raw_rows, start=1):
-            answer = column_value(raw, key) if isinstance(raw, Mapping) else None
+            answer = get_column_value(raw, key) if isinstance(raw, Mapping) else None
             if isinstance(answer, list | Mapping) and not is_conversation(answer):
                 raise ConfigError(
                     f"{path}, row {number}: column '{key}' is a list or an object, but must be one text. Set another "
@@ -368,7 +368,7 @@ def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> T
     columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
     columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
     for key, option in columns:
-        if column_value(raw, key) is None:
+        if get_column_value(raw, key) is None:
             if key in raw:
                 raise ConfigError(f"{where}: column '{key}' is empty (null). Fill in a value, or remove the row.")
             raise ConfigError(
@@ -388,7 +388,7 @@ def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> T
     if cfg.image_key is None:
         return text_row
     return _add_images(
-        text_row, read_images(column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where
+        text_row, read_images(get_column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from embodyrl.config.paths import cache_dir, resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from embodyrl.files import read_json, replace_atomically
-from embodyrl.text.chat import ChatTemplate, turn_ends
+from embodyrl.text.chat import ChatTemplate, find_turn_end_tokens
 
 _PACKAGE = "package:"
 _CONVERSION_S = 1800
@@ -135,7 +135,7 @@ def _add_end_of_turn(folder: Path) -> None:
     template = ChatTemplate.read(folder)
     if template is None:
         return
-    end = next(iter(turn_ends(template, folder).values()), None)
+    end = next(iter(find_turn_end_tokens(template, folder).values()), None)
     path = folder / "generation_config.json"
     config = read_json(path)
     ends = config.get("eos_token_id")

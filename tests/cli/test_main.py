@@ -201,7 +201,7 @@ def test_every_example_in_the_help_is_valid(capsys: pytest.CaptureFixture[str]) 
                 load_config(name, job, fetch=False)
 
 
-def saved_config(folder: Path) -> Path:
+def remove_random_init_key(folder: Path) -> Path:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import save_config
 
@@ -211,7 +211,7 @@ def saved_config(folder: Path) -> Path:
 
 
 def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
+    old, new = remove_random_init_key(tmp_path / "a"), remove_random_init_key(tmp_path / "b")
     os.utime(old / "config.yaml", (1, 1))
     (new / "metrics.jsonl").write_text('{"step": 1, "eval/success_once": 0.25}\n{"step": 2}\n{"step": 3, "tra')
     assert main(["list", "runs", f"runner.output_dir={tmp_path}", "--json"]) == 0
@@ -237,7 +237,7 @@ def test_list_runs_reads_only_the_output_folder(tmp_path: Path, capsys: pytest.C
 def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
     from embodyrl.reports.history import is_running
 
-    run = saved_config(tmp_path / "a")
+    run = remove_random_init_key(tmp_path / "a")
     assert not is_running(run)
     os.close(_acquire_lock(run / "lock", run))
     assert is_running(run), "the lock names this process"
@@ -294,7 +294,7 @@ def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = saved_config(tmp_path / "run")
+    run = remove_random_init_key(tmp_path / "run")
     for arguments in (["--resume", str(run)], [f"runner.resume_dir={run}"]):
         assert main(["train", *arguments, "runner.max_steps=11", "--print-config"]) == 0
         cfg = yaml.safe_load(capsys.readouterr().out)
@@ -306,7 +306,7 @@ def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_eval_resume_of_a_training_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = saved_config(tmp_path / "run")
+    run = remove_random_init_key(tmp_path / "run")
     (run / "checkpoints").mkdir()
     assert main(["eval", "--resume", str(run)]) == 2
     assert f"embodyrl eval ckpt={run}" in capsys.readouterr().err
@@ -315,7 +315,7 @@ def test_eval_resume_of_a_training_run_is_an_error(tmp_path: Path, capsys: pytes
 def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.cli.runs import newest_run
 
-    old, new, evaluation = (saved_config(tmp_path / name) for name in "abc")
+    old, new, evaluation = (remove_random_init_key(tmp_path / name) for name in "abc")
     for age, folder in enumerate((evaluation, new, old)):
         os.utime(folder / "config.yaml", (100 - age, 100 - age))
     assert newest_run(tmp_path, "kitchen") is None

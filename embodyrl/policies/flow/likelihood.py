@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likelihood, record_of
+from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likelihood, get_chunk_record
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.vla.records import ChunkShape
@@ -87,7 +87,7 @@ class ChainLikelihood(GaussianChain):
     def __init__(self, cfg: FlowSettings, shape: ChunkShape, noise_std: NoiseStd | None) -> None:
         mean = cfg.every_step and cfg.joint_logprob is JointLogprob.mean
         super().__init__(
-            record_of(cfg, shape),
+            get_chunk_record(cfg, shape),
             num_steps=cfg.num_steps,
             every_step=cfg.every_step,
             sampled_steps=cfg.sampled_steps,
@@ -117,7 +117,7 @@ class FpoLikelihood:
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape) -> None:
         self._cfg, self._shape = cfg, shape
-        self.record = record_of(cfg, shape)
+        self.record = get_chunk_record(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> SampledChunks:
         """Integrate the ODE from sampled noise (see `GaussianChain.sample`)."""

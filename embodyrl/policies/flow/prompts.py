@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.vla.tokens import pad_right, padded_width, read_tokenizer
+from embodyrl.policies.vla.tokens import compute_padded_width, pad_right, read_tokenizer
 from embodyrl.types import FloatArray, IntArray
 
 STATE_BINS = 256
@@ -102,7 +102,7 @@ class FlowPromptEncoder:
         state_rows = [None] * len(tasks) if states is None else list(states)
         assert not (self.prompt_format.reads_state and states is None), "these prompts need the state"
         rows = [self.encode(task, state) for task, state in zip(tasks, state_rows, strict=True)]
-        width = min(padded_width(self.width, max(map(len, rows))), self.prompt_format.max_tokens)
+        width = min(compute_padded_width(self.width, max(map(len, rows))), self.prompt_format.max_tokens)
         return pad_right(rows, width), np.arange(width) < np.array([[len(row)] for row in rows])
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:

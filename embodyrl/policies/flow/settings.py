@@ -135,7 +135,7 @@ def add_actor_spec(
         check_steering(cfg, shape, hidden, folder)
     if cfg.is_steered:
         return add_steering(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
-    return replace(spec, scored=record_of(cfg, shape).per_action)
+    return replace(spec, scored=get_chunk_record(cfg, shape).per_action)
 
 
 def add_actor_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
@@ -153,7 +153,7 @@ def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Pa
         steering_shape(cfg, shape, hidden).check(folder)
 
 
-def record_of(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
+def get_chunk_record(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
     """Return the token layout of a sampled chunk, which depends on the likelihood.
 
     * One stochastic step: index of the step, state before the step, executed part of the state after the step.

@@ -16,7 +16,7 @@ from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, ste
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, has_random_init
-from embodyrl.policies.vla.processors import order_problem
+from embodyrl.policies.vla.processors import find_camera_order_problem
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
@@ -214,7 +214,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}.")
         require_fit(config, env)
         last = slice((config.n_obs_steps - 1) * len(config.cameras), config.n_obs_steps * len(config.cameras))
-        problem = order_problem(config.cameras, env.cameras.names, env.cameras.names[last])
+        problem = find_camera_order_problem(config.cameras, env.cameras.names, env.cameras.names[last])
         if problem and cfg.cameras is None and not (folder / INPUTS_FILE).is_file():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}")
         return config, raw

@@ -27,7 +27,7 @@ from embodyrl.policies.vla.folder import (
     STATISTICS,
     STATISTICS_FILE,
     WEIGHTS_FILE,
-    data_range,
+    compute_clip_range,
     find_data_set,
     read_sft_statistics,
     read_side_file,
@@ -217,7 +217,9 @@ def _read_sft_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping
 
     With an observation history, the statistics of the last step are returned.
     """
-    rows = {part: n | dict(zip(CLIP, data_range(n), strict=True)) for part, n in read_sft_statistics(path).items()}
+    rows = {
+        part: n | dict(zip(CLIP, compute_clip_range(n), strict=True)) for part, n in read_sft_statistics(path).items()
+    }
     statistics: dict[str, Mapping[str, Tensor]] = {ACTION: _to_tensors(rows["action"], slice(-config.action_dim, None))}
     if "proprio" in rows:
         state, num_states = config.state_dim, config.state_dim + config.environment_dim

@@ -14,14 +14,14 @@ from embodyrl.policies.openvla_oft.settings import (
     OftSettings,
     OpenVlaSettings,
     as_oft,
+    get_chunk_record,
     get_residual_shape,
-    record_of,
 )
 from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
-from embodyrl.policies.vla.folder import CONFIG_FILE, TOKENIZER_FILE, Clip, data_range, find_missing_files
+from embodyrl.policies.vla.folder import CONFIG_FILE, TOKENIZER_FILE, Clip, compute_clip_range, find_missing_files
 from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
@@ -84,8 +84,10 @@ class OpenVlaOftFactory:
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=record_of(cfg).tokens if is_diffusion or cfg.is_residual else options.num_action_tokens,
-            scored=record_of(cfg).per_action if is_diffusion else 0,
+            tokens_per_chunk=get_chunk_record(cfg).tokens
+            if is_diffusion or cfg.is_residual
+            else options.num_action_tokens,
+            scored=get_chunk_record(cfg).per_action if is_diffusion else 0,
             value_dim=value_dim,
             gripper=GripperConvention(open=1.0, closed=0.0),
         )
@@ -124,7 +126,7 @@ class OpenVlaOftFactory:
         statistics = read_config(_folder(cfg)).statistics
         key = statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
         bounds = statistics.bounds(key, "proprio", cfg.action_normalization)
-        return data_range({"min": bounds.low, "max": bounds.high})
+        return compute_clip_range({"min": bounds.low, "max": bounds.high})
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of model and actor match a folder (see `PolicyFactory.compare`)."""

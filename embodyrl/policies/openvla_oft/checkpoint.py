@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import inside, read_json
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
-from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, read_side_file, saved_config
+from embodyrl.policies.vla.folder import (
+    CONFIG_FILE,
+    STATISTICS_FILE,
+    TOKENIZER_FILE,
+    read_side_file,
+    remove_random_init_key,
+)
 from embodyrl.policies.weights import check_weights
 
 VALUE_HEAD = "value_head"
@@ -108,7 +114,7 @@ WeightTransform = Callable[[str, Tensor], Tensor]
 """Function that receives a weight's name and value, and returns the value to load."""
 
 
-def weight_files(folder: Path) -> list[Path]:
+def list_weight_files(folder: Path) -> list[Path]:
     """Return the shards of the model in a folder, as listed by the index; empty if there are none.
 
     Raises:
@@ -169,7 +175,7 @@ def load_model(
         CheckpointError: a file is unreadable or truncated, a key is missing or unexpected, or a shape differs.
     """
     target = base_state(module)
-    shards = weight_files(folder)
+    shards = list_weight_files(folder)
     if not shards:
         raise CheckpointError(
             f"{folder} contains no model*.safetensors. Set model.path to a folder with the full checkpoint (.bin "
@@ -235,7 +241,7 @@ def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """Read the files of tokenizer, preprocessor, statistics and configuration, for `save_model`."""
     files = {name: read_side_file(folder / name) for name in SIDE_FILES if (folder / name).exists()}
-    return files | {CONFIG_FILE: saved_config(files[CONFIG_FILE])}
+    return files | {CONFIG_FILE: remove_random_init_key(files[CONFIG_FILE])}
 
 
 def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str]) -> dict[Path, dict[str, Tensor]]:

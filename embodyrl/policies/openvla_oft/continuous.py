@@ -12,7 +12,7 @@ from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
 from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, ddim_schedule
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, noisy_hidden, predict_noise
-from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
+from embodyrl.policies.openvla_oft.settings import OftSettings, get_chunk_record
 from embodyrl.policies.tensors import on_device, standard_normal
 from embodyrl.policies.vla.chains import Transition, Velocity
 from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_seeds, normals, uniforms
@@ -78,7 +78,7 @@ class Diffusion:
         steps = cfg.num_diffusion_steps_inference
         self._deterministic_schedule = ddim_schedule(steps)
         self._chain = DenoisingChain(
-            record_of(cfg),
+            get_chunk_record(cfg),
             ddim_schedule(steps, cfg.diffusion_eta),
             self._deterministic_schedule,
             every_step=cfg.every_step,

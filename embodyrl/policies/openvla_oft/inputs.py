@@ -19,7 +19,7 @@ from torch import Tensor
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft.config import PixelNorm
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.tokens import pad_right, padded_width, read_tokenizer
+from embodyrl.policies.vla.tokens import compute_padded_width, pad_right, read_tokenizer
 from embodyrl.types import ByteArray, IntArray
 
 JPEG_QUALITY = 95
@@ -211,4 +211,4 @@ class PromptEncoder:
         """
         rows = [self.encode(instruction) for instruction in instructions]
         lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        return pad_right(rows, padded_width(self.width, int(lengths.max()))), lengths
+        return pad_right(rows, compute_padded_width(self.width, int(lengths.max()))), lengths

@@ -16,13 +16,13 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     VALUE_HEAD,
     WeightTransform,
     base_state,
+    list_weight_files,
     load_components,
     load_model,
     read_side_files,
     save_components,
     save_model,
     save_side_files,
-    weight_files,
 )
 from embodyrl.policies.openvla_oft.config import (
     ActionTokenizer,
@@ -41,7 +41,7 @@ from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.adapter import find_adapter, get_given_adapter, lora_spec
+from embodyrl.policies.vla.adapter import find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
 from embodyrl.policies.vla.sampling import pad_per_action
 from embodyrl.types import (
@@ -62,7 +62,7 @@ class OpenVlaOftPolicy:
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
         cfg = options.cfg
-        self._adapter = lora_spec(cfg) if cfg.is_lora and request.trainable else None
+        self._adapter = get_lora_spec(cfg) if cfg.is_lora and request.trainable else None
         self._model = build_module(config, options, request)
         self.module: nn.Module = self._model
         self._forward = torch.compile(self._model) if cfg.compile else self._model
@@ -185,7 +185,11 @@ class OpenVlaOftPolicy:
         trained, otherwise merged into the weights of `model.path`. The folder's action statistics are used, because
         its tokens refer to these statistics.
         """
-        adapter, model, base = None if weight_files(folder) else find_adapter(folder), self._model, self._config.folder
+        adapter, model, base = (
+            None if list_weight_files(folder) else find_adapter(folder),
+            self._model,
+            self._config.folder,
+        )
         if adapter is None:
             load_model(model, folder)
         elif self._adapter is None:
@@ -276,7 +280,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
 
 def _load_initial_weights(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: PolicyRequest) -> None:
     """Read the weights of `model.path`; add adapters, or merge the adapter of `model.lora.path`."""
-    trains_adapter, adapter = cfg.is_lora and request.trainable, get_given_adapter(cfg)
+    trains_adapter, adapter = cfg.is_lora and request.trainable, get_initial_adapter(cfg)
     if adapter is not None and not trains_adapter:
         transform = _build_merge_transform(module, config.folder, adapter)
         load_model(module, config.folder, transform=transform, fresh_heads=request.fresh_heads)
@@ -285,7 +289,7 @@ def _load_initial_weights(module: OpenVlaOft, cfg: OftSettings, config: OftConfi
     if trains_adapter:
         from embodyrl.policies.openvla_oft.lora import inject, load_adapter
 
-        inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
+        inject(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
         if adapter is not None:
             load_adapter(module, adapter)
 

@@ -95,7 +95,7 @@ def as_oft(cfg: OpenVlaSettings) -> OftSettings:
     return OftSettings.model_construct(**{name: getattr(cfg, name) for name in OpenVlaSettings.model_fields})
 
 
-def record_of(cfg: OftSettings) -> ChunkRecord:
+def get_chunk_record(cfg: OftSettings) -> ChunkRecord:
     """Return the token layout of a sampled chunk: states before and after stochastic steps, or the correction."""
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.settings import ActionHead
-from embodyrl.policies.vla.adapter import lora_spec
+from embodyrl.policies.vla.adapter import get_lora_spec
 from embodyrl.policies.vla.weights import WeightSize, count, weight_sizes
 from embodyrl.types import PolicyCosts
 
@@ -76,7 +76,7 @@ def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
         sample,
         num_parameters=count(weights),
         # Adapters on all layers (an upper bound for selected targets), and fully trained heads.
-        num_trained=lora_spec(cfg).r * adapter_sides + heads if cfg.is_lora else None,
+        num_trained=get_lora_spec(cfg).r * adapter_sides + heads if cfg.is_lora else None,
         # A frozen model stores no activations for a backward pass.
         activation_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.activation_bytes,
         recomputed_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.recomputed_bytes,

@@ -105,14 +105,14 @@ class HeadedModule(nn.Module):
         return self.noise_actor or self.residual_actor
 
 
-def proposal(features: Tensor, shape: SteeringShape) -> Tensor:
+def get_proposed_actions(features: Tensor, shape: SteeringShape) -> Tensor:
     """Return the proposed actions [B, K, A], which are the last columns of features [B, F]."""
     return features[:, -shape.actions * shape.numbers :].unflatten(1, (-1, shape.numbers))
 
 
 def apply_corrections(features: Tensor, corrections: Tensor, shape: SteeringShape) -> Tensor:
     """Return executed chunks [B, K, A] for features [B, F] and corrections [B, A or K A] relative to their bound."""
-    return proposal(features, shape) + shape.bound * corrections.unflatten(1, (-1, shape.numbers))
+    return get_proposed_actions(features, shape) + shape.bound * corrections.unflatten(1, (-1, shape.numbers))
 
 
 class ResidualCritics(Critics):
@@ -242,7 +242,8 @@ class SteeredPolicy(ABC):
             raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Remove algorithm.demonstrations.")
         assert obs is not None, "the proposal depends on the observation"
         shape = self._actor.shape
-        return ((self._normalize_actions(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
+        proposed = get_proposed_actions(self.features(obs), shape)
+        return ((self._normalize_actions(actions, obs) - proposed) / shape.bound).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Build critics with the sizes of the actor (see `SoftActor.build_critics`)."""
@@ -267,7 +268,7 @@ class SteeredPolicy(ABC):
             raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Use model.likelihood=residual.")
         self.module.eval()  # dropout would change the proposal
         features = self.features(obs)
-        correction = self._normalize_actions(actions[:, : shape.actions], obs) - proposal(features, shape)
+        correction = self._normalize_actions(actions[:, : shape.actions], obs) - get_proposed_actions(features, shape)
         target = (correction / shape.bound).clamp(-MAX_CORRECTION, MAX_CORRECTION)
         target = target.mean(1, keepdim=True) if shape.rows == 1 else target
         outputs = self._actor(features)

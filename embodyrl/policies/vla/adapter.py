@@ -44,14 +44,14 @@ def find_adapter(folder: Path) -> Path | None:
     )
 
 
-def get_given_adapter(cfg: AdapterSettings) -> Path | None:
+def get_initial_adapter(cfg: AdapterSettings) -> Path | None:
     """Return the adapter folder of `model.lora.path`."""
     return None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
 
 
 def find_base_difference(cfg: AdapterSettings) -> str | None:
     """Return an error if the adapter of `model.lora.path` was trained on another base model than `model.path`."""
-    adapter = get_given_adapter(cfg)
+    adapter = get_initial_adapter(cfg)
     base = None if adapter is None else read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not base or cfg.path is None or Path(str(base)).name == Path(cfg.path.partition("@")[0]).name:
         return None
@@ -90,7 +90,7 @@ def _number(value: Any, kind: Any) -> Any:
     return value
 
 
-def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
+def get_lora_spec(cfg: AdapterSettings) -> AdapterSpec:
     """Return rank, scale and targets of the initial adapter, or of the config if there is no initial adapter.
 
     Raises:

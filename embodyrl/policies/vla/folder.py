@@ -55,7 +55,7 @@ def has_random_init(folder: Path) -> bool:
         return False
 
 
-def saved_config(config: bytes) -> bytes:
+def remove_random_init_key(config: bytes) -> bytes:
     """Return the config.json to save with trained weights, without the key that requests random weights."""
     content = json.loads(config)
     return config if content.pop(RANDOM_INIT_KEY, None) is None else (json.dumps(content, indent=2) + "\n").encode()
@@ -167,7 +167,7 @@ Clip = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """Lowest and highest values by dimension."""
 
 
-def data_range(numbers: Mapping[str, npt.ArrayLike]) -> Clip:
+def compute_clip_range(numbers: Mapping[str, npt.ArrayLike]) -> Clip:
     """Return the range to which values are clipped before normalization with statistics of the user's data.
 
     The range is twice as wide as the range from min to max, with the same center.

@@ -159,14 +159,14 @@ def _find_renaming_problem(steps: Sequence[Mapping[str, Any]], *, mapped: bool) 
     return None
 
 
-def image_features(folder: Path) -> list[str]:
+def read_image_features(folder: Path) -> list[str]:
     """Return the names of the image features in LeRobot's config.json, in order; empty for other formats."""
     config: dict[str, Any] = read_json(folder / CONFIG_FILE)
     features = config.get("input_features") or {}
     return [name for name, row in features.items() if isinstance(row, dict) and row.get("type") == "VISUAL"]
 
 
-def order_problem(features: Sequence[str], known: Sequence[str], read: Sequence[str]) -> str | None:
+def find_camera_order_problem(features: Sequence[str], known: Sequence[str], read: Sequence[str]) -> str | None:
     """Return an error if the environment's camera order differs from the checkpoint's.
 
     Args:

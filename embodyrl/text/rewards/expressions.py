@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from embodyrl.text.answers import chosen_letter
-from embodyrl.text.rewards.numbers import only_number
+from embodyrl.text.rewards.numbers import parse_single_number
 
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|[,;:! ]|[dtc](?=frac))(?![A-Za-z]{2})|[\s~$]|\.$")
 _STYLE = re.compile(r"\\(?:text(?:bf|it|rm|sc|normal)?|mbox|hbox|math(?:rm|bf|it|sf|tt|up))\s*\{([^{}]*)\}")
@@ -34,7 +34,9 @@ def equal_expressions(answer: str, reference: str, prompt: str) -> bool:
     exact, approximate = (
         re.split(r"\\approx\b|\\simeq\b|\u2248", answer, maxsplit=1) if "approx" in answer else (answer, None)
     )
-    if (approximate is not None and only_number(approximate) is None) or re.search(r"\\not\b|\\neq?\b|\u2260", exact):
+    if (approximate is not None and parse_single_number(approximate) is None) or re.search(
+        r"\\not\b|\\neq?\b|\u2260", exact
+    ):
         return False
     gold, parsed = _parse(reference), _parse(exact)
     if not gold or not parsed or not _is_equal(gold, parsed):

@@ -6,9 +6,9 @@ import re
 import signal
 from collections import Counter
 
-from embodyrl.text.answers import boxes, chosen_letter, last_box
+from embodyrl.text.answers import boxes, chosen_letter, find_last_box
 from embodyrl.text.rewards.expressions import equal_expressions
-from embodyrl.text.rewards.numbers import Number, equal, first_number, last_number, only_number, restates
+from embodyrl.text.rewards.numbers import Number, equal, first_number, last_number, parse_single_number, restates
 from embodyrl.text.rewards.programs import find_program
 from embodyrl.text.sandbox import SECONDS, evaluate, run_tests
 
@@ -62,15 +62,15 @@ class _Math:
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off
 
     def __call__(self, prompt: str, response: str, reference: str) -> float:
-        expected = only_number(reference)
+        expected = parse_single_number(reference)
         boxed = boxes(response)
         if not boxed or response.rfind(_MARKER) > boxed[-1][0]:
             _, marker, after_marker = response.rpartition(_MARKER)
             return float(equal(expected, first_number(after_marker) if marker else _named_number(response)))
-        answer = last_box(response) or ""
+        answer = find_last_box(response) or ""
         if expected is None:
             return float(equal_expressions(answer, reference, prompt))
-        number = only_number(answer)
+        number = parse_single_number(answer)
         return float(equal(expected, number) and number is not None and not restates(number, expected, prompt))
 
 
@@ -80,7 +80,7 @@ math_reward = _Math()
 def _named_number(response: str) -> Number | None:
     """Return the number that the response names as its answer, or the last number of the response."""
     matches = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
-    number = only_number(matches[-1].replace("*", "")) if matches else None
+    number = parse_single_number(matches[-1].replace("*", "")) if matches else None
     return number if number and number.finished else last_number(response)
 
 
@@ -107,7 +107,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     `reference` has the form `3,7,2:23`. The correct numbers with another value give half the reward.
     """
     numbers, _, target = reference.partition(":")
-    expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [last_box(response) or response])[-1]
+    expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [find_last_box(response) or response])[-1]
     for sign, replacement in {
         "\\times": "*",
         "\\cdot": "*",

@@ -130,12 +130,12 @@ def first_number(text: str) -> Number | None:
     return next((n if n and n.finished else None for _, n in numbers(text)), None)
 
 
-def only_number(text: str) -> Number | None:
+def parse_single_number(text: str) -> Number | None:
     """Parse a text that consists of a single number, with optional `x =` and unit; return None for any other text."""
     if _UNEQUAL.search(text):
         return None
     *earlier, text = _SIDES.split(text)
-    if earlier and (left := only_number(earlier[-1])) and not equal(left, only_number(text)):
+    if earlier and (left := parse_single_number(earlier[-1])) and not equal(left, parse_single_number(text)):
         return None
     text = _UNIT_POWER.sub("", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", _ascii(text))))
     text = re.sub(r"\{([^{}]*)\\over\b([^{}]*)\}", r"\\frac{\1}{\2}", text.replace("\\displaystyle", ""))

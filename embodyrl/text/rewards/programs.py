@@ -129,7 +129,7 @@ def _get_names(text: str, kind: type[ast.expr_context]) -> set[str]:
     return {name for name in names if not hasattr(builtins, name)} if kind is ast.Load else names
 
 
-def reference_problems(reference: str) -> list[str]:
+def find_reference_problems(reference: str) -> list[str]:
     """Return the reasons why the tests of a row cannot verify a program, one line each."""
     try:
         tests = json.loads(reference)

@@ -21,7 +21,7 @@ from embodyrl.policies.flow.prompts import (
     format_state,
 )
 from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, side_files, to_deltas
-from embodyrl.policies.flow.vla.network import fitted_size, pad_centered, pad_left_top
+from embodyrl.policies.flow.vla.network import compute_fitted_size, pad_centered, pad_left_top
 from embodyrl.policies.flow.vla.statistics import LEROBOT_EPS, FlowStatistics, read_lerobot, read_openpi
 
 
@@ -75,9 +75,9 @@ def test_frames_of_the_right_size_are_not_resized(pad):
 
 
 def test_resized_image_sizes_match_the_reference():
-    assert fitted_size(frames(480, 640, 1), 224) == (168, 224)
-    assert fitted_size(frames(480, 640, 1), 512) == (384, 512)
-    assert fitted_size(frames(100, 33, 1), 28) == (28, 9)
+    assert compute_fitted_size(frames(480, 640, 1), 224) == (168, 224)
+    assert compute_fitted_size(frames(480, 640, 1), 512) == (384, 512)
+    assert compute_fitted_size(frames(100, 33, 1), 28) == (28, 9)
 
 
 # --- prompts ---

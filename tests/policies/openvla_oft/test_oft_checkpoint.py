@@ -174,7 +174,7 @@ def test_index_cannot_name_files_outside_its_folder(checkpoint):
     content["weight_map"][next(iter(content["weight_map"]))] = "../model.safetensors"
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"'../model.safetensors' is outside the folder"):
-        checkpoint_module.weight_files(checkpoint)
+        checkpoint_module.list_weight_files(checkpoint)
 
 
 def test_a_folder_without_weights_is_rejected(checkpoint, make_policy, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.openvla_oft import heads
 from embodyrl.policies.openvla_oft import model as oft_model
-from embodyrl.policies.openvla_oft.settings import record_of
+from embodyrl.policies.openvla_oft.settings import get_chunk_record
 from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
 from embodyrl.types import BenchmarkSpec, Observation
 
@@ -128,7 +128,7 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
     policy = make_policy(TINY, env=env, num_action_chunks=2, temperature=1.0, **keys)
     obs = observe(1)
     out = policy.act(obs, noise=uniform(policy, 1))
-    record, model, inputs = record_of(policy._cfg), policy.module, policy._inputs(obs)
+    record, model, inputs = get_chunk_record(policy._cfg), policy.module, policy._inputs(obs)
     _, floats = record.layout.unpack(out.tokens)
     states = torch.from_numpy(floats).view(3, 1, 2, 7)
     alphas, total = heads.ddim_schedule(3).alphas_cumprod.double(), torch.zeros(1, 2, 7, dtype=torch.float64)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from embodyrl.text.rewards.programs import find_program, reference_problems
+from embodyrl.text.rewards.programs import find_program, find_reference_problems
 
 pytestmark = pytest.mark.integration  # each program runs in a process of its own
 
@@ -82,7 +82,7 @@ def test_degenerate_reply_ends_before_the_timeout(form: str):
     ],
 )
 def test_tests_that_cannot_verify_a_program_are_reported(test, why: str):
-    (found,) = reference_problems(json.dumps([test]))
+    (found,) = find_reference_problems(json.dumps([test]))
     assert found.startswith("test 1 ")
     assert why in found
 
@@ -90,7 +90,9 @@ def test_tests_that_cannot_verify_a_program_are_reported(test, why: str):
 def test_valid_tests_and_references_are_checked():
     good = ["assert f(2) == 4", "from numpy.testing import assert_equal\nassert_equal(f(2), 4)"]
     good += ["assert_allclose(f(2), 4)", "class Mine(OwnError):\n    pass\nassert f(Mine) == 1"]
-    assert reference_problems(json.dumps([*good, {"input": "", "output": ""}])) == []
+    assert find_reference_problems(json.dumps([*good, {"input": "", "output": ""}])) == []
     assert (
-        reference_problems("[]") == reference_problems("4") == ["the answer must be a JSON list of at least one test"]
+        find_reference_problems("[]")
+        == find_reference_problems("4")
+        == ["the answer must be a JSON list of at least one test"]
     )

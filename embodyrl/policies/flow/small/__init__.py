@@ -14,8 +14,8 @@ from embodyrl.policies.flow.settings import (
     add_actor_costs,
     add_actor_spec,
     check_steering,
+    get_chunk_record,
     get_flow_gripper,
-    record_of,
 )
 from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig, read_bounds
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -71,7 +71,7 @@ class SmallFlowFactory:
             name="flow_small",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action.dim,
-            tokens_per_chunk=record_of(cfg, plan.shape).tokens,
+            tokens_per_chunk=get_chunk_record(cfg, plan.shape).tokens,
             value_dim=value_dim,
             gripper=get_flow_gripper(env),
             action_kinds=frozenset({ActionKind.box}),

@@ -7,7 +7,13 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import add_actor_costs, add_actor_spec, check_steering, get_flow_gripper, record_of
+from embodyrl.policies.flow.settings import (
+    add_actor_costs,
+    add_actor_spec,
+    check_steering,
+    get_chunk_record,
+    get_flow_gripper,
+)
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     check_prompts,
@@ -23,7 +29,7 @@ from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, Clip, find_missing_files
 from embodyrl.policies.vla.problems import find_env_problems
-from embodyrl.policies.vla.processors import image_features, order_problem
+from embodyrl.policies.vla.processors import find_camera_order_problem, read_image_features
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
@@ -72,7 +78,7 @@ class VlaFactory:
             name=cfg.model_type,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action.dim,
-            tokens_per_chunk=record_of(cfg, shape).tokens,
+            tokens_per_chunk=get_chunk_record(cfg, shape).tokens,
             imitated=model.horizon,
             value_dim=value_dim,
             gripper=get_flow_gripper(env),
@@ -86,7 +92,7 @@ class VlaFactory:
         if cfg.cameras is not None or (folder / INPUTS_FILE).is_file():
             return
         names, read_names = env.cameras.names, env.cameras.names[: cfg.num_images_in_input]
-        if problem := order_problem(image_features(folder), names, read_names):
+        if problem := find_camera_order_problem(read_image_features(folder), names, read_names):
             raise ConfigError(f"model={cfg.model_type} in env '{env.name}': {problem}")
 
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:

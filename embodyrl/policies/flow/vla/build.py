@@ -34,9 +34,15 @@ from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.flow.vla.statistics import STATISTIC
-from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, WeightTransform, base_state, map_weights, weight_files
+from embodyrl.policies.openvla_oft.checkpoint import (
+    SHARD_BYTES,
+    WeightTransform,
+    base_state,
+    list_weight_files,
+    map_weights,
+)
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_given_adapter, lora_spec
+from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init, reject_advantage_suffix
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
@@ -56,7 +62,7 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, transform: WeightTr
     Raises:
         CheckpointError: a file is unreadable or truncated; weights are missing, unexpected, misshaped or untied.
     """
-    files = weight_files(folder)
+    files = list_weight_files(folder)
     if not files:
         raise CheckpointError(
             f"{folder} contains no model*.safetensors. Set model.path to a folder with the full checkpoint; weights "
@@ -164,7 +170,7 @@ class VlaFiles:
         Raises:
             CheckpointError: a weight is missing, unexpected, damaged or of another shape.
         """
-        adapter = None if weight_files(folder) else find_adapter(folder)
+        adapter = None if list_weight_files(folder) else find_adapter(folder)
         if adapter is None:
             self._storage = load_weights(_get_base_weights(module), folder)
         elif self._adapter is None:
@@ -234,7 +240,7 @@ def build_policy(
         torch.manual_seed(request.seed)
         # The heads use the global generator, which is restored afterwards.
         module = FlowModule(network, cfg, request.value_dim)
-    files = VlaFiles(folder, network, lora_spec(cfg) if adapted else None)
+    files = VlaFiles(folder, network, get_lora_spec(cfg) if adapted else None)
     reject_advantage_suffix(folder)
     # Before the weights are read: this selects the trained weights, and `_add_adapters` changes the selection.
     policy = policy_class(cfg)(spec, cfg, module, processor, files, request)
@@ -252,7 +258,7 @@ def _load_initial_weights(
     module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest
 ) -> None:
     """Load the weights of `model.path`, with the adapter of `model.lora.path` merged unless adapters are trained."""
-    adapter = get_given_adapter(cfg)
+    adapter = get_initial_adapter(cfg)
     if has_random_init(folder):
         module.network.model.initialize(request.seed)
     elif adapter is not None and not (cfg.is_lora and request.trainable):
@@ -264,6 +270,6 @@ def _load_initial_weights(
 def _add_adapters(module: nn.Module, cfg: VlaSettings, prefixes: tuple[str, ...], request: PolicyRequest) -> None:
     from embodyrl.policies.openvla_oft.lora import inject, load_adapter
 
-    inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, prefixes=prefixes)
-    if (adapter := get_given_adapter(cfg)) is not None:
+    inject(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, prefixes=prefixes)
+    if (adapter := get_initial_adapter(cfg)) is not None:
         load_adapter(module, adapter)

@@ -38,7 +38,7 @@ from embodyrl.policies.vla.folder import (
     has_random_init,
     read_sft_statistics,
     read_side_file,
-    saved_config,
+    remove_random_init_key,
 )
 from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR
 from embodyrl.types import FloatArray
@@ -285,7 +285,7 @@ def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
     """Read configuration, tokenizer, processors and the selected statistics, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     files = {p.name: read_side_file(p) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
-    files[CONFIG_FILE] = saved_config(files[CONFIG_FILE])
+    files[CONFIG_FILE] = remove_random_init_key(files[CONFIG_FILE])
     if STATISTICS_FILE in files:
         files.pop(OPENPI_FILE, None)  # statistics of other data
         return _with_lerobot_statistics(files, MODES[cfg.normalization])

@@ -169,7 +169,7 @@ class SmolVla(FlowModel):
 BLACK = -1.0
 
 
-def fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
+def compute_fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
     """Return height and width of frames [N, H, W, 3] after scaling to fit into a square of `side` pixels."""
     _, height, width, _ = frames.shape
     ratio = max(width / side, height / side)
@@ -181,7 +181,7 @@ def pad_centered(frames: ByteArray, side: int) -> Tensor:
 
     Uses Pillow's bilinear filter (which antialiases) on bytes, as openpi's data transforms and client do.
     """
-    height, width = fitted_size(frames, side)
+    height, width = compute_fitted_size(frames, side)
     canvas = np.zeros((len(frames), side, side, 3), np.uint8)
     top, left = (side - height) // 2, (side - width) // 2
     for target, frame in zip(canvas, frames, strict=True):
@@ -198,7 +198,7 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
     Uses bilinear interpolation in float32 without antialiasing, as LeRobot's SmolVLA does.
     """
     pixels = _to_signed_unit_range(on_device(np.array(frames), device or "cpu"))
-    height, width = fitted_size(frames, side)
+    height, width = compute_fitted_size(frames, side)
     # Pixels must be the same for acting and training; inside autocast, resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):
         pixels = F.interpolate(pixels, size=(height, width), mode="bilinear", align_corners=False)

@@ -2,7 +2,7 @@
 
 from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.vla.adapter import lora_spec
+from embodyrl.policies.vla.adapter import get_lora_spec
 from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import PolicyCosts
 
@@ -29,7 +29,7 @@ def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
             total
             - backbone
             - count(weights, "expert.")
-            + lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
+            + get_lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
         )
     activation_bytes = int(
         (_BYTES_PER_ELEMENT if cfg.uses_bf16 else 4)

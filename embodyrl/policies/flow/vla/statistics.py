@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
 from embodyrl.policies.files import check_keys
-from embodyrl.policies.vla.folder import Clip, check_statistics, data_range, find_data_set
+from embodyrl.policies.vla.folder import Clip, check_statistics, compute_clip_range, find_data_set
 from embodyrl.types import FloatArray
 
 OPENPI_FILE = "norm_stats.json"
@@ -78,8 +78,8 @@ class FlowStatistics:
         return Affine(shift=tuple(a + h for a, h in zip(low, half_range, strict=True)), scale=half_range)
 
     def clip(self, size: int) -> Clip:
-        """Return the range of the first `size` dimensions, see `data_range`."""
-        low, high = data_range(self.numbers)
+        """Return the range of the first `size` dimensions, see `compute_clip_range`."""
+        low, high = compute_clip_range(self.numbers)
         return low[:size], high[:size]
 
     def _get_pair(self, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from embodyrl.policies.lerobot.diffusion.config import KIND, DiffusionConfig
-from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, record_of
+from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, get_chunk_record
 from embodyrl.policies.lerobot.factory import LeRobotFactory
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.vla.records import ChunkRecord
@@ -31,7 +31,7 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
 
     def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
         """Return the token layout of a sampled chunk, which stores states of its denoising chain."""
-        return record_of(cfg, config)
+        return get_chunk_record(cfg, config)
 
     def num_passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
         """Return the number of forward passes per chunk."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
 from embodyrl.policies.lerobot.diffusion.network import Diffusion
 from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain, Schedule
-from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, record_of
+from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, get_chunk_record
 from embodyrl.policies.lerobot.policy import (
     EncodedObservations,
     LeRobotPolicy,
@@ -36,7 +36,7 @@ class DiffusionPolicy(LeRobotPolicy):
         self._schedule = Schedule(config, config.steps, config.noise_scheduler_type)
         self._deterministic_schedule = Schedule(config, config.steps, Sampler.DDIM)
         self._chain = DenoisingChain(
-            record_of(cfg, config),
+            get_chunk_record(cfg, config),
             Schedule(config, config.steps, config.noise_scheduler_type, cfg.diffusion_eta),
             self._deterministic_schedule,
             every_step=cfg.every_step,

@@ -56,6 +56,6 @@ class DiffusionSettings(LeRobotSettings):
         return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
 
 
-def record_of(cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
+def get_chunk_record(cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
     """Return the token layout of a chunk sampled by the denoising chain."""
     return ChunkRecord.chain(chunk_shape(config), config.steps - 1 if cfg.every_step else 1)
