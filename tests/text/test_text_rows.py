@@ -296,7 +296,7 @@ def test_most_shuffled_color_labels_do_not_match_their_image():
     def named(row: TextRow) -> bool:
         return bool((np.abs(row.pictures[0].astype(int) - tasks.COLORS[row.reference]).max(-1) <= 40).sum() >= 30)
 
-    plain, shuffled = tasks.color(rows=40), tasks.color(rows=80, shuffled=True)
+    plain, shuffled = tasks.colour(rows=40), tasks.colour(rows=80, shuffled=True)
     assert all(named(plain[i]) for i in range(40))
     assert sum(named(shuffled[i]) for i in range(80)) < 30
 
