@@ -54,7 +54,7 @@ class EpisodeRow:
     """(role, text) of every turn of a text task, including the last reply."""
     solved_at_reset: bool = False
     """True if the goal was already reached before the first action."""
-    logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
+    logprobs: tuple[tuple[tuple[str, float], ...], ...] = ()
     """(text, log-probability) pairs of each reply token: first the sampled token, then the most probable tokens. Empty
     without `rollout.logprobs`."""
 
@@ -65,7 +65,9 @@ class EpisodeRow:
         if wrong := [name for name, kind in _FIELD_TYPES.items() if not isinstance(values[name], kind)]:
             raise TypeError(*wrong)
         turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
-        top = tuple([(str(text), float(value)) for text, value in token] for token in raw.get("logprobs", ()))
+        top = tuple(tuple((str(text), float(value)) for text, value in token) for token in raw.get("logprobs", ()))
+        if not all(top) or not isinstance(raw.get("state"), int | None):
+            raise ValueError("logprobs or state")
         optional_values = {
             "suite": str(raw.get("suite", "")),
             "conversation": turns,
