@@ -27,12 +27,12 @@ class EpisodeDatasetWriter:
 
     def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, write_line: Callable[[str], None]) -> None:
         cfg = run_plan.cfg
-        self._kept_episodes, self._limit = cfg.runner.keep_episodes, cfg.runner.keep_episodes_gb * 10**9
+        self._selection, self._limit = cfg.runner.keep_episodes, cfg.runner.keep_episodes_gb * 10**9
         self._arena, self._write_line = arena, write_line
         self._actor = Actor.expert if run_plan.policy.scripted else Actor.policy
         self._trained = cfg.is_train_command
         split = cfg.env.train if cfg.is_train_command else cfg.env.eval
-        collected = {"kept": self._kept_episodes.value, "state_ids": split.state_ids, "seed": cfg.seed}
+        collected = {"kept": self._selection.value, "state_ids": split.state_ids, "seed": cfg.seed}
         card = Card(env=run_plan.env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
         self._writer = DatasetWriter(folder, card)
         write_environment(cfg, folder)
@@ -60,8 +60,8 @@ class EpisodeDatasetWriter:
             self._bytes += episode.length * self._frame_bytes()
 
     def _is_selected(self, episode: Episode) -> bool:
-        keeps_successes = self._kept_episodes is KeptEpisodes.successes
-        return self._kept_episodes is KeptEpisodes.all or episode.success_once is keeps_successes
+        keeps_successes = self._selection is KeptEpisodes.successes
+        return self._selection is KeptEpisodes.all or episode.success_once is keeps_successes
 
     def _frame_bytes(self) -> int:
         """Return an upper bound of the bytes per frame: images count with their uncompressed size."""
