@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
-from embodyrl.data.tables import DATA_FILE, find_file, get_data_path
+from embodyrl.data.tables import DATA_FILE, VALUE_BYTES, find_file, get_data_path, read_table
 from embodyrl.errors import EmbodyError
-from embodyrl.files import visible_files
+from embodyrl.files import available_bytes, visible_files
 from embodyrl.types import FloatArray, IntArray
 
 _RESOLUTION = 1e-3
@@ -63,7 +63,11 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     files = tuple(find_file(root, name) for name in names)
     if not files:
         raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")
-    tables = [read_columns(path, INDEX_COLUMNS) for path in files]
+    tables: list[pa.Table] = []
+    for path in files:
+        tables.append(read_columns(path, INDEX_COLUMNS))
+        if VALUE_BYTES * len(INDEX_COLUMNS) * sum(map(len, tables)) > available_bytes() // 4:
+            raise EmbodyError(f"{root} has too many rows for the free memory. Split the data set.")
     lengths = [len(table) for table in tables]
     for row, length in zip(episodes, lengths, strict=True) if has_file_per_episode else ():
         if length != row["length"]:
@@ -129,7 +133,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
                 f"{path} has no column '{missing[0]}', which the data set declares. Columns: {', '.join(present)}. "
                 "Download the data set again."
             )
-        return pq.read_table(path, columns=list(columns))
+        return read_table(path, columns)
     except (OSError, pa.ArrowException) as error:
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(len(_LFS)) == _LFS:

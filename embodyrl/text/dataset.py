@@ -318,22 +318,21 @@ def _read_parquet(source: Any, file: Path) -> list[Any]:
     """
     limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
     values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
-    rows: list[Any] = []
-    size = sum(group.total_byte_size for group in groups)
+    sizes = [group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns)]
+    size = max(sum(sizes), sum(group.total_byte_size for group in groups))
+    columns: dict[str, list[Any]] = {}
     try:
-        batches = source.iter_batches(64) if max(size, _VALUE_BYTES * values) <= limit else iter(())
-        while size <= limit:
-            batch = next(batches, None)
-            if batch is None and len(rows) == source.metadata.num_rows:
-                return rows
-            if batch is None:
-                break
-            size += (
-                batch.nbytes
-                + _VALUE_BYTES * batch.num_rows * batch.num_columns
-                + sum(map(_count_expanded_bytes, batch.columns))
-            )
-            rows += batch.to_pylist() if size <= limit else []
+        # One column at a time: sizes in the file may be wrong, and a batch of all columns is larger.
+        for name in source.schema_arrow.names if max(size, _VALUE_BYTES * values) <= limit else ():
+            columns[name] = []
+            for batch in source.iter_batches(64, columns=[name]):
+                column = batch.column(name)
+                size += column.nbytes + _VALUE_BYTES * len(column) + _count_expanded_bytes(column)
+                if size > limit:
+                    raise MemoryError
+                columns[name] += column.to_pylist()
+        if columns and {*map(len, columns.values())} == {source.metadata.num_rows}:
+            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     except MemoryError:
         pass  # reported below
     raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory. Split the file.")

@@ -17,6 +17,8 @@ from demos import card, demonstration
 from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
 from embodyrl.commands.sft_setup import load_inputs
+from embodyrl.data import rows as data_rows
+from embodyrl.data import tables as data_tables
 from embodyrl.data.cards import read_card
 from embodyrl.data.layout import OWN
 from embodyrl.data.reader import Demonstrations, load_demonstrations
@@ -275,6 +277,19 @@ def test_files_outside_the_dataset_are_not_read(tmp_path: Path, name: Callable[[
     (tmp_path / "elsewhere").write_bytes((root / DATA).read_bytes())
     name(root)
     with pytest.raises(EmbodyError, match=reason):
+        load_demonstrations(root)
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_more_rows_than_fit_into_memory_are_rejected(tmp_path: Path, monkeypatch: Any, split: int) -> None:
+    root = write_set(tmp_path / "set")
+    table = pq.read_table(root / DATA, columns=["timestamp", "frame_index", "episode_index", "index", "task_index"])
+    rows = table.take(np.zeros(400_000 // split, np.int64))
+    for number in range(split):
+        pq.write_table(rows, root / f"data/chunk-000/file-{number:03d}.parquet", compression="zstd")
+    for module in (data_rows, data_tables):
+        monkeypatch.setattr(module, "available_bytes", lambda: 200 << 20)
+    with pytest.raises(EmbodyError, match="unpacks to more than 50 MiB" if split == 1 else "has too many rows"):
         load_demonstrations(root)
 
 

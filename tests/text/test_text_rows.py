@@ -356,6 +356,29 @@ def test_parquet_file_that_exceeds_memory_is_rejected(tmp_path: Path, monkeypatc
         open_rows(RowSettings(path=str(file)), tokenizer=None)
 
 
+def test_wrong_sizes_in_a_parquet_file_do_not_exceed_memory(tmp_path: Path, monkeypatch):
+    """The declared size of the row group is replaced by a small number; the declared sizes of columns are correct."""
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    file, text_column = tmp_path / "bomb.parquet", pa.array(["x" * (5 << 20)])
+    names = ("prompt", "answer", *(f"c{k}" for k in range(8)))
+    options = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
+    parquet.write_table(pa.table(dict.fromkeys(names, text_column)), file, compression="zstd", **options)
+
+    def varint(number: int, length: int = 0) -> bytes:
+        parts = [2 * number >> shift & 127 for shift in range(0, max(7 * length, (2 * number).bit_length()), 7)]
+        return bytes([*(part | 128 for part in parts[:-1]), parts[-1]])
+
+    size = varint(parquet.ParquetFile(file).metadata.row_group(0).total_byte_size)
+    head, _, tail = file.read_bytes().rpartition(size)
+    file.write_bytes(head + varint(1, len(size)) + tail)
+    assert parquet.ParquetFile(file).metadata.row_group(0).total_byte_size == 1
+    monkeypatch.setattr(text, "available_bytes", lambda: 100 << 20)
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(ConfigError, match="unpacks to more than 25 MiB"):
+        open_rows(RowSettings(path=str(file)), tokenizer=None)
+    assert pa.default_memory_pool().max_memory() <= max(before, 25 << 20)
+
+
 def test_nested_parquet_columns_are_read(tmp_path: Path):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     words = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 50), pa.array(["a", "b"]))
