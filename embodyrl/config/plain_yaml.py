@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class _Loader(_BaseLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if duplicate := next((name for name in names if names.count(name) > 1), None):
+        if len(set(names)) < len(names):
+            duplicate = Counter(names).most_common(1)[0][0]
             raise yaml.constructor.ConstructorError(None, None, f"key '{duplicate}' occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,6 +42,8 @@ from embodyrl.types import IntArray
 SUFFIXES = (".jsonl", ".parquet")
 _COUNTED_ROWS = 1000
 """Maximum number of rows that are checked for unknown tokens."""
+_PATTERN_S = 1.0
+"""Maximum CPU time for data.answer_pattern in one row, in seconds."""
 _VALUE_BYTES = 32
 """Assumed minimum size of a Python object for one value of a column, in bytes."""
 
@@ -375,7 +379,7 @@ def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> T
             )
     messages, reference, rejected = read_texts(raw, cfg, where)
     if cfg.answer_pattern is not None:
-        match = re.search(cfg.answer_pattern, reference)
+        match = _search(cfg.answer_pattern, reference, where)
         matched = match and match[1 if match.re.groups else 0]
         if matched is None:
             raise ConfigError(
@@ -389,6 +393,27 @@ def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> T
     return _add_images(
         text_row, read_images(get_column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where
     )
+
+
+def _search(pattern: str, text: str, where: str) -> re.Match[str] | None:
+    """Search a pattern, possibly from an untrusted config, with a limit of CPU time in the main thread.
+
+    Raises:
+        ConfigError: the limit is exceeded.
+    """
+    if threading.current_thread() is not threading.main_thread():  # a worker; all rows were checked in the main process
+        return re.search(pattern, text)
+
+    def stop(number: int, frame: object) -> None:
+        raise ConfigError(f"{where}: data.answer_pattern={pattern!r} takes too long. Simplify the pattern.")
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _PATTERN_S)
+    try:
+        return re.search(pattern, text)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def _add_images(row: TextRow, pictures: tuple[LazyImage, ...], where: str) -> TextRow:

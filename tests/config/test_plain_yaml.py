@@ -130,6 +130,15 @@ def test_overrides_that_cannot_be_saved_are_rejected(word: str, reason: str) -> 
         load_config("train", [*GYM, word])
 
 
+def test_duplicate_key_is_found_among_many_keys(tmp_path: Path) -> None:
+    file, lines = tmp_path / "a.yaml", "".join(f"k{number}: 1\n" for number in range(30_000))
+    file.write_text(lines)
+    assert len(read_plain_yaml(file)) == 30_000
+    file.write_text(f"{lines}k7: 2\n")
+    with pytest.raises(ConfigError, match="key 'k7' occurs twice"):
+        read_plain_yaml(file)
+
+
 def test_plain_yaml_is_parsed_strictly(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("a: 1e-4\nb: 2026-08-23\nc: .5\nd: 1_000\ne: [true, ~, 'no', '-inf', .nan, -.inf]\n1: x\n")

@@ -401,6 +401,15 @@ def test_held_out_sums_share_no_pair_with_training(seed: int, val_share: float):
     assert round(val_share * len(rows)) - 1 <= rows.held_out <= round(val_share * len(rows))
 
 
+def test_slow_answer_pattern_is_an_error(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(text, "_PATTERN_S", 0.05)
+    path = jsonl(tmp_path / "r.jsonl", [{"prompt": "?", "answer": "a" * 40 + "b"}])
+    with pytest.raises(ConfigError, match=r"row 1: data.answer_pattern=.* takes too long"):
+        open_rows(RowSettings(path=path, answer_pattern="(a+)+$", val_share=0.0), tokenizer=None)
+    rows = open_rows(RowSettings(path=path, answer_pattern="(a+)b$", val_share=0.0), tokenizer=None)
+    assert rows[0].reference == "a" * 40
+
+
 def test_longest_prompt_is_counted_within_the_limit(tmp_path: Path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x" * n, "answer": "y"} for n in (3, 7, 9)])
     kept = RowSettings(path=path, val_share=0.0)
