@@ -16,12 +16,14 @@ from embodyrl.data.tables import find_file
 from embodyrl.errors import ConfigError
 from embodyrl.files import read_json, replace_atomically
 from embodyrl.hub import convert_hub_errors
+from embodyrl.monitor.history import EPISODES_FILE, check_results, read_episodes
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG, find_start_folder
 from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
+from embodyrl.reports.card import escape_markdown
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
@@ -82,17 +84,19 @@ def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
     title, results = f"{run.name}, step {step}", find_file(run, f"eval/step_{step:06d}/eval.json")
+    if results.is_file():
+        check_results(results.parent, read_episodes(find_file(run, results.with_name(EPISODES_FILE).relative_to(run))))
     template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     return template.format(
         metadata=_format_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
-        title=title,
+        title=escape_markdown(title),
         version=__version__,
         command="train" if trained else "dagger" if cfg.command == "dagger" else "sft",
         step=step,
         seed=cfg.seed,
-        base=base,
+        base=escape_markdown(base),
         about="environment" if trained else "data",
-        env=meta.get("env") or meta.get("data"),
+        env=escape_markdown(str(meta.get("env") or meta.get("data"))),
         trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.trains_adapters else ''}",
         precision=cfg.model.precision_name,
         results=_format_results(results),
@@ -149,7 +153,8 @@ def _format_results(file: Path) -> str:
     if not file.is_file():
         return "This step was not evaluated.\n"
     table = read_json(file)
-    rows = [*table["tasks"], table["overall"] | {"task": "**all**"}]
+    rows = [*({**row, "task": escape_markdown(row["task"])} for row in table["tasks"]), table["overall"]]
+    rows[-1] = rows[-1] | {"task": "**all**"}
     has_success = table["overall"]["success_once"] is not None
     value, low, high = ("success_once", "low", "high") if has_success else ("mean_return", "return_low", "return_high")
     lines = [f"| task | {'success' if has_success else 'return'} | 95 % interval | episodes |", "|---|---|---|---|"]

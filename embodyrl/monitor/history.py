@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -187,3 +189,31 @@ def read_table(folder: Path) -> dict[str, Any]:
     if not is_valid:
         raise ConfigError(f"{path} is damaged: it is not a table of results. Move or delete the file.")
     return table
+
+
+def check_results(folder: Path, rows: Sequence[EpisodeRow]) -> None:
+    """Compare the episodes of a finished evaluation with the sums of its `eval.json`.
+
+    Raises:
+        ConfigError: an episode occurs twice, a return is not finite, or episodes are missing or were changed.
+    """
+    tasks = read_table(folder).get("tasks") or ()
+    results = [
+        (len(rows), math.fsum(row.episode_return for row in rows), sum(row.success_once is True for row in rows))
+    ]
+    with suppress(KeyError, TypeError):  # another version
+        counts = [task["episodes"] for task in tasks]
+        sums = [
+            sum(count * (task[name] or 0.0) for count, task in zip(counts, tasks, strict=True))
+            for name in ("mean_return", "success_once")
+        ]
+        results += [(sum(counts), *sums)] if counts else []
+    if len({row.episode for row in rows}) < len(rows):
+        problem = "an episode occurs twice"
+    elif not math.isfinite(results[0][1]):
+        problem = "a return is not finite"
+    elif not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(results[0], results[-1], strict=True)):
+        problem = f"count, returns or successes differ from {TABLE_FILE}"
+    else:
+        return
+    raise ConfigError(f"{folder / EPISODES_FILE}: {problem}. Repeat the evaluation, or delete the folder.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.trust import TRUST, path_prefix
+from embodyrl.errors import replace_control_characters
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.history import COSTS_FILE, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
@@ -77,7 +78,7 @@ def build_card(folder: Path) -> dict[str, Any]:
 def card_text(card: Mapping[str, Any]) -> str:
     """Return a result card as Markdown; texts of the run, which may be untrusted, contain no markup."""
     weights, environment = card["model"]["weights"] or "random", card["environment"]
-    lines = [f"# Result card: {_escape(card['run'])}", "", "| | |", "|---|---|"]
+    lines = [f"# Result card: {escape_markdown(card['run'])}", "", "| | |", "|---|---|"]
     fields = {
         "environment": ", ".join(f"{name} {value}" for name, value in environment.items() if value is not None),
         "policy": f"{card['model']['type']}, weights {weights}",
@@ -97,20 +98,27 @@ def card_text(card: Mapping[str, Any]) -> str:
         else None,
         "lost": f"{card['dropped_episodes']} episodes were dropped" if card["dropped_episodes"] else None,
     }
-    lines += [f"| {name} | {(_code if name == 'command' else _escape)(str(v))} |" for name, v in fields.items() if v]
+    lines += [
+        f"| {name} | {(_code if name == 'command' else escape_markdown)(str(v))} |" for name, v in fields.items() if v
+    ]
     for results in card["figures"]:
         lines += ["", f"## Step {results['step']}", "", "| | 95 % interval | episodes | states |", "|---|---|---|---|"]
-        cells = [(_escape(row["name"]), row["text"], row["episodes"], row["states"]) for row in results["rows"]]
+        cells = [(escape_markdown(row["name"]), row["text"], row["episodes"], row["states"]) for row in results["rows"]]
         lines += [f"| {name} | {text} | {episodes} | {states} |" for name, text, episodes, states in cells]
     if card["change"]:
         lines += ["", "## First against last", ""]
-        lines += [f"- {_escape(row['suite'] + ': ') if row['suite'] else ''}{row['text']}" for row in card["change"]]
+        lines += [
+            f"- {escape_markdown(row['suite'] + ': ') if row['suite'] else ''}{row['text']}" for row in card["change"]
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _escape(text: str) -> str:
-    """Return a text in one line of Markdown, without HTML, links, code or cells."""
-    return re.sub(r"[\\`|]|\](?=\()", r"\\\g<0>", html.escape(" ".join(text.split()), quote=False))
+def escape_markdown(text: str) -> str:
+    """Return a text in one line of Markdown, without HTML, links, code, cells, emphasis or control characters."""
+    line = html.escape(" ".join(replace_control_characters(text).split()), quote=False)
+    escaped = re.sub(r"[\\`|*~]|(?<!\w)_|_(?!\w)|\](?=\()", r"\\\g<0>", line)
+    # Addresses become links on many pages without any markup.
+    return re.sub(r"(?i):(?=//)|(?<=www)\.|@", lambda match: f"&#{ord(match[0])};", escaped)
 
 
 def _code(text: str) -> str:

