@@ -81,7 +81,7 @@ SMALL=()
   actor.global_batch_size=16 actor.micro_batch_size=8 env.render_profile=lean)
 for name in $PARTS; do
   case $name in
-    check) part check 150 python -m embodyrl_gpu_check devices speed drawing libero --out "$OUT/gpu_report.json" ;;
+    check) part check 180 python -m embodyrl_gpu_check devices speed drawing libero presets --out "$OUT/gpu_report.json" ;;
     libero) libero 3 ;;
     seeds) libero 4 ;;
     update) # Launch-bound updates: samples/s with micro-batches of 8 and 16, and of 8 compiled (whose first step is slow).

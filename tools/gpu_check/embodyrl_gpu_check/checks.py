@@ -68,5 +68,11 @@ CHECKS = {
         timeout_s=300,
         needs=("torch",),
     ),
+    "presets": GpuCheck(
+        title="presets that fit, and the predicted time of a step",
+        function="embodyrl_gpu_check.presets:check_presets",
+        timeout_s=300,
+        needs=("libero", "mujoco", "robosuite"),
+    ),
 }
 """Checks by name, in the order of the report."""

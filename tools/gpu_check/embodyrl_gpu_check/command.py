@@ -58,15 +58,15 @@ def check_gpus(args: argparse.Namespace) -> int:
     selected = {name: check for name, check in CHECKS.items() if not args.names or name in args.names}
     path = args.out.absolute()
     page = path.with_suffix(".md")
-    report = _build_header()
+    report, rates_text = _build_header(), ""
     for name, check in selected.items():
         print(f"  ...   {name}: {check.title}", file=sys.stderr, flush=True)
         entry = _run_check(name, check)
         report["checks"].append(entry)
+        rates_text = _save_rates(report, path)  # `presets` predicts with the rates of earlier checks
         write_atomically(path, json_text(report))
         if not args.json:
             print(replace_control_characters(_format_line(entry)), flush=True)
-    rates_text = _save_rates(report, path)
     report["rates"] = rates_text
     write_atomically(path, json_text(report))
     write_atomically(page, "\n".join(build_page(report)) + "\n")

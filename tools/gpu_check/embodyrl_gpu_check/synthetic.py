@@ -1,11 +1,14 @@
 """Synthetic checkpoints with random weights, and random observations, for benchmarks of speed and memory."""
 
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from embodyrl.config.paths import assets_dir
+from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA
 from embodyrl.policies.openvla_oft.config import RANDOM_ON_DEVICE
 from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
@@ -45,6 +48,25 @@ def write_checkpoint(folder: Path, size: str, layers: int | None) -> None:
     if layers:
         config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_file_headers(folder: Path, model: str) -> None:
+    """Write a checkpoint folder with the published sizes and an empty weight file, from which memory can be planned.
+
+    Args:
+        folder: an existing folder.
+        model: openvla_oft, smolvla or pi05.
+    """
+    if model == "openvla_oft":
+        write_checkpoint(folder, "7b", None)
+        config = json.loads((folder / "config.json").read_text())
+        del config[RANDOM_INIT_KEY]  # adapters are rejected on random weights
+    else:
+        shutil.copy(assets_dir() / f"{model}_tiny" / "tokenizer.json", folder)
+        kind, spec = ("smolvla", SMOLVLA) if model == "smolvla" else ("pi0", PI05)
+        config = {OWN_KEY: {"kind": kind, **asdict(spec)}, RANDOM_INIT_KEY: "random"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
 
 def observe(batch: int) -> Observation:

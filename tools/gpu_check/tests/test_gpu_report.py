@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from embodyrl_gpu_check import command, host, links, listing, speed
+from embodyrl_gpu_check import command, host, links, listing, presets, speed
 from embodyrl_gpu_check.checks import GpuCheck
 from embodyrl_gpu_check.command import main
 from embodyrl_gpu_check.result import GpuParts
@@ -144,6 +145,22 @@ def test_collectives_run_in_a_process_for_each_gpu() -> None:
 def test_failed_rank_is_reported_with_its_log() -> None:
     with pytest.raises(RuntimeError, match="no_backend"):
         links.measure_links(GpuParts(), ("0", "1"), "no_backend", 400_000)
+
+
+@pytest.mark.sim
+@pytest.mark.integration
+def test_presets_that_fit_are_listed_with_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_nvidia_smi(folder, monkeypatch, H100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("embodyrl.plan.memory_limits.available_bytes", lambda: 2**40)
+    names = ("libero_10_lora_24gb", "libero_10_full_8gpu")
+    monkeypatch.setattr(presets, "PRESETS", {name: presets.PRESETS[name] for name in names})
+    result = presets.check_presets()
+    assert result.level == "ok"
+    assert re.fullmatch(r"17\.\d GiB for the policy, about \d+ s a step", result.values["libero_10_lora_24gb"])
+    assert "actor.fsdp.size=8" in result.values["libero_10_full_8gpu"], "one GPU"
+    assert result.text.startswith("fits: libero_10_lora_24gb (17.")
+    assert result.text.endswith("; does not fit as it is: libero_10_full_8gpu")
 
 
 def test_host_check_reads_cgroup_limits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
