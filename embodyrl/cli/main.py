@@ -100,9 +100,9 @@ def _run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:
-        # A second signal during the response to the first: the first error's message contains the resume command.
-        message = error.__context__ if isinstance(error.__context__, Interrupted) else ""
-        _print_error(f"embodyrl: {str(message) or str(error) or 'interrupted'}.")
+        # A second signal during the response to the first, whose message may already contain the resume command.
+        first = str(error.__context__) if isinstance(error.__context__, Interrupted) else ""
+        _print_error(f"embodyrl: {first if 'resume' in first else str(error) or 'interrupted'}.")
         return getattr(error, "exit_code", 130)
     except Interrupted as error:
         _print_error(f"embodyrl: {error}.")

@@ -308,6 +308,8 @@ def _read_file(file: Path) -> list[Any]:
             )
         try:
             rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
+            if b"\\ud" in line.lower():
+                json.dumps(rows[-1], ensure_ascii=False).encode()  # half of a surrogate pair is not a character
         except (ValueError, RecursionError) as error:
             start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
             raise ConfigError(f"{file}, line {number} is not JSON ({error}): {start!r}. Correct the line.") from error

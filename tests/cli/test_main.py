@@ -361,6 +361,22 @@ def test_each_error_class_has_its_exit_code_and_no_traceback(tmp_path: Path, rai
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize(
+    ("saved", "said"), [("", "stopped by a second signal, SIGINT; saved files are complete"), ("; resume with: x", "")]
+)
+def test_second_signal_prints_the_resume_command_if_it_is_known(saved, said, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "stopped_env.py").write_text(
+        "from embodyrl.errors import Interrupted, StoppedImmediately\n"
+        "def __getattr__(name):\n    first = Interrupted(15)\n    first.args = (f'{first}' + SAVED,)\n"
+        "    try:\n        raise first\n    except Interrupted:\n        raise StoppedImmediately(2)\n"
+        f"SAVED = {saved!r}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "stopped_env", raising=False)
+    assert main(["train", "env.env_type=stopped_env:FACTORY"]) == 130
+    assert capsys.readouterr().err == f"embodyrl: {said or 'stopped by SIGTERM; resume with: x'}.\n"
+
+
 def test_closed_output_pipe_is_not_reported(tmp_path: Path) -> None:
     command = f"{sys.executable} -m embodyrl.cli.main show train | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)

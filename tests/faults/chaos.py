@@ -144,11 +144,13 @@ def fork_cli(*args: str, cwd: Path) -> Command:
         try:
             os.setsid()
             heed_signals()
+            signal.signal(INT, signal.default_int_handler)  # as in a new interpreter
             os.chdir(cwd)
             os.environ.update(command_environment(cwd))
             tempfile.tempdir = None
             for number, target in enumerate((Path(os.devnull), out, err)):
                 os.dup2(os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             code = main_of_embodyrl(args)
         finally:
             os._exit(code)

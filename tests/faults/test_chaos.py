@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos import Chaos, Injection
+from chaos import PHASES, Chaos, Injection
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 KINDS = (
@@ -42,6 +42,19 @@ def disturb(chaos: Chaos, kind: str, injections: int) -> list[Injection]:
         assert not wrong, f"{trial.folder.name}: {trial.injections}: {wrong}"
         sent += trial.injections
     return sent
+
+
+def test_sixty_signals_in_all_phases_of_training_leave_nothing_and_change_no_number(tmp_path: Path) -> None:
+    made = Chaos(tmp_path, seed=64, only=("inline", "cartpole"), quota=(4, 8), phases=True, fork=True)
+    sent: list[Injection] = []
+    try:
+        for trial, wrong in made.trials(minutes=25.0, injections=60):
+            assert not wrong, f"{trial.folder.name}: {trial.injections}: {wrong}"
+            sent += trial.injections
+    finally:
+        made.judge.close()
+    assert len(sent) >= 60
+    assert {injection.phase for injection in sent} >= {*PHASES, "resume"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

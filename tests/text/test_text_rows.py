@@ -152,15 +152,23 @@ def test_invalid_row_error_names_the_row(tmp_path: Path, change: dict, message: 
         open_rows(RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), **KEYS), tokenizer=None)
 
 
+def test_escaped_surrogate_pairs_are_characters(tmp_path: Path):
+    (tmp_path / "pair.jsonl").write_text('{"prompt": "\\uD83D\\uDE00", "answer": "b"}\n')
+    rows = open_rows(RowSettings(path=str(tmp_path / "pair.jsonl"), val_share=0.0), tokenizer=None)
+    assert rows.row(0).messages[-1].content == "\N{GRINNING FACE}"
+
+
 def test_unreadable_data_sources_are_errors(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt"\n')
     (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "\xff", "answer": "b"}\n')
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\uD83D", "answer": "b"}\n')
     (tmp_path / "nested.jsonl").write_text("[" * 100_000)
     (tmp_path / "sparse.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     os.truncate(tmp_path / "sparse.jsonl", 40 << 30)
     for path, message in (
         ("broken.jsonl", "line 2 is not JSON"),
         ("bytes.jsonl", "line 1 is not JSON"),
+        ("half.jsonl", "line 1 is not JSON .*surrogates not allowed"),
         ("nested.jsonl", "line 1 is not JSON"),
         ("sparse.jsonl", "line 2 is longer than 16 MiB"),
         ("missing.jsonl", "does not exist, or contains no"),
