@@ -95,7 +95,7 @@ class MonitorGroup(Monitor):
 
     def results(self, title: str, rows: Sequence[ResultRow]) -> None:
         """Pass a table of results to all loggers."""
-        cleaned = [(_format_line(task), *texts) for task, *texts in rows]
+        cleaned = [(_format_line(task), first, last, change) for task, first, last, change in rows]
         self._call_all(lambda monitor: monitor.results(title, cleaned))
 
     def close(self) -> None:
