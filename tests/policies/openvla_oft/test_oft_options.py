@@ -14,6 +14,9 @@ from test_oft_policy import observe, uniforms
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
+from embodyrl.policies.openvla_oft import llama
+from embodyrl.policies.openvla_oft.llama import apply_adapted_linears
+from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import BenchmarkSpec
 
 
@@ -100,6 +103,36 @@ def test_compiled_model_matches_the_plain_model(checkpoint, make_policy, monkeyp
             assert y.grad is not None
             # Compiled, products are MKL's. Gradients are about 1, and either rounding is up to 1e-3 from float64.
             close(y.grad, x.grad, 1e-3, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_update_of_adapters_matches_the_plain_update(checkpoint, make_policy, monkeypatch):
+    """Two micro-batches of one size, with the fused products that a GPU uses: one graph, without breaks."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(llama, "apply_linears", lambda layers, x, to=None: apply_adapted_linears(layers, x, to))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    results = []
+    for compiled in (False, True):
+        lora = LoraSettings(r=4, lora_alpha=4)
+        policy = make_policy(checkpoint, compile=compiled, is_lora=True, lora=lora)
+        torch.manual_seed(0)
+        for weight in policy.module.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.05)
+        tokens = np.full((2, policy.spec.tokens_per_chunk), policy._config.action_vocab_start + 3)
+        logprobs = [policy.score(observe(seed, rows=2), tokens).logprob for seed in (0, 1)]
+        sum(part.mean() for part in logprobs).backward()
+        gradients = {name: p.grad for name, p in policy.module.named_parameters() if p.grad is not None}
+        results.append((torch.cat(logprobs).detach(), gradients))
+    (plain, plain_gradients), (fast, fast_gradients) = results
+    close(fast, plain, 1e-5, 1e-5)
+    assert fast_gradients.keys() == plain_gradients.keys()
+    for name, gradient in plain_gradients.items():
+        close(fast_gradients[name], gradient, 1e-5 * float(gradient.abs().max()), 1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize(("chunk", "dim", "images"), [(25, 14, 3), (5, 7, 1)])
