@@ -329,7 +329,7 @@ def _find_trusted_modules(tree, kinds):
     for name, attribute_names in attributes.items():
         # A module name refers to this module, even if the program imports another object under the name.
         is_module = name in _MODULES or name in sys.stdlib_module_names
-        real = {"np": "numpy"}.get(name, name if is_module else kinds[name])
+        real = str({"np": "numpy"}.get(name, name if is_module else kinds[name]))
         if real in _MODULES or (kinds[name] and real == name and name not in _RUNS_CODE):
             module = importlib.import_module(real)
             # A variable of the program may have the name of a module.
