@@ -233,9 +233,10 @@ def _create_unique_folder(root: Path) -> Path:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a run folder, or another folder, for this process.
+    """Lock a folder for this process.
 
-    Another folder may not exist yet; its lock file is next to the folder.
+    The lock file of a run folder is inside the folder. The lock file of any other folder, which need not exist yet, is
+    next to it.
 
     Raises:
         EmbodyError: another process uses the folder.

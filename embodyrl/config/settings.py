@@ -47,7 +47,7 @@ class Constraint:
 
 
 class ChangesStateIds:
-    """Annotation of keys whose value changes the initial states that the state ids refer to."""
+    """Annotation of config keys that change which initial state each state id refers to."""
 
 
 Count = Annotated[int, Field(ge=1, le=10**6)]
@@ -200,7 +200,7 @@ class Key:
 
     @property
     def is_mapping(self) -> bool:
-        """True if the value is a mapping whose names the user chooses."""
+        """True if the value is a mapping with arbitrary keys, which the user defines."""
         hint = self._type[0]
         return hint is dict or typing.get_origin(hint) is dict
 

@@ -11,7 +11,10 @@ from embodyrl.policies.inputs import find_missing_weights
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint that contains a path after links are followed, also if its folder was copied or renamed."""
+    """Return the checkpoint folder that contains a path, even if the folder was copied or renamed; else None.
+
+    Symbolic links in the path are resolved first.
+    """
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
         is_policy = real.relative_to(folder).parts[:1] == (POLICY_FOLDER,)

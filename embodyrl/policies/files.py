@@ -1,4 +1,4 @@
-"""Checks of other programs' files in checkpoint and adapter folders. Does not import torch."""
+"""Validation of checkpoint and adapter folders that other programs wrote. Does not import torch."""
 
 import json
 from collections.abc import Collection, Mapping

@@ -120,11 +120,11 @@ def complete_messages(messages: Sequence[Message], cfg: RowSettings) -> tuple[Me
     if cfg.system_prompt is not None and any(m.role in ("system", "developer") for m in messages):
         raise ValueError("there is a system message in addition to data.system_prompt; set data.system_prompt=null")
     if messages[-1].role == "assistant":
-        raise ValueError("the last message is of the assistant, and replies cannot continue it; remove this message")
+        raise ValueError("the last message is an assistant message, which replies cannot continue; remove this message")
     if all(m.role == "system" for m in messages):
         raise ValueError("there is only a system message; add a user message")
     if cfg.prompt_template != "{prompt}" and not users:
-        raise ValueError("data.prompt_template needs a message of the user; set data.prompt_template={prompt}")
+        raise ValueError("data.prompt_template applies to a user message, and there is none; use the value {prompt}")
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
     last = users[-1] if users else None
     return system + tuple(
@@ -155,9 +155,7 @@ def read_answer(value: Any, prompt: Sequence[Message]) -> str:
     if answer.role != "assistant" or (
         actual and actual not in (expected, [turn for turn in expected if turn[0] != "system"])
     ):
-        raise ValueError(
-            "the conversation must be the messages of the prompt, followed by one message of the assistant"
-        )
+        raise ValueError("the conversation must be the messages of the prompt, followed by one assistant message")
     return answer.content
 
 

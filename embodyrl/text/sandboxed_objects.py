@@ -139,7 +139,11 @@ def _make_forwarder(name):
 
 @functools.cache
 def proxy_class(special, kind, fields):
-    """Return a proxy class with the methods `special`, for objects of the type `kind` with the dataclass `fields`."""
+    """Return a proxy class for objects of the type `kind`.
+
+    `special`: names of special methods without underscores; `fields`: names of dataclass fields, empty for other types.
+    The names are separated by spaces.
+    """
     base = next((base for base in BASES if base.__name__ == kind), None)
     bases = (CopiedValue, base) if base else (_Awaitable if kind == "coroutine" else Remote,)
     methods = {f"__{name}__": _make_forwarder(name) for name in special.split() if name in SPECIAL}

@@ -55,8 +55,8 @@ CALL = [{"function": {"name": "f", "arguments": "{}"}}]
         ([{"role": "user"}], r"the content of message 1 is empty \(null\)"),
         ([USER | {"content": True}], "neither text nor a list of texts"),
         ([USER | {"content": {"text": "a"}}], "neither text nor a list of texts"),
-        ([USER, REPLY], "the last message is of the assistant"),
-        ([REPLY], "the last message is of the assistant"),
+        ([USER, REPLY], "the last message is an assistant message"),
+        ([REPLY], "the last message is an assistant message"),
         ([], "there are no messages"),
         ([{"role": "system", "content": "own"}], "there is only a system message"),
         ([{"role": None, "content": "a"}], "neither text nor a list of messages"),
@@ -99,7 +99,7 @@ def test_prompt_template_and_system_prompt_apply_to_messages(tmp_path: Path):
         (row,) = open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None)
         assert [m.content for m in row.messages] == ["own", "hi"]
     path = jsonl(tmp_path / "c.jsonl", [{"prompt": [{"role": "tool", "content": "2"}], "answer": "1"}])
-    with pytest.raises(ConfigError, match=r"data\.prompt_template needs a message of the user"):
+    with pytest.raises(ConfigError, match=r"data\.prompt_template applies to a user message"):
         open_rows(RowSettings(**keys | {"path": path}), tokenizer=None)
 
 

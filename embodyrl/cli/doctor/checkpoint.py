@@ -212,7 +212,7 @@ def _check_forward(folder: str, arguments: Sequence[str], config_dirs: Sequence[
 
 
 def run_forward(text: str) -> None:
-    """Print the finding of the forward pass as JSON; `text` contains the arguments of `diagnose` as JSON."""
+    """Run a forward pass and print its `Finding` as JSON; `text` is the JSON list [folder, arguments, config_dirs]."""
     folder, arguments, config_dirs = json.loads(text)
     policy = build_policy_of_config(compose_policy(folder, arguments, [*map(Path, config_dirs)]))
     model, env = policy.run_plan.cfg.model, policy.make_env()

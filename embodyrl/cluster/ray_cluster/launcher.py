@@ -157,7 +157,10 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """Return the host numbers of each component (see `Launcher.nodes`); host names get the highest numbers."""
+        """Return the host numbers of each component (see `Launcher.nodes`).
+
+        The cluster is not connected yet, so hosts given by name are assumed to have the highest numbers.
+        """
         cluster = cluster or ClusterSettings()
         return parse_placement(cluster.component_placement, cluster.num_nodes, disaggregated=disaggregated)
 

@@ -75,7 +75,7 @@ def _get_smallest_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def write_rows(pools: Pools, rows: Sequence[Rows]) -> None:
-    """Write transferred fields into the records of the pools."""
+    """Write record fields that another host sent into the shared-memory pools."""
     for part in rows:
         for name, values in part.fields.items():
             field = pools[part.pool][name]

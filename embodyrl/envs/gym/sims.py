@@ -78,7 +78,7 @@ class GymSimulators(Simulators):
 
 
 class GymSims(GymSimulators, SequentialSimulators):
-    """Simulators with one instance of a Gymnasium environment per environment."""
+    """Simulators that create a separate Gymnasium environment for each `env_index`."""
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, probe: Probe, create: Callable[..., Any]) -> None:
         super().__init__(cfg, spec, probe)

@@ -108,7 +108,7 @@ class Scene:
         return Box(center=position + rotation @ (low + high) / 2, axes=rotation.copy(), half=(high - low) / 2)
 
     def get_owner(self, name: str) -> str:
-        """Return the name of the object or fixture that a region belongs to, or another name unchanged."""
+        """Return the object or fixture that a region belongs to; return the name of an object or fixture as is."""
         return name if name in self._env.obj_body_id else self._env.object_sites_dict[name].parent_name
 
     def get_position(self, name: str) -> DoubleArray:

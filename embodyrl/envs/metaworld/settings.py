@@ -22,7 +22,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
 }
 """Task names of each benchmark and difficulty group; the last five tasks of ML45 are its test tasks."""
 TASK_IDS = {f"MetaWorld-{name}": ("metaworld", f"env.id={name}") for name in TASKS}
-"""Config overrides that select a single task, by Gymnasium id."""
+"""Environment preset and config override that select a single task, by the task's Gymnasium id."""
 HIDDEN_GOALS = ("ML45",)
 """Benchmarks in which the observation does not contain the goal."""
 

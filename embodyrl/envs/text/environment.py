@@ -55,14 +55,14 @@ TURN_BYTES = 1 << 12
 """Bytes reserved for the reply and the tool's answer of each turn after the first. A conversation that needs more bytes
 ends."""
 ANSWER_BYTES = 1 << 10
-"""Default maximum bytes of a tool's answer; longer answers are truncated."""
+"""Default maximum size of a tool's answer in bytes; longer answers are truncated."""
 
 
 Call = tuple[str, str]
 """Name and argument of a tool call, or an empty name and the reason why the call is malformed."""
 
 MAX_CALLS = 8
-"""Maximum number of tool calls in a reply; the answers share the maximum bytes of an answer."""
+"""Maximum number of tool calls in a reply; together, their answers may be as long as one answer."""
 
 _THOUGHT_PATTERN = re.compile(r"<think>.*?(?:</think>|$)|\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
 _CALLS_PATTERN = re.compile(
@@ -190,7 +190,7 @@ def _execute(call: Call, tools: Sequence[str]) -> str:
 
 
 def get_answer_bytes(tools: Sequence[str]) -> int:
-    """Return the maximum bytes of an answer of these tools."""
+    """Return the maximum size in bytes of an answer from any of these tools."""
     return max((getattr(find_tool(name), "answer_bytes", ANSWER_BYTES) for name in tools), default=0)
 
 

@@ -243,8 +243,8 @@ def _parse_reply(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
         or not all(isinstance(value, float | int) for value in logprobs)
     ):
         raise EmbodyError(
-            "The server returns no token ids or log-probabilities (`token_ids` for return_token_ids, `logprobs`). Use "
-            "vLLM 0.10.2 or newer, an equivalent server, or rollout.backend=hf."
+            "The server did not return a token id (`token_ids`, requested with return_token_ids) and a log-probability "
+            "(`logprobs`) for each token. Use vLLM 0.10.2 or newer, an equivalent server, or rollout.backend=hf."
         )
     return tokens, [float(value) for value in logprobs]
 

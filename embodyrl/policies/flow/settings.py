@@ -78,8 +78,8 @@ class FlowSettings(ResidualSettings):
     """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
     pairs."""
     imitated_time: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """SFT: flow times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. A larger value samples
-    more times near 1 (pure noise), where only the observation determines the actions."""
+    """SFT: flow times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. With a larger value,
+    more of the sampled times are close to 1 (pure noise), where only the observation determines the actions."""
     value_from: ValueFrom = ValueFrom.prefix
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 

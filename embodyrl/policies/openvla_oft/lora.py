@@ -98,7 +98,7 @@ def build_merge_transform(adapter: Path, known: Container[str], base: Path, pref
         adapter: folder of the adapter.
         known: names of the model's weights.
         base: folder of the base weights.
-        prefix: prefix that the names in the adapter have in addition to the names of the weights.
+        prefix: prefix of the names in the adapter, which the names in `known` lack.
 
     Raises:
         CheckpointError: a file does not fit, or the adapter belongs to another model.

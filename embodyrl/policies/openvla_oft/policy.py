@@ -146,7 +146,7 @@ class OpenVlaOftPolicy:
         """Return tokens of actions (see `TokenPolicy.encode_actions`).
 
         Raises:
-            ConfigError: the head samples real numbers, whose probabilities are densities.
+            ConfigError: model.action_head is continuous, so its actions have no tokens.
         """
         if self._cfg.action_head is not ActionHead.discrete:
             raise ConfigError(
@@ -182,8 +182,8 @@ class OpenVlaOftPolicy:
         """Replace the weights in place (see `Policy.load_weights`); keep the value head if none is saved.
 
         A folder that contains only an adapter needs the same `model.path`. The adapter is loaded if adapters are
-        trained, otherwise merged into the weights of `model.path`. The folder's action statistics are used, because
-        its tokens refer to these statistics.
+        trained, otherwise merged into the weights of `model.path`. The folder's action statistics replace the
+        current ones, because the folder's weights predict actions that are normalized with them.
         """
         adapter, model, base = (
             None if list_weight_files(folder) else find_adapter(folder),

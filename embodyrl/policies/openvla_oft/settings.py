@@ -70,7 +70,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     """Source of log-probabilities for RL. head: the action head; residual: an actor that corrects the greedy chunk of
     the frozen model."""
     action_std: Positive = 0.1
-    """With action_head=l1: initial standard deviation of normalized actions in RL, which is a trained parameter."""
+    """With action_head=l1: initial standard deviation of normalized actions that are sampled in RL; RL trains it."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Number of denoising steps of the diffusion head, at most 50 (the number in training)."""
     stochastic_steps: Stochastic = Stochastic.one

@@ -58,7 +58,7 @@ def normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device: torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledChunks:
-    """Sampled chunks of B observations, with the tokens from which their log-probabilities are recomputed."""
+    """Action chunks sampled for B observations, with the tokens from which their log-probabilities are recomputed."""
 
     state: Tensor
     """[B, H, D] state at t = 0; or the sample of an actor for a frozen model (see `SteeringActor`)."""

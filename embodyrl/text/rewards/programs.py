@@ -25,7 +25,7 @@ def find_program(response: str, tests: Sequence[Test]) -> str:
     """Return the program in a reply: the last Python block that defines a name that the tests use.
 
     For tests of output, the last block that reads the input is preferred. Earlier blocks are included if they define
-    names that the selected block uses. Blocks without a language count only if no block is marked as Python.
+    names that the selected block uses. Blocks without a language are used only if no block is marked as Python.
     """
     fenced = _find_blocks(response)
     blocks = [text for tag, text in fenced if tag.lower().startswith("py")] or [

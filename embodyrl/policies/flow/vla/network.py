@@ -1,4 +1,7 @@
-"""Networks of pi0, pi0.5 and SmolVLA, which map observations to velocities, and conversion of units."""
+"""Networks of pi0, pi0.5 and SmolVLA, which map observations to velocities.
+
+The module also converts between the environment's units and the normalized units of the models.
+"""
 
 import math
 from dataclasses import dataclass

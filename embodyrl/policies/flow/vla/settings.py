@@ -20,8 +20,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Initial noise of greedy actions. random: noise as in published evaluations, but with a seed from the
     observation's bytes; zero: zeros."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 2
-    """Number of camera images per inference, in the order of the checkpoint; other cameras of the checkpoint are
-    masked."""
+    """Number N of camera images per inference: the environment's first N cameras are used as the first N cameras of
+    the checkpoint; the checkpoint's remaining cameras are masked."""
     horizon: Count | None = None
     """H: number of actions per chunk, of which num_action_chunks are executed; default: the horizon of the
     checkpoint."""
