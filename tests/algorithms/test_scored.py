@@ -106,7 +106,7 @@ def test_reward_kl_ignores_columns_without_log_prob() -> None:
 
 @pytest.mark.parametrize("adv_type", [n for n in ADVANTAGES.names() if not ADVANTAGES.get(n).needs_replay])
 @pytest.mark.parametrize("in_reward", [False, True])
-def test_estimators_ignore_columns_without_log_prob(adv_type: str, in_reward: bool) -> None:
+def test_estimators_ignore_record_columns_without_logprob(adv_type: str, in_reward: bool) -> None:
     """Advantages, loss weights, loss, gradient and metrics; log-probabilities enter through a KL."""
     group = 2 if ADVANTAGES.get(adv_type).needs_groups else 1
     cfg = algorithm_of(adv_type=adv_type, group_size=group, kl_beta=0.1, kl_in_reward=in_reward)

@@ -141,7 +141,7 @@ def test_banner_lists_constant_and_rarely_changing_dimensions() -> None:
     assert describe_constant_dimensions(data()[:, :1], data()[:, :0]) == ""
 
 
-def test_ordinary_statistics_are_unchanged() -> None:
+def test_varying_dimensions_have_plain_statistics() -> None:
     entry, rows = data_statistics(data(), data(), ENV, 1), data()[:, 0].astype(np.float64)
     for part in ("action", "proprio"):
         found = [entry[part][name][0] for name in ("mean", "std", "q01", "q99", "min", "max")]

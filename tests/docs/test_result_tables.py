@@ -78,7 +78,7 @@ def test_result_pages_match_the_cards(name: str) -> None:
     assert checked
 
 
-def test_metaworld_tasks_match_the_cards() -> None:
+def test_metaworld_task_table_matches_the_result_cards() -> None:
     counts = []
     for name in ("metaworld_mt10", "metaworld_mt10_pixels_rl"):
         (card,) = TABLE.stored(TABLE.recipes[name])

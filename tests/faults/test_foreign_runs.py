@@ -193,7 +193,7 @@ def test_registered_components_need_no_trust(tmp_path):
     ],
     ids=lambda words: words[-1] if words[0][:4] != "env=" else words[2],
 )
-def test_objects_of_the_wrong_type_are_rejected_without_a_call(words, tmp_path, monkeypatch, capsys):
+def test_objects_of_the_wrong_type_are_rejected_without_being_called(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--dry-run"]) == 2
     said = capsys.readouterr().err

@@ -417,7 +417,7 @@ def test_critic_warmup_leaves_policy_and_temperature_unchanged(make):
     assert changed == [{"policy": False, "critics": True}, {"policy": True, "critics": True}]
 
 
-def test_critics_in_target_cannot_exceed_critics(make):
+def test_critics_in_target_above_number_of_critics_is_rejected(make):
     with pytest.raises(ConfigError, match=r"critics_in_target=3 exceeds algorithm\.critics=2"):
         make("algorithm.critics_in_target=3")
 

@@ -97,6 +97,6 @@ def test_a_separate_critic_rejects_deterministic_mode() -> None:
         load_config("train", [*CRITIC, "algorithm=ppo", "runner.deterministic=true"])
 
 
-def test_separate_critic_without_values_warns() -> None:
+def test_separate_critic_is_unused_by_grpo_and_warns() -> None:
     (line,) = load_config("train", [*CRITIC, "algorithm=grpo"]).warnings
     assert line.startswith("critic.path has no effect")

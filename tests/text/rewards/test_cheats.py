@@ -293,7 +293,7 @@ FAILING = [
 ]
 
 
-def test_plain_data_results_pass_the_tests():
+def test_honest_program_passes_exactly_the_correct_tests():
     passed = run_tests(HONEST, [*PASSING, *FAILING], seconds=120)
     wrong = [t for t, p in zip([*PASSING, *FAILING], passed, strict=True) if p == (t in FAILING)]
     assert not wrong

@@ -350,7 +350,7 @@ def test_choice_reference_may_contain_the_option(reference: str):
 
 
 @pytest.mark.parametrize("reference", ["1", "AB", "A, B", "Paris", "", '["A"]'])
-def test_choice_reference_without_one_letter_is_an_error(reference: str):
+def test_choice_reference_must_name_one_option_letter(reference: str):
     with pytest.raises(ValueError, match="is not the letter of an option"):
         choice("", "The answer is A.", reference)
 
