@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,12 @@ def test_planned_activations_cover_the_longest_replies_to_shorter_prompts(tmp_pa
     """Sharing the longest prompts needs less memory than separate prompts of a third of their length."""
     reply, longest, samples, prompts = 16, 48, 16, 2
     AutoTokenizer.from_pretrained(assets_dir() / "causal_lm_tiny").save_pretrained(tmp_path)
-    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes)).save_pretrained(tmp_path)
     lora = TextLoraSettings(r=2, lora_alpha=2)
     cfg = model_of(
