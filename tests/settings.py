@@ -3,12 +3,12 @@
 from typing import Any
 
 from embodyrl.envs import ENVS
-from embodyrl.plan.schema import algorithm_settings
+from embodyrl.plan.schema import get_algorithm_settings
 from embodyrl.policies import POLICIES
 
 
 def algorithm_of(adv_type: str = "grpo", loss_type: str = "ppo_clip", **keys: Any) -> Any:
-    estimator, loss = algorithm_settings(adv_type, loss_type)
+    estimator, loss = get_algorithm_settings(adv_type, loss_type)
     own = {key: keys.pop(key) for key in loss.model_fields if key in keys}
     return estimator(adv_type=adv_type, loss_type=loss_type, loss=loss(**own), **keys)
 

@@ -23,10 +23,10 @@ def serve(args: argparse.Namespace) -> int:
 
     write_line(f"embodyrl {__version__} · serve · Ctrl-C ends it")
 
-    def ready(url: str, protocol: str) -> None:
+    def report_ready(url: str, protocol: str) -> None:
         if args.json:
             print(json.dumps({"url": url, "protocol": protocol}), flush=True)
         write_line(f"  listening  {url}")
 
-    start_server(cfg, log=write_line, ready=ready)
+    start_server(cfg, log=write_line, ready=report_ready)
     return 0

@@ -92,10 +92,10 @@ def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
         text += f"; {num_requested} episodes were requested, but the others would be exact copies"
     label = "validation" if training else "evaluation"
-    return [(label, text), *held_out, *rendering_banner_lines(run_plan), *_env_banner_lines(cfg)]
+    return [(label, text), *held_out, *rendering_banner_lines(run_plan), *_get_env_banner_lines(cfg)]
 
 
-def _env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
+def _get_env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines that the environment's factory adds."""
     factory = ENVS.get(cfg.env.env_type)
     return factory.get_banner_lines(cfg.env) if isinstance(factory, SimFactory) else []
@@ -148,7 +148,7 @@ def training_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     cfg = run_plan.cfg
     resource_lines, size = run_plan.resources.get_banner_lines(run_plan), run_plan.resources.checkpoint
     require_disk(cfg, size, run_plan.total_steps)
-    steps = run_plan.optimizer_steps_per_step
+    steps = run_plan.optimizer_steps_per_training_step
     return [
         ("update", f"up to {run_plan.max_samples} samples and {steps} optimizer steps per step"),
         *resource_lines,

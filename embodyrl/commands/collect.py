@@ -13,7 +13,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import read_step
 from embodyrl.commands.banner import common_banner_lines
-from embodyrl.commands.demonstration_episodes import demonstration_episodes
+from embodyrl.commands.demonstration_episodes import list_demonstration_episodes
 from embodyrl.commands.run_folder import RunFolder, lock_folder, open_run, resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
@@ -297,7 +297,7 @@ class _Collection:
             write(flush_all=False)
             self.monitor.progress(sum(self.num_stored.values()), self.cfg.collect.episodes, "kept episodes")
 
-        plan = demonstration_episodes(self.cfg, self.run_plan.env, trials)
+        plan = list_demonstration_episodes(self.cfg, self.run_plan.env, trials)
         for task, _ in trials:
             self.next_trial[task] += 1
         rollout = Rollout(plan, greedy=not self.cfg.eval.sampling_params.do_sample, on_episode=on_episode)

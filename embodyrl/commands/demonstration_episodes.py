@@ -11,7 +11,7 @@ from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec
 
 
-def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
+def list_demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
     """Return the episodes of trials, each of which is a pair of task id and trial number.
 
     The trials of a task use the initial states of `env.train` in seeded permutations, each state equally often.

@@ -102,7 +102,7 @@ class _Sft:
         scaling_lines = [("scaling", self.inputs.scaling)] if self.inputs.scaling else []
         warnings = [("warning", warning) for warning in self.inputs.warnings]
         session.print_banner(
-            [*self.banner_lines, samples, *scaling_lines, *warnings, *output_lines], self._total_steps()
+            [*self.banner_lines, samples, *scaling_lines, *warnings, *output_lines], self._count_total_steps()
         )
         request = PolicyRequest(
             env=self.inputs.env,
@@ -128,7 +128,7 @@ class _Sft:
         with session.running(start_all) as actors:
             return self._train(actors, start)
 
-    def _total_steps(self) -> int:
+    def _count_total_steps(self) -> int:
         runner, batch = self.cfg.runner, self.cfg.actor.global_batch_size
         if runner.max_epochs < 0:
             return runner.max_steps

@@ -33,7 +33,7 @@ _HISTOGRAM_PREFIX = f"{layout.OWN}pixels/"
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingEpisode:
     demonstration: Demonstration
     images: dict[str, list[bytes]]
     pixels: dict[str, IntArray]
@@ -57,7 +57,7 @@ class DatasetWriter:
         self._values_by_key, self._pixels = self._read_existing()
         self._episodes = [_remove_statistics(row) for row in self._episodes]
         self._files = 1 + max((_get_file_number(row) for row in self._episodes), default=-1)
-        self._batch: list[Future[_Pending]] = []
+        self._batch: list[Future[_PendingEpisode]] = []
         self._batch_bytes = 0
         self._pool = ThreadPoolExecutor(_NUM_ENCODER_THREADS, thread_name_prefix="encoder")
         self._drop_orphans()
@@ -203,7 +203,7 @@ class DatasetWriter:
 
     # --- contents ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, demonstration: Demonstration) -> _Pending:
+    def _prepare(self, demonstration: Demonstration) -> _PendingEpisode:
         demo = demonstration
         images: dict[str, list[bytes]] = {}
         pixels: dict[str, IntArray] = {}
@@ -213,9 +213,9 @@ class DatasetWriter:
                 images[key] = [encode_png(frame) for frame in demo.images[:, index]]
             pixels[key] = pixel_counts(demo.images[:, index])
         # Encoded frames are small; the raw frames of a whole batch are not.
-        return _Pending(demo if self.card.video else replace(demo, images=demo.images[:0]), images, pixels)
+        return _PendingEpisode(demo if self.card.video else replace(demo, images=demo.images[:0]), images, pixels)
 
-    def _build_table(self, pending: _Pending, index: int, start: int) -> pa.Table:
+    def _build_table(self, pending: _PendingEpisode, index: int, start: int) -> pa.Table:
         demo, schema = pending.demonstration, layout.build_schema(self.card)
         steps = np.arange(len(demo))
         done = steps == len(demo) - 1
@@ -246,7 +246,7 @@ class DatasetWriter:
         return pa.Table.from_arrays(columns, schema=schema)
 
     def _build_episode_row(
-        self, pending: _Pending, index: int, start: int, file_indices: dict[str, int], elapsed: float
+        self, pending: _PendingEpisode, index: int, start: int, file_indices: dict[str, int], elapsed: float
     ) -> dict[str, Any]:
         demo = pending.demonstration
         row: dict[str, Any] = {"episode_index": index, "tasks": [demo.instruction], "length": len(demo)}

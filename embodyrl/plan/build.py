@@ -88,7 +88,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         capacity=_count_records(learner, env, algorithm, num_envs),
         env_workers=split_envs(num_envs, count_env_workers(cfg, env, devices, num_envs)),
         total_steps=_count_steps(learner, env) if learner else 0,
-        optimizer_steps_per_step=updates,
+        optimizer_steps_per_training_step=updates,
         max_samples=samples,
         ranks=count_ranks(cfg),
         devices=devices,
@@ -269,8 +269,8 @@ def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, num_envs: int
     if cfg.launcher.env_workers != "auto":
         return min(cfg.launcher.env_workers, num_envs)
     batched = env.simulator.lockstep and env.simulator.on_gpu
-    per_host = len(devices.simulators) if batched else available_cores()
-    return max(1, min(per_host * len(component_nodes(cfg)["env"]), num_envs))
+    workers_per_host = len(devices.simulators) if batched else available_cores()
+    return max(1, min(workers_per_host * len(component_nodes(cfg)["env"]), num_envs))
 
 
 def _count_samples(cfg: Config, algorithm: Algorithm) -> int:

@@ -313,7 +313,7 @@ def _estimate_replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
 def _micro_batches(run_plan: RunPlan) -> int:
     """Return the maximum number of micro-batches of an optimizer step on each rank."""
     cfg, rules = run_plan.cfg, run_plan.cfg.algorithm
-    batch = -(-run_plan.max_samples // max(1, run_plan.optimizer_steps_per_step // rules.update_epoch))
+    batch = -(-run_plan.max_samples // max(1, run_plan.optimizer_steps_per_training_step // rules.update_epoch))
     batch = cfg.actor.global_batch_size if isinstance(rules, BufferSettings) else batch
     budget = cfg.actor.max_tokens_per_mbs
     size = max(1, budget // run_plan.policy_costs.sample_tokens) if budget else cfg.actor.micro_batch_size

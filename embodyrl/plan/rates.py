@@ -142,7 +142,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     samples = run_plan.max_samples
     num_updated = samples * cfg.algorithm.update_epoch
     if isinstance(cfg.algorithm, BufferSettings):
-        num_updated = run_plan.optimizer_steps_per_step * cfg.actor.global_batch_size
+        num_updated = run_plan.optimizer_steps_per_training_step * cfg.actor.global_batch_size
     durations = {
         "simulators": samples / simulators if simulators else 0.0,
         "acting": samples / inference_rate,

@@ -46,7 +46,7 @@ class RunPlan:
     env_workers: tuple[WorkerEnvs, ...]
     total_steps: int
     """Number of training steps."""
-    optimizer_steps_per_step: int
+    optimizer_steps_per_training_step: int
     """Number of optimizer steps per training step if the step has `max_samples` samples."""
     max_samples: int
     """Maximum number of samples (action chunks) of one training step."""

@@ -307,7 +307,7 @@ def get_component_name(values: Mapping[str, Any], key: str, default: str | None 
     return value
 
 
-def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:
+def get_algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:
     """Return the settings classes of an estimator and of a policy loss.
 
     Raises:
@@ -319,7 +319,7 @@ def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSet
 
 def _select_algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
     adv_type = get_component_name(values, "algorithm.adv_type", "grpo")
-    return algorithm_settings(adv_type, get_component_name(values, "algorithm.loss_type", "ppo_clip"))
+    return get_algorithm_settings(adv_type, get_component_name(values, "algorithm.loss_type", "ppo_clip"))
 
 
 SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {

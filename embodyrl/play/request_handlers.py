@@ -60,9 +60,9 @@ class RequestHandlers:
 
     def get_page_state(self, body: dict[str, Any]) -> Answer:
         """Return the properties of the scene, and the sequence number of the client's last request (0: none)."""
-        client, scene = _get_client(body), self.scene
-        client_state = self._clients.get(client)
-        content: dict[str, Any] = {"name": self.name, "seq": client_state.seq if client_state else 0}
+        client_id, scene = _get_client_id(body), self.scene
+        client = self._clients.get(client_id)
+        content: dict[str, Any] = {"name": self.name, "seq": client.seq if client else 0}
         if scene is not None:
             content |= {
                 "tasks": scene.env.layout.tasks,
@@ -71,12 +71,12 @@ class RequestHandlers:
                 "recorded": scene.is_recorded,
                 "speaks": not scene.is_recorded and scene.env.layout.text.instructed,
             }
-        return self._build_answer(client, content, image=True)
+        return self._build_answer(client_id, content, image=True)
 
     def get_view(self, body: dict[str, Any]) -> Answer:
         """Return the state of the scene, and the current image unless its number equals `after` in the request."""
         frame_number = self.scene.frame_number if self.scene else 0
-        return self._build_answer(_get_client(body), {}, image=_get_integer(body, "after", -1, -1) != frame_number)
+        return self._build_answer(_get_client_id(body), {}, image=_get_integer(body, "after", -1, -1) != frame_number)
 
     def execute(self, body: dict[str, Any]) -> Answer:
         """Execute a request of the client that has control.
@@ -84,8 +84,8 @@ class RequestHandlers:
         Raises:
             ValueError: the request is malformed or out of order, or the client does not have control.
         """
-        name, seq, request = _get_client(body), _get_integer(body, "seq", 1), json.dumps(body, sort_keys=True)
-        client = self._clients.get(name) or _Client()
+        client_id, seq, request = _get_client_id(body), _get_integer(body, "seq", 1), json.dumps(body, sort_keys=True)
+        client = self._clients.get(client_id) or _Client()
         if seq == client.seq and request == client.request and client.answer is not None:
             return client.answer
         if seq != client.seq + 1:
@@ -95,22 +95,22 @@ class RequestHandlers:
             raise ValueError(f"'do' must be one of {', '.join(self._actions)}")
         if self.scene is None:
             raise ValueError("no episode is running; wait for the next episode")
-        if name != self._driver and self._driver and action_name != "take":
+        if client_id != self._driver and self._driver and action_name != "take":
             raise ValueError("another browser window controls the episode; press `take the controls` first")
         self._actions[action_name](self.scene, body)
         self.num_executed += 1
-        self._driver = name
-        client.seq, client.request, client.answer = seq, request, self._build_answer(name, {}, image=True)
-        self._clients[name] = client
-        self._clients.move_to_end(name)
+        self._driver = client_id
+        client.seq, client.request, client.answer = seq, request, self._build_answer(client_id, {}, image=True)
+        self._clients[client_id] = client
+        self._clients.move_to_end(client_id)
         while len(self._clients) > _MAX_CLIENTS:
             self._clients.popitem(last=False)
         return client.answer
 
-    def _build_answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
+    def _build_answer(self, client_id: str, content: dict[str, Any], *, image: bool) -> Answer:
         """Return the content type and the body: JSON length (4 bytes, big-endian), state as JSON, and JPEG image."""
         scene = self.scene
-        content |= {"note": self.status_text, "drives": client == self._driver, "free": not self._driver}
+        content |= {"note": self.status_text, "drives": client_id == self._driver, "free": not self._driver}
         content["live"] = scene is not None
         if scene is not None:
             content |= {"moment": scene.frame_number, **scene.state()}
@@ -119,11 +119,11 @@ class RequestHandlers:
         return "application/octet-stream", len(text).to_bytes(4, "big") + text + frame
 
 
-def _get_client(body: dict[str, Any]) -> str:
-    name = _get_text(body, "client")
-    if not 0 < len(name) <= _MAX_ID_LENGTH:
+def _get_client_id(body: dict[str, Any]) -> str:
+    client_id = _get_text(body, "client")
+    if not 0 < len(client_id) <= _MAX_ID_LENGTH:
         raise ValueError(f"'client' must have 1 to {_MAX_ID_LENGTH} characters")
-    return name
+    return client_id
 
 
 def _get_text(body: dict[str, Any], name: str) -> str:

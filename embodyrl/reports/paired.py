@@ -61,7 +61,7 @@ class PairedComparison:
     suite: str
     """Name of the suite; empty if only one suite was evaluated."""
     pairs: int
-    states: int
+    num_states: int
     """Number of distinct initial states of the pairs."""
     only_first: int = 0
     """Number of pairs in which only the first policy succeeded."""
@@ -89,8 +89,8 @@ class PairedComparison:
         low, high = (f"{bound:.4g}" if self.gain else f"{bound:.1f}" for bound in bounds)
         p = "" if self.p_value is None else "p < 0.001, " if self.p_value < 0.001 else f"p = {self.p_value:.2g}, "
         verdict = "" if self.is_significant else "no significant difference, "
-        states = f" from {self.states} initial states" if self.states < self.pairs else ""
-        return f"95 % interval {low} to {high}, {p}{verdict}{self.pairs} episodes{states}"
+        suffix = f" from {self.num_states} initial states" if self.num_states < self.pairs else ""
+        return f"95 % interval {low} to {high}, {p}{verdict}{self.pairs} episodes{suffix}"
 
     def line(self, names: tuple[str, str]) -> str:
         """Return the result as a line of text, with the name of the suite if there are several suites."""
@@ -104,7 +104,7 @@ class PairedComparison:
         conclusion = "differ" if self.is_significant else "no significant difference"
         if self.gain is not None:
             return f"{line}: return of {names[1]} minus that of {names[0]}: {self.gain} ({conclusion})"
-        test = "McNemar" if self.states == self.pairs else f"McNemar over {self.states} states"
+        test = "McNemar" if self.num_states == self.pairs else f"McNemar over {self.num_states} states"
         low, high = (100 * bound for bound in self.difference or (-1.0, 1.0))
         change = f"{100 * (self.only_second - self.only_first) / self.pairs:+.1f} points [{low:.1f}, {high:.1f}]"
         return (
@@ -121,10 +121,10 @@ def compare_episodes(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], 
         _index_by_start(episodes, lambda e: e.state if has_states else e.reset_id) for episodes in (first, second)
     )
     pairs = [(before[start], e) for start, e in after.items() if start in before]
-    states = len({a.reset_id for a, _ in pairs})
+    num_states = len({a.reset_id for a, _ in pairs})
     if pairs and all(e.success_once is None for both in pairs for e in both):
         gain = Mean.of((a.reset_id, b.episode_return - a.episode_return) for a, b in pairs)
-        return PairedComparison(suite=suite, pairs=len(pairs), states=states, gain=gain)
+        return PairedComparison(suite=suite, pairs=len(pairs), num_states=num_states, gain=gain)
     changes = [(a.reset_id, bool(b.success_once) - bool(a.success_once)) for a, b in pairs]
     by_state: Counter[int] = Counter()
     for state, change in changes:
@@ -132,7 +132,7 @@ def compare_episodes(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], 
     return PairedComparison(
         suite=suite,
         pairs=len(pairs),
-        states=states,
+        num_states=num_states,
         only_first=sum(change < 0 for _, change in changes),
         only_second=sum(change > 0 for _, change in changes),
         p_value=mcnemar(list(by_state.values())) if pairs else None,

@@ -198,7 +198,7 @@ class RolloutScheduler(EventLoop):
                     idle = np.setdiff1d(idle, assigned, assume_unique=True)
         else:
             for assigned in idle[:, None]:
-                if (rollout := self._next_rollout(worker, int(assigned[0]), limit)) is not None:
+                if (rollout := self._find_next_rollout(worker, int(assigned[0]), limit)) is not None:
                     started.append(assigned)
                     self._envs.assign(assigned, rollout)
         if not started:
@@ -211,7 +211,7 @@ class RolloutScheduler(EventLoop):
         self._envs.continue_episodes(starting[continues])
         return tuple(self._envs.reset_requests(new, self._stages.first[worker]))
 
-    def _next_rollout(self, worker: str, row: int, limit: int | None) -> Rollout | None:
+    def _find_next_rollout(self, worker: str, row: int, limit: int | None) -> Rollout | None:
         """Return the first rollout whose next episode this environment can run.
 
         Workers with few simulators accept few tasks at a time (`limit`); their environments then wait instead of

@@ -62,7 +62,7 @@ _REJECTING = re.compile(
     r"\breject\w+|\bdiscard\w+|\b(?:incorrect|wrong|false|tempting)(?:\s(?:answer|option|choice)s?)?(?:\s(?:is|was))?:?)"
     r"\s+(?:(?:the|option|choice|answer|that|think|believe)s?\s+)*$"
 )
-_ALSO = re.compile(
+_FURTHER_LETTER = re.compile(
     rf"\s*(?:,|/|&|\+|\bor\b|\band\b|\u6216|\u548c|\u3001)+\s*(?:(?:or|and|also|maybe|perhaps|option|choice|the)\s+)*{_MARK}"
 )
 _REVISED = re.compile(
@@ -136,7 +136,7 @@ def chosen_letter(reply: str) -> str | None:
     listed = [(m[1], m[2] or "") for m in _LISTED.finditer(text)]
     if len({letter for letter, _ in listed}) > 1:
         return _get_single(letter for letter, comment in listed if _RIGHT.search(comment))
-    first = re.match(rf"[^\w\x02]*(?:(?:option|choice)\s+)?{_MARK}(?!{_ALSO.pattern})", text)
+    first = re.match(rf"[^\w\x02]*(?:(?:option|choice)\s+)?{_MARK}(?!{_FURTHER_LETTER.pattern})", text)
     mentioned = [m for m in re.finditer(_MARK, text) if not _is_rejected(text, m)]
     return _get_single(m[1] for m in mentioned) if first or not re.search(r"(?i)\banswer\b", text) else None
 
@@ -147,7 +147,11 @@ def _replace_boxes(reply: str) -> Iterator[str]:
     for start, stop, content in boxes(reply):
         inside = _mark_letters(find_last_box(f"\\boxed{{{content}}}") or "")
         match = re.match(rf"(?i)\W*{_GLUE}{_MARK}", inside) if "\x02" in inside else None
-        letters = {m[1] for m in re.finditer(_MARK, inside)} if match and _ALSO.match(inside, match.end()) else set()
+        letters = (
+            {m[1] for m in re.finditer(_MARK, inside)}
+            if match and _FURTHER_LETTER.match(inside, match.end())
+            else set()
+        )
         answer = ", ".join(sorted({*letters, match[1]})) if match else ""
         yield reply[end:start]
         yield f" answer: {answer}. " if answer else " "
@@ -179,7 +183,7 @@ def _match_letters(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:
 def _is_rejected(text: str, match: re.Match[str]) -> bool:
     start = match.start(match.lastindex or 0)
     end = last = start + 2 + text.startswith(")", start + 2)
-    while also := _ALSO.match(text, last):
+    while also := _FURTHER_LETTER.match(text, last):
         last = also.end()
     if re.match(r"\s*(?:are|were)\b", text[last:]):
         end = last  # as in "A and C are wrong"
@@ -190,7 +194,7 @@ def _is_rejected(text: str, match: re.Match[str]) -> bool:
 def _select_last(text: str, letters: list[_Letter]) -> str | None:
     """Return the last letter, or None if it is one of several letters in a row."""
     last = letters[-1]
-    also = _ALSO.match(text, last.end)
+    also = _FURTHER_LETTER.match(text, last.end)
     is_stated = also and re.match(r"\s*(?:is|was|are|being|has|does|can|would)\b", text[also.end() :])
     if also and also[1] != last.letter and not is_stated and not _is_rejected(text, also):
         return None

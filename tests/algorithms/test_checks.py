@@ -9,18 +9,18 @@ from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.config.settings import get_keys
 from embodyrl.errors import ConfigError, UnknownNameError
-from embodyrl.plan.schema import algorithm_settings
+from embodyrl.plan.schema import get_algorithm_settings
 
 
 def keys(adv_type: str, loss_type: str) -> set[str]:
-    return {key for kind in algorithm_settings(adv_type, loss_type) for key in get_keys(kind)}
+    return {key for kind in get_algorithm_settings(adv_type, loss_type) for key in get_keys(kind)}
 
 
 @pytest.mark.integration
 def test_imports_and_settings_do_not_require_torch():
     code = (
         "import sys; from embodyrl.algorithms import policy_gradient as a; from embodyrl.plan import schema as p;"
-        "a.Algorithm(p.algorithm_settings('gae', 'ppo_clip')[0](adv_type='gae')); sys.exit('torch' in sys.modules)"
+        "a.Algorithm(p.get_algorithm_settings('gae', 'ppo_clip')[0](adv_type='gae')); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -54,7 +54,7 @@ def test_accepted_keys_depend_on_the_loss():
 )
 def test_unknown_estimator_or_loss_is_an_error(adv_type: str, loss_type: str, meant: str):
     with pytest.raises(UnknownNameError, match=f"Did you mean '{meant}'"):
-        algorithm_settings(adv_type, loss_type)
+        get_algorithm_settings(adv_type, loss_type)
 
 
 @pytest.mark.parametrize(

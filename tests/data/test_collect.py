@@ -14,7 +14,7 @@ from toy_runs import TOY, TOY_COLLECT, TOY_EVAL
 from embodyrl.api.environment import make_env
 from embodyrl.channels.arena import Arena
 from embodyrl.commands.collect import CollectResult, build_collection_plan, collect
-from embodyrl.commands.demonstration_episodes import demonstration_episodes
+from embodyrl.commands.demonstration_episodes import list_demonstration_episodes
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor
@@ -206,7 +206,7 @@ def test_collect_executes_whole_chunks(tmp_path: Path) -> None:
     cfg = config(tmp_path, *words, "collect.episodes=3")
     collect(cfg)
     run_plan = build_collection_plan(cfg)
-    plan = demonstration_episodes(cfg, run_plan.env, [(0, 0), (0, 1), (1, 0)])
+    plan = list_demonstration_episodes(cfg, run_plan.env, [(0, 0), (0, 1), (1, 0)])
     arena = Arena.create(run_plan.layout, run_plan.capacity)
     policy = POLICIES.get("random").build(cfg.model, build_policy_init(run_plan, arena, None).request)
     arena.close()
@@ -247,7 +247,7 @@ def test_splits_use_only_their_initial_states() -> None:
 
     training = reset_ids(*(train_episodes(cfg, env, step, counts_chunk_steps=False) for step in range(9)))
     judging = reset_ids(eval_episodes(cfg, env, POLICY))
-    demos = reset_ids(demonstration_episodes(cfg, env, [(task, i) for task in (0, 1) for i in range(6)]))
+    demos = reset_ids(list_demonstration_episodes(cfg, env, [(task, i) for task in (0, 1) for i in range(6)]))
     assert set(training) == set(demos) == {2, 3, 6, 7}
     assert sorted(demos) == [2] * 3 + [3] * 3 + [6] * 3 + [7] * 3, "each state equally often"
     assert set(judging) == {0, 1, 4, 5}

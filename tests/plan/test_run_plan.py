@@ -95,4 +95,4 @@ def test_off_policy_optimizer_steps_do_not_depend_on_update_epoch(words: tuple[s
     pendulum = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "launcher=inline")
     shape = ("env.train.total_num_envs=8", "env.train.max_steps_per_rollout_epoch=32")
     plan = run_plan(*pendulum, *shape, *words, training=True)
-    assert (plan.max_samples, plan.optimizer_steps_per_step) == (256, steps)
+    assert (plan.max_samples, plan.optimizer_steps_per_training_step) == (256, steps)

@@ -125,7 +125,7 @@ def test_samples_of_one_state_are_paired_by_number() -> None:
     drawn = [row(k, won) for won in (1.0, 0.0, 1.0, 0.0) for k in range(10)]
     samples = [replace(one, episode=number) for number, one in enumerate(drawn)]
     same = compare_episodes(samples, list(reversed(samples)))
-    assert (same.pairs, same.states, same.only_first, same.only_second, same.p_value) == (40, 10, 0, 0, 1.0)
+    assert (same.pairs, same.num_states, same.only_first, same.only_second, same.p_value) == (40, 10, 0, 0, 1.0)
     fewer = compare_episodes(samples[:10], samples)
     assert (fewer.pairs, fewer.only_first, fewer.only_second) == (10, 0, 0)
 

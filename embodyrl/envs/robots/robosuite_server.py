@@ -24,7 +24,7 @@ _TILT = 1.2
 """Tilt of the gripper towards the door in rad; the hand is too wide to grasp the handle from above."""
 _HANDLE_WIDTH, _HANDLE_NEAR = 0.072, 0.04
 """Width of the closed fingers and distance from the handle, in meters, at which the gripper holds the handle."""
-_UNLOCKED = 1.0
+_UNLOCK_ANGLE = 1.0
 """Angle of the handle in rad at which the door opens."""
 
 
@@ -139,7 +139,7 @@ def compute_door_action(observation: Any) -> Any:
     distance = np.linalg.norm(offset)
     if distance < _HANDLE_NEAR and width < _HANDLE_WIDTH:
         handle_angle = float(observation["handle_qpos"])
-        if handle_angle > _UNLOCKED or observation["hinge_qpos"] > 0.02:
+        if handle_angle > _UNLOCK_ANGLE or observation["hinge_qpos"] > 0.02:
             return build_action((offset[0], 0.05, offset[2]), CLOSED)
         # Tangent of the arc on which the handle moves.
         return build_action(offset + 0.05 * np.array([np.sin(handle_angle), 0.0, -np.cos(handle_angle)]), CLOSED)

@@ -44,7 +44,7 @@ _TABLE_HALF_WIDTH = REACH + 0.02
 _TEXELS_PER_M = 800
 _TEXTURE_HALF_WIDTH = 0.6
 
-_WRIST_LOW, _WRIST_RISE = 0.12, 0.9
+_WRIST_HALF_WIDTH, _WRIST_WIDENING = 0.12, 0.9
 """Half width in meters of the wrist view at height 0, and its increase per meter of height."""
 
 _FINGER_OPEN, _FINGER_HOLDING, _FINGER_CLOSED = 0.046, 0.035, 0.008
@@ -148,7 +148,7 @@ def render_front(world: World, size: int) -> ByteArray:
 
 def render_wrist(world: World, size: int) -> ByteArray:
     """Render the wrist view [size, size, 3] uint8, centered on the gripper; the view widens with height."""
-    half = _WRIST_LOW + _WRIST_RISE * world.z
+    half = _WRIST_HALF_WIDTH + _WRIST_WIDENING * world.z
     canvas = _Canvas(_crop_texture(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
     for (x, y), color in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
         if max(abs(x - world.x), abs(y - world.y)) < half + PLATE_RADIUS:
@@ -161,7 +161,7 @@ def render_wrist(world: World, size: int) -> ByteArray:
             canvas.box(x, y, side, side, _scale_color(_BLOCK_RGB[world.palette][index], 0.75))
             canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][index])
     # Fingers and a held block move with the camera, so their size in the image is constant.
-    hand = _Canvas(canvas.pixels, size / (2 * _WRIST_LOW), -_WRIST_LOW, _WRIST_LOW)
+    hand = _Canvas(canvas.pixels, size / (2 * _WRIST_HALF_WIDTH), -_WRIST_HALF_WIDTH, _WRIST_HALF_WIDTH)
     if world.held_block is not None:
         hand.box(0.0, 0.0, side, side, _scale_color(_BLOCK_RGB[world.palette][world.held_block], 0.75))
         hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][world.held_block])

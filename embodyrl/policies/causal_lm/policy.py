@@ -326,11 +326,11 @@ class CausalLMPolicy:
         with self._autocast_context(cache_casts=not checkpointing):
             if reuses_prompts:
                 hidden, reply_tokens = compute_hidden_states(self._net, prompts, replies, self._pad_token, self._device)
-                parts = self._net.compute_scores_of_hidden(hidden, reply_tokens, self._temperature)
+                score_tensors = self._net.compute_scores_of_hidden(hidden, reply_tokens, self._temperature)
             else:
                 ids, mask, positions, image_inputs = self._build_inputs(prompts, replies)
                 plain = self._plain_head
-                parts = self._net.compute_last_scores(
+                score_tensors = self._net.compute_last_scores(
                     ids, mask, positions, longest, self._temperature, plain_head=plain, **image_inputs
                 )
         self._net.train(dropout)
@@ -339,7 +339,7 @@ class CausalLMPolicy:
         column = torch.arange(longest, device=self._device) + (0 if reuses_prompts else longest - length[:, None])
         column, padding = column.clamp(max=longest - 1).expand(is_token.shape), (0, tokens.shape[1] - longest)
         logprob, entropy, is_best, value = (
-            nn.functional.pad(part.gather(1, column) * is_token, padding) for part in parts
+            nn.functional.pad(scores.gather(1, column) * is_token, padding) for scores in score_tensors
         )
         return logprob, entropy, value, is_best
 

@@ -91,7 +91,7 @@ class Diffusion:
         if noise is None:
             sampled = SampledChunks.from_greedy(self._denoise(inputs, prefix))
         else:
-            sampled = self._chain.sample(self._network(inputs, prefix), get_seeds(noise), device, temperature)
+            sampled = self._chain.sample(self._build_velocity(inputs, prefix), get_seeds(noise), device, temperature)
         return sampled, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class Diffusion:
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies of the stochastic steps, and values."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
-        logprob, entropy = self._chain.score(self._network(inputs, prefix), tokens, device, temperature)
+        logprob, entropy = self._chain.score(self._build_velocity(inputs, prefix), tokens, device, temperature)
         return logprob, entropy, self._value(inputs, prefix)
 
     def values(self, inputs: ModelInputs) -> Tensor:
@@ -141,7 +141,7 @@ class Diffusion:
         accuracy = compute_bin_accuracy(predicted, target, self._tokenizer)
         return ImitationLoss(loss=error.flatten(1).mean(1), accuracy=accuracy)
 
-    def _network(self, inputs: ModelInputs, prefix: Tensor) -> Velocity:
+    def _build_velocity(self, inputs: ModelInputs, prefix: Tensor) -> Velocity:
         def network(x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
             noise = predict_noise(self._model, inputs, prefix, x, timestep)
             return noise, noise

@@ -24,7 +24,7 @@ from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
-_NETWORK = "embodyrl.policies.flow.small.network:SmallFlow"
+_NETWORK_CLASS = "embodyrl.policies.flow.small.network:SmallFlow"
 
 
 class SmallFlowSettings(FlowSettings):
@@ -81,7 +81,7 @@ class SmallFlowFactory:
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters."""
         plan = _plan(cfg, env)
-        weights = weight_sizes(_NETWORK, plan.config, plan.shape, plan.bounds, min_words=1)
+        weights = weight_sizes(_NETWORK_CLASS, plan.config, plan.shape, plan.bounds, min_words=1)
         costs = PolicyCosts(num_parameters=count(weights))
         return add_actor_costs(costs, cfg, plan.shape, plan.config.width)
 

@@ -6,7 +6,7 @@ from embodyrl.policies.vla.adapter import get_lora_spec
 from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import PolicyCosts
 
-_NETWORK = "embodyrl.policies.flow.vla.network"
+_NETWORK_MODULE = "embodyrl.policies.flow.vla.network"
 _BACKBONE = ("vision.", "projector.", "language.")
 _PROMPT_TOKENS = 48
 _BYTES_PER_ELEMENT = 2.5
@@ -16,7 +16,7 @@ _BYTES_PER_ELEMENT = 2.5
 def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
     """Estimate the number of parameters and the activation memory of a model."""
     expert_only = cfg.train_expert_only
-    weights = weight_sizes(f"{_NETWORK}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
+    weights = weight_sizes(f"{_NETWORK_MODULE}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
     total, backbone, layers = (
         count(weights),
         count(weights, *_BACKBONE),

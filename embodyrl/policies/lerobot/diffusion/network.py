@@ -36,7 +36,7 @@ class ImageEncoder(nn.Module):
 
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()
-        self._resize, self._crop, self._random = config.resize_shape, config.crop_size, config.crop_is_random
+        self._resize_shape, self._crop, self._random = config.resize_shape, config.crop_size, config.crop_is_random
         norm = group_norm if config.use_group_norm else nn.BatchNorm2d
         self.backbone = nn.Sequential(*resnet_parts(config.vision_backbone, norm).values())
         points, channels = config.spatial_softmax_num_keypoints, last_channels(config.vision_backbone)
@@ -45,8 +45,8 @@ class ImageEncoder(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Map normalized images [N, 3, H, W] to features [N, 2 points]."""
-        if self._resize is not None:
-            images = F.interpolate(images, self._resize, mode="bilinear", antialias=True)
+        if self._resize_shape is not None:
+            images = F.interpolate(images, self._resize_shape, mode="bilinear", antialias=True)
         if self._crop is not None:
             images = self._crop_images(images, *self._crop)
         return F.relu(self.out(self.pool(self.backbone(images)).flatten(1)))
