@@ -102,7 +102,11 @@ def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Con
         actor.policy.module.load_state_dict(trainer.policy.module.state_dict())
     record_refs = fill(arena, run_plan)
     seeds, first = range(len(record_refs)), [0] * len(record_refs)
-    list(actor.handle(InferRequest(record_refs=record_refs, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
+    list(
+        actor.handle(
+            InferRequest(record_refs=record_refs, noise_seeds=seeds, chunk_indices=first, greedy=False, version=0)
+        )
+    )
     acted = peak()
     episode = tuple(range(len(record_refs)))
     (done,) = trainer.handle(UpdateRequest(sequence=0, step=0, record_refs=record_refs, episode=episode))

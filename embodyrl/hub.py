@@ -15,7 +15,7 @@ _FILE_PATTERNS = (
 _COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 
 
-def download(key: str, path: str, kind: str, programs: bool = False, *, files: Sequence[str] = _FILE_PATTERNS) -> str:
+def download(key: str, repo: str, kind: str, programs: bool = False, *, files: Sequence[str] = _FILE_PATTERNS) -> str:
     """Download a repository `owner/name[@revision]`; return `owner/name@commit`.
 
     Only files that match `files` are downloaded; with `programs`, all files, including code.
@@ -25,19 +25,19 @@ def download(key: str, path: str, kind: str, programs: bool = False, *, files: S
     """
     from huggingface_hub import snapshot_download
 
-    repo, _, revision = path.partition("@")
+    repo_id, _, revision = repo.partition("@")
     with convert_hub_errors(
-        f"{key}={path}: no such folder here, and", "Completed downloads are kept; run the command again to continue."
+        f"{key}={repo}: no such folder here, and", "Completed downloads are kept; run the command again to continue."
     ):
         folder = snapshot_download(
-            repo, repo_type=kind, revision=revision or None, allow_patterns=None if programs else [*files]
+            repo_id, repo_type=kind, revision=revision or None, allow_patterns=None if programs else [*files]
         )
     commit = Path(folder).name
     if not _COMMIT_PATTERN.fullmatch(commit):
         raise ConfigError(
-            f"{key}={path}: the hub returned '{commit}', which is not a Git commit id. Check HF_ENDPOINT."
+            f"{key}={repo}: the hub returned '{commit}', which is not a Git commit id. Check HF_ENDPOINT."
         )
-    return f"{repo}@{commit}"
+    return f"{repo_id}@{commit}"
 
 
 @contextmanager

@@ -44,20 +44,20 @@ def has(*names: str) -> Callable[[Any], bool]:
     return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
-def takes(arguments: int) -> Callable[[Any], bool]:
-    """Return a check for `load` that accepts a callable with n arguments; 0: any number of arguments.
+def takes(num_arguments: int) -> Callable[[Any], bool]:
+    """Return a check for `load` that accepts a callable with `num_arguments` arguments; 0: any number of arguments.
 
     Callables of the standard library are rejected.
     """
 
     def check(value: Any) -> bool:
         while isinstance(value, functools.partial) and not value.keywords:
-            return takes(arguments + len(value.args))(value.func)
+            return takes(num_arguments + len(value.args))(value.func)
         top_module = (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
         if not callable(value) or top_module in sys.stdlib_module_names:
             return False
         try:
-            inspect.signature(value).bind(*range(arguments)) if arguments else None
+            inspect.signature(value).bind(*range(num_arguments)) if num_arguments else None
         except (TypeError, ValueError):  # too few or too many; a C function without a signature
             return False
         return True

@@ -25,6 +25,6 @@ def train_gate(folder: Path, *words: str, name: str = "run") -> TrainResult:
 
 def gain(result: TrainResult) -> tuple[float, float]:
     """Return the greedy success before and after."""
-    assert result.first is not None
-    assert result.last is not None
-    return result.first.overall.success_once, result.last.overall.success_once
+    assert result.first_eval is not None
+    assert result.last_eval is not None
+    return result.first_eval.overall.success_once, result.last_eval.overall.success_once

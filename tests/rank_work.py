@@ -133,6 +133,10 @@ def fill(arena: Arena, run_plan: RunPlan, host: PolicyHost, *, drift: float = 0.
             arena[Record.returns][record] = rng.normal(size=arena[Record.returns].shape[1:])
             arena[Record.valid][record] = rng.random(arena[Record.valid].shape[1:]) < 0.9
     seeds, first = range(RECORDS), [0] * RECORDS
-    list(host.handle(InferRequest(record_refs=record_refs, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
+    list(
+        host.handle(
+            InferRequest(record_refs=record_refs, noise_seeds=seeds, chunk_indices=first, greedy=False, version=0)
+        )
+    )
     arena[Record.logprob][:] += rng.normal(0, drift, arena[Record.logprob].shape)
     return record_refs

@@ -262,11 +262,11 @@ class Algorithm:
         cfg, valid = self.settings, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
-        new = self._convert_to_units(scores.logprob, valid, cfg.logprob_type)
-        old = self._convert_to_units(inputs.old_logprob, valid, cfg.logprob_type)
+        new_logprob = self._convert_to_units(scores.logprob, valid, cfg.logprob_type)
+        old_logprob = self._convert_to_units(inputs.old_logprob, valid, cfg.logprob_type)
         units = LossUnits(
-            logprob=new,
-            old_logprob=old,
+            logprob=new_logprob,
+            old_logprob=old_logprob,
             advantage=unit_advantage(inputs.advantage, valid, cfg.logprob_type),
             valid=unit_mask(valid, cfg.logprob_type),
         )
@@ -280,14 +280,14 @@ class Algorithm:
         if cfg.entropy_bonus:
             loss = loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
         if cfg.positive_nll_coef:  # a mean over the actions with a positive advantage
-            loss = loss - cfg.positive_nll_coef * weighted_token_mean(new, inputs.positive_weight)
+            loss = loss - cfg.positive_nll_coef * weighted_token_mean(new_logprob, inputs.positive_weight)
         rows = {
             "logprob": select_scored_columns(scores.logprob.detach(), valid.shape[1], self.scored),
             "old_logprob": select_scored_columns(inputs.old_logprob, valid.shape[1], self.scored),
             "valid": valid,
             "weight": inputs.weight,
-            "new": new.detach(),
-            "old": old,
+            "new": new_logprob.detach(),
+            "old": old_logprob,
             "entropy": entropy.detach(),
             "ratio": terms.ratio.detach(),
             "clipped": terms.clipped,
@@ -295,9 +295,10 @@ class Algorithm:
         sums = {"policy_loss": policy_loss.detach()}
         if self.needs_reference:
             assert inputs.ref_logprob is not None, "kl_beta > 0 needs reference log-probabilities"
-            ref_kl = kl(new, self._convert_to_units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
+            ref_logprob = self._convert_to_units(inputs.ref_logprob, valid, cfg.logprob_type)
+            ref_kl = kl(new_logprob, ref_logprob, cfg.kl_penalty_type)
             if cfg.kl_penalty_type in IMPORTANCE_WEIGHTED:
-                ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
+                ref_kl = (bounded_ratio(new_logprob - old_logprob) * ref_kl).clamp(-MAX_KL, MAX_KL)
             if not cfg.kl_in_reward:
                 loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
             rows["ref_kl"] = ref_kl.detach()

@@ -40,7 +40,7 @@ class InferenceAlgorithm(Settings):
 class AlgorithmSettings(InferenceAlgorithm):
     """Config keys for every estimator and loss."""
 
-    key_conditions = {
+    keys_by_condition = {
         "kl_beta": "kl_penalty_type kl_in_reward reference_path reference_interval reference_url",
         "reference_url": "reference_model",
         "kl_in_reward": "kl_target",
@@ -173,7 +173,7 @@ class AlgorithmSettings(InferenceAlgorithm):
 class GroupSettings(AlgorithmSettings):
     """Config keys for estimators that compare the episodes of a group."""
 
-    key_conditions = {"filter_rewards or filter_returns": "filter_refills"}
+    keys_by_condition = {"filter_rewards or filter_returns": "filter_refills"}
 
     filter_rewards: (
         Annotated[list[float], _FRACTIONS, Constraint("two numbers [low,high] with 0 <= low < high <= 1, or null")]
@@ -232,7 +232,7 @@ class CreditSettings(AlgorithmSettings):
 class ValueSettings(CreditSettings):
     """Config keys for estimators with a value head."""
 
-    key_conditions = {"value_coef": "value_clip huber_delta critic_warmup"}
+    keys_by_condition = {"value_coef": "value_clip huber_delta critic_warmup"}
 
     value_clip: Positive | None = 0.2
     """Clip range of value changes (PPO value clipping); null: off."""
@@ -251,7 +251,7 @@ _BUFFER_FIELDS = {"sampling_params", "adv_type", "loss", "group_size", "rollout_
 class BufferSettings(AlgorithmSettings):
     """Config keys for algorithms that train on a replay buffer and demonstrations."""
 
-    key_conditions = {
+    keys_by_condition = {
         "demonstrations": "demonstration_share",
         "never: this algorithm has its own update": " ".join(AlgorithmSettings.model_fields.keys() - _BUFFER_FIELDS),
     }

@@ -164,9 +164,9 @@ class InferRequest(Request):
     """Request to compute actions for a batch of observations, and to write them into the observations' records."""
 
     record_refs: RecordRefs
-    """[n] record references of the records with the observations; `noise_seeds` and `chunks` also have length n."""
+    """[n] references of the records with the observations; `noise_seeds` and `chunk_indices` also have length n."""
     noise_seeds: Sequence[int] | IntArray
-    chunks: Sequence[int] | IntArray
+    chunk_indices: Sequence[int] | IntArray
     """[n] index of the next chunk in each episode, starting at 0."""
     greedy: bool
     version: int

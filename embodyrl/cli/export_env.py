@@ -48,7 +48,7 @@ def export_env(args: argparse.Namespace) -> int:
             (folder / template.name.removesuffix(".tmpl")).write_text(text, encoding="utf-8")
         for options in reversed(args.config_dir):  # the first folder with an option counts
             shutil.copytree(options, folder / "conf", ignore=_other_files, dirs_exist_ok=True)
-        (folder / "requirements.txt").write_text(f"{_requirement(cfg.env.env_type)}\n", encoding="utf-8")
+        (folder / "requirements.txt").write_text(f"{_format_pip_requirement(cfg.env.env_type)}\n", encoding="utf-8")
     lines = [f"  {out}/{path.name}" for path in sorted(out.iterdir())]
     show_result(args, {"path": out}, [*lines, f"next: hf upload OWNER/NAME {out}"])
     return 0
@@ -59,6 +59,6 @@ def _other_files(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if not name.endswith(".yaml") and not Path(folder, name).is_dir()]
 
 
-def _requirement(env_type: str) -> str:
+def _format_pip_requirement(env_type: str) -> str:
     """Return the pip requirement of embodyrl, with the extra that has the environment's name."""
     return f"embodyrl{f'[{env_type}]' if env_type in EXTRAS.values() else ''}=={__version__}"

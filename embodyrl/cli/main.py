@@ -208,12 +208,12 @@ def _print_error(line: str) -> None:
 
 def _open_streams() -> None:
     """Open closed standard streams as /dev/null; otherwise the next opened file would receive the output."""
-    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+    for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         try:
-            os.fstat(number)
+            os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))
+            setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8"))
 
 
 if __name__ == "__main__":

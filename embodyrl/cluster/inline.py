@@ -40,7 +40,7 @@ class Deadline:
         self._clock = RunClock()
         self._limit_s = self._due = math.inf
         self._stoppable = False
-        self._watchdog_time = -math.inf
+        self._watchdog_postponed_at = -math.inf
         self._is_active = threading.current_thread() is threading.main_thread()
         if self._is_active:
             self._previous_handler = signal.signal(signal.SIGALRM, self._tick)
@@ -83,8 +83,8 @@ class Deadline:
 
     def _watch(self) -> None:
         """Postpone the watchdog's stack dump at most once per second, because each call starts a thread."""
-        if self._clock.now() - self._watchdog_time >= _TICK_S:
-            self._watchdog_time = self._clock.now()
+        if self._clock.now() - self._watchdog_postponed_at >= _TICK_S:
+            self._watchdog_postponed_at = self._clock.now()
             faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _STACK_DUMP_DELAY_S, file=2)
 
 

@@ -30,7 +30,7 @@ OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 class FaultSettings(Settings):
     """Config keys for failures of workers, videos and updates, and for the time limits of workers."""
 
-    key_conditions = {"on_env_crash=restart": "max_restarts_per_worker"}
+    keys_by_condition = {"on_env_crash=restart": "max_restarts_per_worker"}
 
     step_timeout_s: Seconds = 120.0
     """Time limit of an env worker per action chunk and per reset of an environment."""

@@ -156,23 +156,23 @@ def training_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     ]
 
 
-def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
-    """Raise an error if the checkpoints of a run, of `checkpoint` bytes each, do not fit on the disk.
+def require_disk(cfg: Config, checkpoint_bytes: int, total_steps: int) -> None:
+    """Raise an error if the checkpoints of a run, of `checkpoint_bytes` bytes each, do not fit on the disk.
 
     Raises:
         ConfigError: too little free space; the message contains required and free space.
     """
     interval, free = cfg.runner.save_interval, _free_disk(cfg)
-    written = 1 if interval == -1 else -(-total_steps // interval)
-    written += interval != -1 and written < total_steps  # after minutes without a checkpoint
-    held = min(written, cfg.checkpoint.keep + 1)
-    if checkpoint * held > free:
+    num_written = 1 if interval == -1 else -(-total_steps // interval)
+    num_written += interval != -1 and num_written < total_steps  # after minutes without a checkpoint
+    num_held = min(num_written, cfg.checkpoint.keep + 1)
+    if checkpoint_bytes * num_held > free:
         # With checkpoint.keep=1, two checkpoints are stored while the second is written.
-        fewer = ", set checkpoint.keep=1" if held > 2 else ", set runner.save_interval=-1" if held > 1 else ""
-        in_memory = f", and up to {held} checkpoints are stored at a time" if held > 1 else ""
+        fewer = ", set checkpoint.keep=1" if num_held > 2 else ", set runner.save_interval=-1" if num_held > 1 else ""
+        in_memory = f", and up to {num_held} checkpoints are stored at a time" if num_held > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {_format_bytes(checkpoint)}{in_memory}, but only {_format_bytes(free)} are free in "
-            f"{cfg.runner.output_dir}. Free disk space{fewer}, or change runner.output_dir."
+            f"A checkpoint needs {_format_bytes(checkpoint_bytes)}{in_memory}, but only {_format_bytes(free)} are free "
+            f"in {cfg.runner.output_dir}. Free disk space{fewer}, or change runner.output_dir."
         )
 
 

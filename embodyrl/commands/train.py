@@ -66,11 +66,11 @@ class TrainResult:
     run: Path
     step: int
     checkpoint: Path
-    first: EvalResult | None
-    last: EvalResult | None
+    first_eval: EvalResult | None
+    last_eval: EvalResult | None
 
     def __repr__(self) -> str:
-        scores = [str(result.overall.score) for result in (self.first, self.last) if result is not None]
+        scores = [str(result.overall.score) for result in (self.first_eval, self.last_eval) if result is not None]
         return f"TrainResult({self.run}, step {self.step}{', ' if scores else ''}{' -> '.join(scores)})"
 
 
@@ -106,8 +106,8 @@ class _Training:
     weights: Path | None
     on_step: OnStep | None
     on_eval: OnEval | None
-    first: EvalResult | None = None
-    last: EvalResult | None = None
+    first_eval: EvalResult | None = None
+    last_eval: EvalResult | None = None
     comparison: ValidationComparison | None = None
     """Comparison of the first and the last validation."""
 
@@ -176,36 +176,36 @@ class _Training:
             run=self.session.folder.root,
             step=self.session.step,
             checkpoint=checkpoint,
-            first=self.first,
-            last=self.last,
+            first_eval=self.first_eval,
+            last_eval=self.last_eval,
         )
 
     def _begin(self, workers: RolloutWorkers) -> None:
         """Validate the initial weights; in a resumed run, read the result of the first validation instead."""
         folder, env = self.session.folder, self.run_plan.env
         if self.session.step == 0 and self._validates:
-            self.first = self._validate(workers)
-            self.monitor.log(0, self.first.metrics())
+            self.first_eval = self._validate(workers)
+            self.monitor.log(0, self.first_eval.metrics())
         elif self._validates:
-            validated_steps = [step for step in range(self.session.step + 1) if folder.eval_folder(step).is_dir()]
-            self.first = read_evaluation(folder.eval_folder(0), env)
-            self.last = read_evaluation(folder.eval_folder(validated_steps[-1]), env) if validated_steps[1:] else None
+            eval_steps = [step for step in range(self.session.step + 1) if folder.eval_folder(step).is_dir()]
+            self.first_eval = read_evaluation(folder.eval_folder(0), env)
+            self.last_eval = read_evaluation(folder.eval_folder(eval_steps[-1]), env) if eval_steps[1:] else None
             if row := self.session.interrupted_validation_metrics(self.cfg.runner.val_check_interval):
-                self.last = self._validate(workers)
-                row |= self.last.metrics() | {"time/validate": self.last.wall_s}
+                self.last_eval = self._validate(workers)
+                row |= self.last_eval.metrics() | {"time/validate": self.last_eval.wall_s}
                 self.monitor.log(self.session.step, row)
 
     def _compare(self, workers: RolloutWorkers) -> None:
-        if self.first is None or self.last is None:
+        if self.first_eval is None or self.last_eval is None:
             return
         try:
             videos = self.session.folder.videos
-            comparison = record_changes(self.run_plan, workers, self.first, self.last, videos, self.monitor)
+            comparison = record_changes(self.run_plan, workers, self.first_eval, self.last_eval, videos, self.monitor)
         except OSError as error:  # the checkpoint is already saved
             self.monitor.text(f"warning: videos of the first and last validation cannot be written: {error}")
             return
-        self.first, self.last, self.comparison = comparison.first, comparison.last, comparison
-        for path in (*self.first.videos, *self.last.videos):
+        self.first_eval, self.last_eval, self.comparison = comparison.first, comparison.last, comparison
+        for path in (*self.first_eval.videos, *self.last_eval.videos):
             self.monitor.video(self.session.step, Path(path))
 
     def _loop(self, workers: RolloutWorkers, actors: Actors, writer: EpisodeDatasetWriter | None) -> None:
@@ -251,8 +251,8 @@ class _Training:
             metrics["time/step"] = time.perf_counter() - started
             try:
                 if session.is_due(self.cfg.runner.val_check_interval):
-                    self.last = self._validate(workers)
-                    metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
+                    self.last_eval = self._validate(workers)
+                    metrics |= self.last_eval.metrics() | {"time/validate": self.last_eval.wall_s}
             finally:
                 # The step is done and will not be repeated, even if its validation was interrupted.
                 clock_metrics = {name for observer in observers for name in observer.clock_metrics}
@@ -304,17 +304,17 @@ class _Training:
             return self.session.save(actors.save, meta)
 
     def _report(self, checkpoint: Path) -> None:
-        if self.first is not None and self.last is not None:
+        if self.first_eval is not None and self.last_eval is not None:
             paired = self.comparison.paired if self.comparison else ()
-            self.monitor.results(*result_table(self.first, self.last, paired))
-            before, after = self.first.overall, self.last.overall
+            self.monitor.results(*result_table(self.first_eval, self.last_eval, paired))
+            before, after = self.first_eval.overall, self.last_eval.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"mean return: {before.mean_return:.4g} before, {after.mean_return:.4g} after")
         root, trust = str(self.session.folder.root), trust_overrides(self.cfg)
         uses = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
         uses = uses if self.run_plan.env.simulator.renders else uses[:2]
         joined = self.comparison.videos if self.comparison else ()
-        videos = joined or (self.last.videos if self.last is not None else ())
+        videos = joined or (self.last_eval.videos if self.last_eval is not None else ())
         where = f"{Path(videos[0]).parent} ({len(videos)}{' before/after' if joined else ''})" if videos else ""
         self.session.print_summary(checkpoint, *uses, more=[("videos", where)] if videos else ())
 

@@ -86,7 +86,7 @@ class Settings(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
 
-    key_conditions: ClassVar[Mapping[str, str]] = {}
+    keys_by_condition: ClassVar[Mapping[str, str]] = {}
     """Conditions under which keys have an effect, as {condition: keys}: `{"kl_in_reward": "kl_target kl_horizon"}`. A
     condition is `key` (the key is set), `key=a|b` or `key!=a|b`. Conditions are joined with " or "; an explanation is
     appended as ": reason". Keys that start with / are relative to the whole config. "never: reason" is always false."""

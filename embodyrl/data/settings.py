@@ -40,7 +40,7 @@ class DemonstrationSettings(DataSettings):
     actors: list[Literal["policy", "expert", "person", "unknown"]] = []
     """Train only on chunks whose actions all come from these sources (policy, expert, person or unknown); default: all
     chunks. unknown: third-party data or data without recorded sources."""
-    key_conditions = {"gripper": "gripper_index"}
+    keys_by_condition = {"gripper": "gripper_index"}
 
     image_aug: bool = True
     """Augment images by random crop, brightness, contrast, saturation and hue, like OpenVLA's fine-tuning recipe."""
@@ -55,7 +55,7 @@ class ObjectiveSettings(Settings):
 
     learner: ClassVar[str] = "embodyrl.learners.imitation:ImitationLearner"
     """Import path (package.module:class) of the SFT learner."""
-    key_conditions = {
+    keys_by_condition = {
         "name=dpo": "beta reference_path",
         "name=dpo|preference": "label_smoothing",
     }
@@ -106,7 +106,7 @@ class DaggerSettings(Settings):
     """Local port of the page for corrections; 0: any free port."""
     correction_timeout_s: Seconds = 3600.0
     """Time in seconds without input on the page after which the command exits; run the same command again to resume."""
-    key_conditions = {"expert!=scripted": "corrections port correction_timeout_s"}
+    keys_by_condition = {"expert!=scripted": "corrections port correction_timeout_s"}
 
 
 class CollectSettings(Settings):

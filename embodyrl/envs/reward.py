@@ -24,7 +24,7 @@ SIMULATOR, ERRORS = "simulator", "errors"
 class StepRewardSettings(Settings):
     """Config keys for the reward of an env step."""
 
-    key_conditions = {"path": "mode"}
+    keys_by_condition = {"path": "mode"}
 
     path: SettingsPath | None = None
     """package.module:function that maps a RewardStep to a number or a dict of numbers, or the folder of a reward model

@@ -135,7 +135,7 @@ class EnvSettings(Settings):
 class RewardSettings(Settings):
     """Config keys of simulators: reward, action delay, observation history and temporal ensembling."""
 
-    key_conditions = {"ensemble_chunk": "ensemble_coeff"}
+    keys_by_condition = {"ensemble_chunk": "ensemble_coeff"}
 
     control: ControlSettings = ControlSettings()
 

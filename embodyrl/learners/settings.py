@@ -40,7 +40,7 @@ class FsdpSettings(Settings):
 class OptimSettings(Settings):
     """Config keys for AdamW and its learning-rate schedule."""
 
-    key_conditions = {"schedule=linear|cosine|wsd": "min_lr_ratio", "schedule=wsd": "decay_ratio"}
+    keys_by_condition = {"schedule=linear|cosine|wsd": "min_lr_ratio", "schedule=wsd": "decay_ratio"}
 
     lr: Rate = 1.0e-4
     """Learning rate."""
@@ -84,7 +84,7 @@ class OptimSettings(Settings):
 class ActorSettings(Settings):
     """Config keys for the processes that train the policy."""
 
-    key_conditions = {"minibatches=null": "global_batch_size"}
+    keys_by_condition = {"minibatches=null": "global_batch_size"}
 
     micro_batch_size: Count = 8
     """Micro-batch size: number of samples (action chunks) per forward pass."""

@@ -153,16 +153,16 @@ def wrong_value(key: Key, value: Any) -> list[str]:
     return []
 
 
-def no_effect_warnings(root: Settings, names: Iterable[str], key_conditions: Mapping[str, str]) -> Iterator[str]:
+def no_effect_warnings(root: Settings, names: Iterable[str], keys_by_condition: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each key in `names` that has no effect because of the values of other keys.
 
-    `key_conditions` contains conditions in addition to `Settings.key_conditions` of the classes.
+    `keys_by_condition` contains conditions in addition to `Settings.keys_by_condition` of the classes.
     """
-    conditions = {key: ("", condition) for condition, keys in key_conditions.items() for key in keys.split()} | {
+    conditions = {key: ("", condition) for condition, keys in keys_by_condition.items() for key in keys.split()} | {
         prefix + key: (prefix, condition)
         for prefix, node in root.nodes()
         for settings_class in reversed(type(node).__mro__)
-        for condition, keys in settings_class.__dict__.get("key_conditions", {}).items()
+        for condition, keys in settings_class.__dict__.get("keys_by_condition", {}).items()
         for key in keys.split()
     }
     for name in names:

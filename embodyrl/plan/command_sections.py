@@ -17,8 +17,8 @@ class CommandSections:
     """Names of the sections and of the keys without a section; every command has `seed`."""
     splits: tuple[str, ...] = ("train", "eval")
     """Splits of the environment in which the command runs episodes."""
-    key_conditions: Mapping[str, str] = field(default_factory=dict)
-    """Conditions under which keys have an effect, as in `Settings.key_conditions`."""
+    keys_by_condition: Mapping[str, str] = field(default_factory=dict)
+    """Conditions under which keys have an effect, as in `Settings.keys_by_condition`."""
 
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
@@ -35,10 +35,10 @@ _SAMPLED = {
     "algorithm.sampling_params.top_p"
 }
 """Sampling keys and their conditions for commands that run episodes without RL training (see
-`Settings.key_conditions`)."""
+`Settings.keys_by_condition`)."""
 _TRAIN = CommandSections(
     sections=f"{_ACT} video critic checkpoint",
-    key_conditions={
+    keys_by_condition={
         "runner.only_eval": "eval.baseline",
         "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
         "video!=none": _VIDEO,
@@ -49,7 +49,7 @@ _TRAIN = CommandSections(
 _EVAL = CommandSections(
     sections=f"{_ACT} video",
     splits=("eval",),
-    key_conditions={
+    keys_by_condition={
         "video!=none": _VIDEO,
         "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
         "never: `embodyrl eval` plays env.eval": "env.train",
@@ -66,7 +66,7 @@ _RECORDED = {
 _COLLECT = CommandSections(
     sections=f"{_ACT} collect",
     splits=("train",),
-    key_conditions={
+    keys_by_condition={
         "never: nothing is trained": f"{_LOOP} actor.optim",
         "never: collect.out is the data set": "runner.keep_episodes",
     }
@@ -75,7 +75,7 @@ _COLLECT = CommandSections(
 )
 _SFT = CommandSections(
     sections=f"{_RUN} checkpoint data objective",
-    key_conditions={
+    keys_by_condition={
         "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
         "runner.profile faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
         "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
@@ -85,7 +85,7 @@ _SFT = CommandSections(
 _DAGGER = CommandSections(
     sections=f"{_ACT} checkpoint collect dagger data objective",
     splits=("train",),
-    key_conditions={
+    keys_by_condition={
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
         "never: the labels are imitated": "objective.name",
         "never: only `embodyrl train` is profiled": "runner.profile",

@@ -212,12 +212,12 @@ class Config(TopSettings):
 
     @property
     def conditions(self) -> dict[str, str]:
-        """{condition: keys} for the conditions that involve several sections (see `Settings.key_conditions`)."""
-        key_conditions = {
+        """{condition: keys} for the conditions that involve several sections (see `Settings.keys_by_condition`)."""
+        keys_by_condition = {
             "reward.path=null or reward.mode=add": "env.use_rel_reward",
-            **get_command_sections(self.command).key_conditions,
+            **get_command_sections(self.command).keys_by_condition,
         }
-        return key_conditions | (_TEXT_CONDITIONS if self.reads_rows else {})
+        return keys_by_condition | (_TEXT_CONDITIONS if self.reads_rows else {})
 
     @property
     def programs(self) -> dict[str, str]:
@@ -340,4 +340,4 @@ _TEXT_CONDITIONS = {
     "never: a conversation has no images": "video",
     "algorithm.sampling_params.max_new_tokens=null": "model.num_action_chunks",
 }
-"""Conditions under which keys have an effect in runs with text tasks (see `Settings.key_conditions`)."""
+"""Conditions under which keys have an effect in runs with text tasks (see `Settings.keys_by_condition`)."""

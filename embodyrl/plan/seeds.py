@@ -11,11 +11,14 @@ _MASK = 2**32 - 1
 _POOL = 4
 
 
-def _constants(first: int, factor: int, count: int) -> list[int]:
+def _compute_hash_constants(first: int, factor: int, count: int) -> list[int]:
     return list(accumulate(repeat(factor, count), lambda value, multiplier: value * multiplier & _MASK, initial=first))
 
 
-_MIXING, _DRAWING = _constants(0x43B0D7E5, 0x931E8875, 64), _constants(0x8B51F9DD, 0x58F38DED, 2)
+_MIXING, _DRAWING = (
+    _compute_hash_constants(0x43B0D7E5, 0x931E8875, 64),
+    _compute_hash_constants(0x8B51F9DD, 0x58F38DED, 2),
+)
 
 
 def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:

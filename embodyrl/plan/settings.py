@@ -44,7 +44,7 @@ class LoggerSettings(Settings):
 class RunnerSettings(Settings):
     """Config keys for the training loop: output folder, run length, and intervals of validations and checkpoints."""
 
-    key_conditions = {"experiment_name": "on_existing", "keep_episodes!=none": "keep_episodes_gb"}
+    keys_by_condition = {"experiment_name": "on_existing", "keep_episodes!=none": "keep_episodes_gb"}
 
     output_dir: Path = "runs"
     """Parent folder of the run folders: a run writes to <output_dir>/<id>/."""
@@ -117,7 +117,7 @@ class VllmSettings(Settings):
 class RolloutSettings(Settings):
     """Config keys for inference during rollouts."""
 
-    key_conditions = {
+    keys_by_condition = {
         "backend=vllm": " ".join(f"vllm.{name}" for name in VllmSettings.model_fields),
         "backend=server": "url served_model",
         "mode=disaggregated": "num_workers",
@@ -191,7 +191,7 @@ class ProtocolSettings(Settings):
 class EvalSettings(Settings):
     """Config keys for evaluation episodes and their action sampling."""
 
-    key_conditions = {
+    keys_by_condition = {
         "episodes=null or protocol.name": "episodes_per_task",
         "sampling_params.do_sample": "samples sampling_params.temperature",
     }

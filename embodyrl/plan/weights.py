@@ -15,9 +15,9 @@ def find_checkpoint(path: Path) -> Path | None:
 
     Symbolic links in the path are resolved first.
     """
-    real = Path(os.path.realpath(path))
-    for folder in (real, *real.parents):
-        is_policy = real.relative_to(folder).parts[:1] == (POLICY_FOLDER,)
+    real_path = Path(os.path.realpath(path))
+    for folder in (real_path, *real_path.parents):
+        is_policy = real_path.relative_to(folder).parts[:1] == (POLICY_FOLDER,)
         # The manifest may be lost, the folder copied, and the path that of the checkpoint itself.
         if is_policy + (folder.parent.name == "checkpoints") + (folder / MANIFEST_NAME).is_file() > 1:
             return folder

@@ -30,14 +30,14 @@ def inputs_to_action(action: ActionSpec, amounts: Mapping[int, float], last: Flo
             if amount > 0.5:
                 result[controls[number].index] = controls[number].value
         return result
-    gripper = None if action.gripper is None else action.gripper.index % action.dim
-    if gripper is not None:
-        result[gripper] = last[gripper]
+    gripper_index = None if action.gripper is None else action.gripper.index % action.dim
+    if gripper_index is not None:
+        result[gripper_index] = last[gripper_index]
     rest = result.copy()
     for number, amount in amounts.items():
         control = controls[number]
         index = control.index % action.dim
-        if index != gripper:
+        if index != gripper_index:
             result[index] += amount * (control.value - rest[index])
         elif amount > 0.5:
             result[index] = control.value

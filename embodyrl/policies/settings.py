@@ -95,7 +95,7 @@ class LoraSettings(Settings):
 class AdapterSettings(WeightSettings):
     """Config keys for a policy with weights that supports adapters."""
 
-    key_conditions = {
+    keys_by_condition = {
         "is_lora": "lora.r lora.lora_alpha lora.use_rslora lora.target_modules lora.init_lora_weights "
         "lora.lora_dropout lora.modules_to_save"
     }

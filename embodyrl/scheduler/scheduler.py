@@ -285,7 +285,7 @@ class RolloutScheduler(EventLoop):
         request = InferRequest(
             record_refs=to_list_if_short(env_indices.current[rows]),
             noise_seeds=to_list_if_short(env_indices.noise_seed[rows]),
-            chunks=to_list_if_short(env_indices.chunks[rows]),
+            chunk_indices=to_list_if_short(env_indices.chunks[rows]),
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,

@@ -25,7 +25,7 @@ def _is_pattern(text: str) -> bool:
 class DataSettings(Settings):
     """Common config keys of all data sources."""
 
-    key_conditions = {"val_path=null": "val_share"}
+    keys_by_condition = {"val_path=null": "val_share"}
 
     path: Annotated[Path | None, ChangesStateIds] = None
     """Folder of demonstrations in the format of `embodyrl collect`.

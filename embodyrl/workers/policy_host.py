@@ -212,7 +212,7 @@ class PolicyInference:
                 are detected here even if no later update uses the tokens.
         """
         arena, policy = self._arena, self._policy
-        steps = request.chunks
+        steps = request.chunk_indices
         if self._steps_per_chunk > 1:
             request, steps = self._continue_chunks(request)
         if not len(request.record_refs):
@@ -222,7 +222,7 @@ class PolicyInference:
         rows = _get_batch_rows(request.rows, request.padded_size, len(records))
         noise = None
         if not request.greedy:
-            noise = token_noise(request.noise_seeds, request.chunks, policy.spec.tokens_per_chunk)
+            noise = token_noise(request.noise_seeds, request.chunk_indices, policy.spec.tokens_per_chunk)
             noise = _pad(noise, rows, request.padded_size)
         # Padding rows are copies of a real observation, so they are numerically harmless.
         observation = read_observation(arena, _pad(records, rows, request.padded_size))
@@ -269,7 +269,7 @@ class PolicyInference:
     def _continue_chunks(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
         """Write the next action of environments with a running chunk; return request and env steps of the others."""
         remaining: list[int] = []
-        entries = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
+        entries = zip(request.rows, request.noise_seeds, request.chunk_indices, strict=True)
         for index, (row, seed, step) in enumerate(entries):
             running_chunk = self._running_chunks.get(int(row))
             steps_done = (
@@ -285,9 +285,9 @@ class PolicyInference:
         selected = {
             name: np.asarray(getattr(request, name))[remaining] for name in ("record_refs", "noise_seeds", "rows")
         }
-        steps = np.asarray(request.chunks)[remaining]
+        steps = np.asarray(request.chunk_indices)[remaining]
         # The noise of a chunk is that of an evaluation, which counts chunks.
-        return replace(request, chunks=steps // self._steps_per_chunk, **selected), steps
+        return replace(request, chunk_indices=steps // self._steps_per_chunk, **selected), steps
 
     def values(self, request: ValueRequest) -> None:
         """Compute the values of final observations for bootstrapping, and write the values into the records."""

@@ -367,7 +367,7 @@ def test_training_validates_on_additional_suites(tmp_path):
         "runner.experiment_name=run",
     )
     result = train(load_config("train", list(train_words)))
-    assert [row.task for row in result.last.suites] == ["tabletop", "tabletop_positions"]
+    assert [row.task for row in result.last_eval.suites] == ["tabletop", "tabletop_positions"]
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert all(row["eval/episodes"] == 1 for row in rows)
     assert all("eval/tabletop_positions/success_once" in row for row in rows)

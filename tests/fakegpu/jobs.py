@@ -320,7 +320,11 @@ def _live(job: Job, run_plan: Any, arena: Any, init: Any, result: Result, folder
         record_refs = fill(arena, max(job.act, job.train), policy, run_plan.env.tasks[0])
         gpu.scalar = 0.0 if text else 1.0  # no reply has ended
         if init.acts and job.act:
-            wanted = {"record_refs": record_refs[: job.act], "noise_seeds": range(job.act), "chunks": [0] * job.act}
+            wanted = {
+                "record_refs": record_refs[: job.act],
+                "noise_seeds": range(job.act),
+                "chunk_indices": [0] * job.act,
+            }
             # Where forward passes are recorded, the second one is a replay.
             for name in ("act", "act again")[: 1 + run_plan.cfg.model.uses_cuda_graphs]:
                 with phase(name):

@@ -178,8 +178,8 @@ def test_reverse_task_is_learned_by_sft_then_resumed_rl(tmp_path: Path):
     assert before <= 0.45
     again = load_saved_config(tmp_path / "rl", ["trust=true", "runner.max_steps=100", "ckpt=null"])
     resumed = train(again, resume=tmp_path / "rl")
-    assert resumed.last is not None
-    assert resumed.last.overall.success_once >= 0.8
+    assert resumed.last_eval is not None
+    assert resumed.last_eval.overall.success_once >= 0.8
 
 
 @pytest.mark.slow

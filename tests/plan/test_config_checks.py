@@ -167,14 +167,14 @@ def test_keys_unused_by_the_components_give_one_warning(
         assert reason in line
 
 
-def test_key_conditions_name_existing_keys() -> None:
+def test_keys_by_condition_name_existing_keys() -> None:
     for command in COMMANDS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = cfg.schema.keys.keys() | cfg.schema.branches | {"data.val_split"}  # of rows of text
         assert {
-            name for names in get_command_sections(command).key_conditions.values() for name in names.split()
+            name for names in get_command_sections(command).keys_by_condition.values() for name in names.split()
         } <= keys
-        list(no_effect_warnings(cfg, cfg.schema.keys, get_command_sections(command).key_conditions))
+        list(no_effect_warnings(cfg, cfg.schema.keys, get_command_sections(command).keys_by_condition))
 
 
 @pytest.mark.integration

@@ -59,13 +59,13 @@ def test_resumed_run_keeps_its_first_evaluation(tmp_path: Path) -> None:
     run = train_toy(tmp_path, "~video_cfg.base_dir=", *WORDS, "runner.max_steps=1")
     assert len([*(run / "videos").glob("step*.mp4")]) == 4, "two episodes before and after, in the run's own folder"
     result = train(load_saved_config(run, ["trust=true", "runner.max_steps=2"]), resume=run)
-    assert result.first is not None
-    assert result.last is not None
-    assert (result.first.folder.name, result.last.folder.name) == ("step_000000", "step_000002")
+    assert result.first_eval is not None
+    assert result.last_eval is not None
+    assert (result.first_eval.folder.name, result.last_eval.folder.name) == ("step_000000", "step_000002")
     saved = json.loads((run / "eval" / "step_000000" / "eval.json").read_text())
-    assert result.first.overall.mean_return == saved["overall"]["mean_return"]
-    assert len(result.first.recordings) == len(result.last.recordings) == 2
-    for evaluation in (result.first, result.last):
+    assert result.first_eval.overall.mean_return == saved["overall"]["mean_return"]
+    assert len(result.first_eval.recordings) == len(result.last_eval.recordings) == 2
+    for evaluation in (result.first_eval, result.last_eval):
         rows = {r["episode"]: r for r in read_rows(evaluation.folder / "episodes.jsonl")}
         for episode, path in evaluation.recordings:
             played = rows[episode]

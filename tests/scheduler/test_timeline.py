@@ -34,7 +34,7 @@ def chunks(count):
 
 def inference(count):
     none = [0] * count
-    return InferRequest(sequence=1, record_refs=none, noise_seeds=none, chunks=none, greedy=False, version=0)
+    return InferRequest(sequence=1, record_refs=none, noise_seeds=none, chunk_indices=none, greedy=False, version=0)
 
 
 REPORT = EnvReport(sequence=1, stage=0, sim_s=1.0, render_s=0.5, reset_s=0.0)

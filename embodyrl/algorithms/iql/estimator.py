@@ -17,7 +17,7 @@ from embodyrl.types import Episode
 class IqlSettings(BufferSettings, DiscountSettings):
     """Config keys of implicit Q-learning."""
 
-    key_conditions = {
+    keys_by_condition = {
         "never: algorithm=iql trains on algorithm.demonstrations only": "replay_size save_replay learning_starts "
         "demonstration_share",
     }

@@ -78,7 +78,7 @@ class PassAtKSettings(GroupSettings, NormalizeSettings):
 class GdpoSettings(GroupSettings):
     """Settings of GDPO, which normalizes each reward component separately."""
 
-    key_conditions = {
+    keys_by_condition = {
         "never: gdpo credits each part of the reward separately": "reward_scale reward_bias reward_clip reward_norm "
         "kl_in_reward"
     }

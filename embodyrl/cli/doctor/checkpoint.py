@@ -48,7 +48,7 @@ class Mistake(NamedTuple):
     name: str
     keys: tuple[str, ...]
     """Config keys, or the file, whose values in training show the mistake."""
-    parts: tuple[str, ...]
+    message_parts: tuple[str, ...]
     """Parts of the messages about this mistake."""
 
 
@@ -169,7 +169,7 @@ def _read_record(folder: Path, weights: Path) -> Mapping[str, Any]:
 
 def _find_mistake_name(problem: str) -> str:
     """Return the name of the mistake that a message describes; empty for any other message."""
-    return next((mistake.name for mistake in MISTAKES if any(part in problem for part in mistake.parts)), "")
+    return next((mistake.name for mistake in MISTAKES if any(part in problem for part in mistake.message_parts)), "")
 
 
 def _compare(mistake: Mistake, run_plan: RunPlan, recorded: Mapping[str, Any]) -> list[Finding]:

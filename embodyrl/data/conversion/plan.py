@@ -40,13 +40,13 @@ class Plan:
     def get_banner_lines(self, source: Path, out: Path) -> list[tuple[str, str]]:
         """Return the lines of the start banner as (name, text) pairs."""
         env = self.card.env
-        (height, width), images = env.cameras.size, "mp4" if self.card.video else "png"
+        (height, width), image_format = env.cameras.size, "mp4" if self.card.video else "png"
         cameras = ", ".join(f"{name} ({self.get_columns(CAMERA + name)[0]})" for name in env.cameras.names)
         rate = " (assumed; set data.fps)" if self.assumes_fps else ""
         columns_text = {target: " + ".join(self.get_columns(target)) or "none" for target in Target}
         return [
             ("source", f"{source}: {self.kind}, {self.episodes} episodes of {env.name}"),
-            ("cameras", f"{cameras} {height}x{width} {images}" if env.cameras.names else "none"),
+            ("cameras", f"{cameras} {height}x{width} {image_format}" if env.cameras.names else "none"),
             ("state", f"{columns_text[Target.state]}: {env.state_dim} numbers"),
             ("action", f"{columns_text[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz{rate}"),
             ("outcomes", f"reward: {columns_text[Target.reward]} · success: {columns_text[Target.success]}"),

@@ -43,7 +43,7 @@ class VectorSims(GymSimulators):
         """Reset the given environments, with the reset ids as seeds."""
         starts = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
         self._ended_envs -= starts.keys()
-        observations, infos = self._restart(starts)
+        observations, infos = self._reset_masked(starts)
         self._store(observations, starts)
         success = self._get_success(infos)
         for env_index in starts:
@@ -58,7 +58,7 @@ class VectorSims(GymSimulators):
         if self._ended_envs and self._mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
             # The batch rejects steps after the end of an episode. Reset here, not earlier: the final observation is
             # read first.
-            self._restart(dict.fromkeys(self._ended_envs, 0))
+            self._reset_masked(dict.fromkeys(self._ended_envs, 0))
         # A vector environment takes one batch of its action space, which need not be an array.
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
         result = require_step(self.spec.name, self._vector.step(batch))
@@ -126,7 +126,7 @@ class VectorSims(GymSimulators):
     def _render_frame(self, env_index: int) -> Any:
         return self._vector.render()[env_index] if self._vector.render_mode == "rgb_array" else None
 
-    def _restart(self, seeds: Mapping[int, int]) -> tuple[Any, dict[str, Any]]:
+    def _reset_masked(self, seeds: Mapping[int, int]) -> tuple[Any, dict[str, Any]]:
         """Reset the environments in `seeds`; return observation and info of the whole batch."""
         mask = np.zeros(len(self._actions), np.bool_)
         mask[list(seeds)] = True

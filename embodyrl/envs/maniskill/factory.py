@@ -59,7 +59,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         }
         for key in sorted(reserved):
             yield f"env.kwargs.{key}={cfg.kwargs[key]} is reserved. Set it with env.{key} or env.train."
-        if size_keys := _find_sizes(cfg.kwargs.get("sensor_configs"), "env.kwargs.sensor_configs"):
+        if size_keys := _find_size_keys(cfg.kwargs.get("sensor_configs"), "env.kwargs.sensor_configs"):
             keys = ", ".join(size_keys)
             yield f"{keys}: set env.init_params.camera_heights and camera_widths instead, for all cameras."
 
@@ -88,11 +88,11 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         return BatchSims(spec, cfg, context.num_envs) if spec.simulator.lockstep else ManiSkillSims(spec, cfg)
 
 
-def _find_sizes(sensors: object, prefix: str) -> list[str]:
+def _find_size_keys(sensors: object, prefix: str) -> list[str]:
     """Return the entries of `env.kwargs` that set the image size of one or all cameras."""
     configs = sensors if isinstance(sensors, dict) else {}
     names = [f"{prefix}.{key}" for key in ("height", "width") if key in configs]
-    return names + [name for key, value in configs.items() for name in _find_sizes(value, f"{prefix}.{key}")]
+    return names + [name for key, value in configs.items() for name in _find_size_keys(value, f"{prefix}.{key}")]
 
 
 def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:

@@ -34,7 +34,7 @@ STATE, PROPRIOCEPTION = 39, 4
 class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for MetaWorld."""
 
-    key_conditions = {"pixels": "init_params.camera_names"}
+    keys_by_condition = {"pixels": "init_params.camera_names"}
 
     id: Annotated[str, ChangesStateIds] = "MT50"
     """Task (reach-v3), benchmark (MT10, MT50, ML45), or difficulty group of MT50: easy, medium, hard, very_hard."""

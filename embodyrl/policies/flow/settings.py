@@ -25,7 +25,7 @@ _RISING = valid_if(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 class FlowSettings(ResidualSettings):
     """Config keys for sampling and log-probabilities of a flow."""
 
-    key_conditions = {
+    keys_by_condition = {
         "likelihood=flow_sde|flow_cps": "stochastic_steps noise_level",
         "likelihood=flow_sde": "ignore_last",
         "likelihood=flow_noise": "noise_range",

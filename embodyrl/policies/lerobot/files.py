@@ -48,7 +48,7 @@ _OLD = re.compile(
 )
 """Pattern of statistics' names among the weights of an older folder: `normalize_inputs.buffer_observation_state.mean`,
 or `so100.buffer.action.mean`."""
-_COMPILED = re.compile(r".*\._orig_mod\..*")
+_COMPILED_KEY_PATTERN = re.compile(r".*\._orig_mod\..*")
 _FIX = "Use config.json and weights from one folder, and the model settings of the training run."
 
 
@@ -153,7 +153,7 @@ def read_files(
     metadata = None
     if not random_init and weights.is_file():
         old_statistics, metadata = read_tensors(weights, _OLD)
-        compiled = {_remove_compile_prefix(key): key for key in read_tensors(weights, _COMPILED)[0]}
+        compiled = {_remove_compile_prefix(key): key for key in read_tensors(weights, _COMPILED_KEY_PATTERN)[0]}
         if not statistics and old_statistics and not sft_file.is_file():
             statistics = _select_old_statistics(old_statistics, config, weights, cfg.unnorm_key)
     if not random_init and json.loads(config_files[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:

@@ -13,7 +13,7 @@ from embodyrl.policies.vla.records import ChunkShape
 class LeRobotSettings(ResidualSettings):
     """Config keys for a policy in LeRobot's layout."""
 
-    key_conditions = {"likelihood=dsrl": "noise_bound"}
+    keys_by_condition = {"likelihood=dsrl": "noise_bound"}
 
     precision: Precision = Precision.fp32
     """Compute precision; only fp32 is supported."""

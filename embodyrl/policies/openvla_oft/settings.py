@@ -53,7 +53,7 @@ class OpenVlaSettings(AdapterSettings):
 class OftSettings(OpenVlaSettings, ResidualSettings):
     """Config keys for OpenVLA-OFT, which predicts a whole chunk in parallel."""
 
-    key_conditions = {
+    keys_by_condition = {
         "likelihood!=residual": "freeze compile",
         "action_head=discrete": "cuda_graphs",
         "action_head=l1": "action_std",

@@ -24,7 +24,7 @@ SHAPE_FILE = "steering.json"
 class ResidualSettings(WeightSettings):
     """Config keys for residual policies; subclasses declare the key `likelihood`."""
 
-    key_conditions = {"likelihood=residual": "residual_scale residual_repeated"}
+    keys_by_condition = {"likelihood=residual": "residual_scale residual_repeated"}
 
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
     """With likelihood=residual: bound of a correction, in units of the model's normalized actions (-1..1)."""

@@ -10,7 +10,7 @@ from embodyrl.config.settings import Index, Path, Seconds, Settings, Weight
 class TextRewardSettings(Settings):
     """Config keys for the reward functions of text replies."""
 
-    key_conditions = {"overlong_buffer": "overlong_penalty"}
+    keys_by_condition = {"overlong_buffer": "overlong_penalty"}
 
     name: str | None = None
     """Name of a reward function (listed in docs/reference/text.md); a value of at least 1 is a success."""

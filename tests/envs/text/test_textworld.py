@@ -65,7 +65,7 @@ def test_textworld_run_assigns_credit_to_each_turn(games: Path, tmp_path: Path) 
     sizes = (*sizes, "env.eval.total_num_envs=2", "runner.max_steps=1", "launcher=inline", "video=none")
     words = ("env=text/gym", f"env.id={games}", "env.kwargs={}", "model=causal_lm_tiny")
     result = train_gate(tmp_path, *words, *sizes, "actor.global_batch_size=8", "actor.micro_batch_size=8")
-    assert result.last is not None
+    assert result.last_eval is not None
     assert any("train/success_once" in row or "train/return" in row for row in rows(result.run))
 
 

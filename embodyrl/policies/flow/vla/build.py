@@ -234,8 +234,8 @@ def build_policy(
     if request.gradient_checkpointing:
         model.recompute_activations()
     processor = VlaProcessor(cfg, flow_spec, folder, request)
-    with_pooled = request.value_dim > 0 and cfg.value_from is ValueFrom.prefix
-    network = VlaNetwork(model, processor, shape, with_pooled=with_pooled)
+    pools_prefix = request.value_dim > 0 and cfg.value_from is ValueFrom.prefix
+    network = VlaNetwork(model, processor, shape, pools_prefix=pools_prefix)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
         # The heads use the global generator, which is restored afterwards.

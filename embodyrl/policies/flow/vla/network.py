@@ -292,21 +292,21 @@ class VlaPrefix:
 class VlaNetwork(nn.Module):
     """Network of a `FlowModule` for pi0, pi0.5 and SmolVLA."""
 
-    def __init__(self, model: FlowModel, processor: VlaProcessor, shape: ChunkShape, *, with_pooled: bool) -> None:
+    def __init__(self, model: FlowModel, processor: VlaProcessor, shape: ChunkShape, *, pools_prefix: bool) -> None:
         """Combine a model and its processor.
 
-        `with_pooled`: also run the last backbone layer, and average its hidden states over the prefix for a value head.
+        `pools_prefix`: also run the last backbone layer; average its hidden states over the prefix for a value head.
         """
         super().__init__()
         self.model = model
         self.shape = shape
         self.prefix_width, self.hidden_width = model.spec.language.width, model.spec.expert.width
         self.processor = processor
-        self._with_pooled = with_pooled
+        self._pools_prefix = pools_prefix
 
     def encode_prefix(self, obs: Observation) -> VlaPrefix:
         """Run the backbone, and the parts of the expert that do not depend on time."""
-        prefix = self.model.prefix(self.processor.encode(obs), output=self._with_pooled)
+        prefix = self.model.prefix(self.processor.encode(obs), output=self._pools_prefix)
         pooled = None
         if prefix.hidden is not None:
             mask = prefix.valid[..., None].float()

@@ -21,7 +21,7 @@ class Sampler(StrEnum):
 class DiffusionSettings(LeRobotSettings):
     """Config keys for the diffusion policy in LeRobot's layout."""
 
-    key_conditions = {
+    keys_by_condition = {
         "likelihood=chain": "stochastic_steps diffusion_eta diffusion_min_std",
         "likelihood=dsrl": "noise_repeated",
         "likelihood!=dsrl": "greedy_start",
