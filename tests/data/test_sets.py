@@ -17,7 +17,7 @@ from demos import card, demonstration
 from lerobot_sets import LENGTHS, edit_episodes, numbers, write_set, write_v2_set
 
 from embodyrl.cli.data import data
-from embodyrl.commands.sft_data import _matching_path
+from embodyrl.commands.sft_data import _resolve_matching_path
 from embodyrl.commands.sft_setup import _describe_data
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout, set_differences
@@ -305,7 +305,7 @@ def test_datasets_with_different_frame_rates_are_not_joined(tmp_path: Path, rate
     with pytest.raises(ConfigError, match=said):
         run(*words)
     with pytest.raises(ConfigError, match=f"other differs from data.path in {said}"):
-        _matching_path(str(tmp_path / "other"), DemonstrationSettings(path=str(tmp_path / "one")))
+        _resolve_matching_path(str(tmp_path / "other"), DemonstrationSettings(path=str(tmp_path / "one")))
 
 
 def test_info_counts_instructions_by_step_and_warns_of_missing_episodes(tmp_path: Path, capsys) -> None:

@@ -108,7 +108,7 @@ def test_half_of_each_batch_can_be_demonstrations(tmp_path):
     assert [row["actor/optimizer_steps"] for row in rows(run)] == [16, 16]
     for wrong, said in (
         ("env.id=MountainCarContinuous-v0", "Collect data with the settings"),
-        ("env.id=test_off_policy_runs:TwinPendulum", "none of the tasks of env 'test_off_policy_runs:TwinPendulum'"),
+        ("env.id=test_off_policy_runs:TwinPendulum", "has no task of env 'test_off_policy_runs:TwinPendulum'"),
         ("env.reward_coef=0.1", r"collected with env.reward_coef=1.0, but this run has 0.1"),
         ("env.use_rel_reward=true", "env.use_rel_reward=False, but this run has True"),
         ("algorithm.demonstrations=[nowhere]", "nowhere is not a folder"),

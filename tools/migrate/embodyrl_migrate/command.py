@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _migrate(args: argparse.Namespace) -> int:
-    path = Path(args.arguments[0])
-    source = read_source(path, args.arguments[1:])
+    path = Path(args.words[0])
+    source = read_source(path, args.words[1:])
     result = translate(source, args.source)
     facts = compare(result) if result.config is not None else []
     difference_lines = reasons(result, facts, source)
