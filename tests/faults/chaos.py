@@ -88,6 +88,8 @@ def phase_of(run: Path, begun: float) -> str:
     for folder in run.glob("eval/step_*"):
         if is_new(folder / "episodes.jsonl") and not (folder / "eval.json").exists():
             return "last evaluation" if folder.name == f"step_{STEPS:06d}" else "validation"
+    if is_new(run / "eval" / f"step_{STEPS:06d}" / "eval.json"):
+        return "end"
     return "rollout" if is_new(run / "metrics.jsonl") else "start"
 
 
@@ -280,7 +282,7 @@ class Trial:
         pid, name = self._rng.choice(victims[role])
         signum = self._rng.choice((KILL, TERM, INT) if self._phases else SIGNALS[role])
         try:
-            handled, early = has_handler(pid, signum), not has_handler(pid, USR1)
+            handled, early = has_handler(pid, signum), not has_handler(pid, USR1, caught=True)
             (os.killpg if role == "group" else os.kill)(pid, signum)
         except (ProcessLookupError, FileNotFoundError):
             return None  # it ended in this moment

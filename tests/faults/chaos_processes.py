@@ -44,8 +44,9 @@ def role_of(pid: int) -> tuple[str, str] | None:
     return ("program", "program") if " -I -c " in command else None
 
 
-def has_handler(pid: int, signum: int) -> bool:
-    """Return whether a process handles or ignores a signal."""
+def has_handler(pid: int, signum: int, *, caught: bool = False) -> bool:
+    """Return whether a process handles a signal, or, unless `caught`, ignores it."""
     text = Path(f"/proc/{pid}/status").read_text()
-    masks = [int(m, 16) for m in re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", text, re.MULTILINE)]
+    kinds = "Cgt" if caught else "Ign|Cgt"
+    masks = [int(m, 16) for m in re.findall(rf"^Sig(?:{kinds}):\s*(\w+)", text, re.MULTILINE)]
     return any(mask >> (signum - 1) & 1 for mask in masks)
