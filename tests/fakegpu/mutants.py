@@ -94,8 +94,8 @@ BUGS = {
     "gradients are kept while acting": Bug(
         "memory",
         "embodyrl.learners.policy_gradient",
-        "        self._trainer.optimization.zero_grad()\n        # After the update",
-        "        # After the update",
+        "        self._trainer.optimization.zero_grad()\n        # Statistics change after the update",
+        "        # Statistics change after the update",
     ),
     "new weights are not announced": Bug(
         "staleness",

@@ -61,7 +61,7 @@ def test_skipped_update_is_counted_and_keeps_weights(tmp_path, model, exploding,
     ("model", "what"), [((), "action"), pytest.param(TOY_OFT, "log-probability")], ids=["cnn", "oft"]
 )
 def test_diverging_learning_rate_exits_5(tmp_path, model, what):
-    absurd = ("actor.optim.lr=1000", "actor.optim.weight_decay=1000")
+    absurd = ("actor.optim.lr=1000", "actor.optim.weight_decay=1000", "actor.optim.warmup_steps=0")
     words = toy_words(tmp_path, *model, *absurd, "env.kwargs.goal=0.7", "runner.max_steps=5")
     done = run_cli("train", *words, "launcher=inline", cwd=tmp_path)
     assert done.returncode == 5, done.stderr

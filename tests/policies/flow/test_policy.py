@@ -313,7 +313,7 @@ def test_flow_weights_with_an_advantage_suffix_are_rejected(folder, tmp_path):
     build(folder).save(saved)
     build(saved)
     (saved / "advantage.json").write_text('{"suffix": "Advantage: positive", "guidance": 1.0}')
-    with pytest.raises(CheckpointError, match=r"advantage\.json: .* `embodyrl recap`, .* delete the file"):
+    with pytest.raises(CheckpointError, match=r"advantage\.json: .* `embodyrl recap`, .* delete"):
         build(saved)
 
 

@@ -80,7 +80,7 @@ def test_load_weights_updates_tensors_in_place(checkpoint, make_policy, tmp_path
 def test_oft_weights_with_an_advantage_suffix_are_rejected(checkpoint, make_policy):
     policy = make_policy(checkpoint)
     (checkpoint / "advantage.json").write_text('{"suffix": "Advantage: positive", "guidance": 1.0}')
-    with pytest.raises(CheckpointError, match=r"advantage\.json: .* `embodyrl recap`, .* delete the file"):
+    with pytest.raises(CheckpointError, match=r"advantage\.json: .* `embodyrl recap`, .* delete"):
         policy.load_weights(checkpoint)
 
 

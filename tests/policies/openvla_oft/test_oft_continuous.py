@@ -147,7 +147,7 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
     chain = policy._head._chain
     start = normals(out.tokens[:, 0], START, (2, 7), torch.device("cpu"))
     with torch.no_grad():
-        step, _ = chain._step(policy._head._network(inputs, prefix), start, torch.tensor([0]))
+        step, _ = chain._step(policy._head._build_velocity(inputs, prefix), start, torch.tensor([0]))
     gaussian = torch.distributions.Normal
     rest = gaussian(0.0, 1.0).log_prob(start) + gaussian(step.mean, step.std).log_prob(states[0])
     torch.testing.assert_close(first.float(), rest, atol=2e-4, rtol=0)

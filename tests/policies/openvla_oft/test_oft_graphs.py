@@ -57,7 +57,7 @@ def test_padded_graph_batch_matches_the_unpadded_batch(policy):
 @torch.no_grad()
 def test_failed_graph_capture_falls_back_with_a_warning(policy):
     inputs, recorded = policy._inputs(observe(5)), GraphedForward(policy._forward)
-    with pytest.warns(UserWarning, match=r"model\.cuda_graphs: not used, because .*CUDAGraph"):
+    with pytest.warns(UserWarning, match=r"model\.cuda_graphs is ignored, because .*CUDAGraph"):
         first = recorded(inputs)
     second = recorded(inputs)
     for logits in (first, second):

@@ -64,7 +64,7 @@ def test_pt_file_with_code_is_rejected(full, make_policy, env_spec, tmp_path):
 
 
 def test_statistics_of_another_robot_are_rejected(full, make_policy, env_spec):
-    with pytest.raises(ConfigError, match="have 8 dimensions, but env 'libero' gives 4"):
+    with pytest.raises(ConfigError, match="have 8 dimensions, but env 'libero' has 4"):
         make_policy(full, env=dataclasses.replace(env_spec, state_dim=4), use_proprio=True)
 
 
