@@ -19,7 +19,7 @@ from embodyrl.plan.episodes import eval_episodes
 from embodyrl.plan.initial_states import get_state_range, own_tasks, select_reset_ids, select_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.plan.saved import EXPORTED_CONFIG, get_chunk_record, read_saved
+from embodyrl.plan.saved import EXPORTED_CONFIG, find_weights_config, read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import describe_differences
 from embodyrl.types import EnvSpec
@@ -53,7 +53,11 @@ _RENDERING_KEYS = (
 def rendering_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return a warning if the rendering settings of an evaluation differ from those of the training run."""
     cfg = run_plan.cfg
-    if run_plan.algorithm is not None or cfg.ckpt is None or (file := get_chunk_record(resolve_run(cfg.ckpt))) is None:
+    if (
+        run_plan.algorithm is not None
+        or cfg.ckpt is None
+        or (file := find_weights_config(resolve_run(cfg.ckpt))) is None
+    ):
         return []
     saved, current = {setting.key: setting.value for setting in read_saved(file)}, dict(cfg.leaves())
     keys = [f"env.{key}" for key in _RENDERING_KEYS] if saved.get("env.env_type") == current["env.env_type"] else []
@@ -69,7 +73,7 @@ def rendering_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
 def _describe_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
     """Yield one line for a checkpoint's run and each parent run: the overlap of `states` with the run's states."""
     visited: set[Path] = set()
-    while (file := get_chunk_record(resolve_run(ckpt))) is not None and file not in visited:
+    while (file := find_weights_config(resolve_run(ckpt))) is not None and file not in visited:
         visited.add(file)
         # Only numbers are read; no component in it is loaded.
         saved = flatten(read_plain_yaml(file))
@@ -84,7 +88,7 @@ def _describe_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) ->
         initial_weights = saved.get("model.path")
         if isinstance(saved.get("ckpt"), str):
             ckpt = saved["ckpt"]
-        elif isinstance(initial_weights, str) and get_chunk_record(resolve_run(initial_weights)):
+        elif isinstance(initial_weights, str) and find_weights_config(resolve_run(initial_weights)):
             # Other initial weights have no record.
             ckpt = initial_weights
         else:

@@ -38,6 +38,8 @@ _RUN_KEYS = (
 )
 """Keys that a command does not inherit from the run whose weights it uses."""
 _BASE_WEIGHTS = frozenset({"model.path", "model.lora.path"})
+_PROTOCOL_KEYS = ("env", "eval", "runner.val_suites")
+"""Keys that `eval.protocol.settings` may set."""
 _ENV_KEYS = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 """Keys that are not inherited from a run if the command line selects another environment."""
 
@@ -53,7 +55,7 @@ def find_run_config(path: Path) -> Path | None:
     return None
 
 
-def get_chunk_record(path: Path) -> Path | None:
+def find_weights_config(path: Path) -> Path | None:
     """Return the saved config of a checkpoint: that of its run, or the partial config of an included checkpoint."""
     return path / EXPORTED_CONFIG if (path / EXPORTED_CONFIG).is_file() else find_run_config(path)
 
@@ -265,7 +267,6 @@ def _is_set_by(setting: Setting, groups: Mapping[str, str]) -> bool:
     return fits_weights and any(group in folders for group in groups)
 
 
-_PROTOCOL_KEYS = ("env", "eval", "runner.val_suites")
 _IMAGES = [*(f"env.init_params.camera_{part}" for part in ("heights", "widths", "names")), "env.texture_colorspace"]
 _CHUNK, _NUM_IMAGES = "model.num_action_chunks", "model.num_images_in_input"
 _HORIZONS = ["env.train.max_episode_steps", "env.eval.max_episode_steps"]
@@ -346,7 +347,7 @@ def _read_description(folder: Path, task_values: Mapping[str, Any]) -> tuple[Pat
 
     `task_values` contains the values of `_TASK_KEYS`. A copy of a checkpoint contains only the policy's inputs.
     """
-    if (file := get_chunk_record(folder)) is not None:
+    if (file := find_weights_config(folder)) is not None:
         saved = read_saved(file)
         if infer_command(saved) not in ("train", "eval"):
             saved += _data_environment(file.parent, saved, [])

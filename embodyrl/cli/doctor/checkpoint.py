@@ -28,7 +28,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import download_repositories, require_ckpt
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.plan.saved import find_run_config, get_chunk_record, read_saved
+from embodyrl.plan.saved import find_run_config, find_weights_config, read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import INPUTS_FILE, read_saved_inputs
@@ -161,7 +161,7 @@ def _find_options(folder: str, overrides: Sequence[str], config_dirs: Sequence[P
 
 def _read_record(folder: Path, weights: Path) -> Mapping[str, Any]:
     """Return the settings of the training by config key, from the saved config and the file of policy inputs."""
-    file = get_chunk_record(folder)
+    file = find_weights_config(folder)
     inputs = {INPUTS_FILE: ""} if (weights / INPUTS_FILE).is_file() else {}
     settings = () if file is None else read_saved(file)
     return read_saved_inputs(weights) | inputs | {setting.key: setting.value for setting in settings}

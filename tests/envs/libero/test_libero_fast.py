@@ -211,7 +211,7 @@ def test_fast_loop_compiles_before_the_first_reset(tmp_path):
         "from embodyrl.types import EpisodeStart; from settings import env_of\n"
         "cfg = env_of(env_type='libero', task_suite_name='libero_object', render_profile='lean')\n"
         "compiled = lambda: sorted(path.name for path in Path(os.environ['NUMBA_CACHE_DIR']).rglob('*.nbi'))\n"
-        "env = FACTORY.make(cfg, EnvContext(num_slots=1)); before = compiled()\n"
+        "env = FACTORY.make(cfg, EnvContext(num_envs=1)); before = compiled()\n"
         "env.reset([0], [EpisodeStart(reset_id=60, seed=0, max_episode_steps=9, ignore_terminations=False)])\n"
         "sys.exit(0 if before == compiled() and any('_advance' in name for name in before) else str(before))"
     )
