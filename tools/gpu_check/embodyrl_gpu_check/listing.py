@@ -53,9 +53,9 @@ def _compare(parts: GpuParts, visible: tuple[str, ...], listed: tuple[Gpu, ...])
     if not listed:
         parts.warnings.append("nvidia-smi does not answer, so free memory and names are unknown before a run")
         return
-    split = [gpu for gpu in listed if gpu.split]
-    if split:
-        parts.warnings.append(f"GPU {split[0].number} is in MIG mode: memory is read from CUDA, EGL renders on the CPU")
+    mig = [gpu for gpu in listed if gpu.is_mig]
+    if mig:
+        parts.warnings.append(f"GPU {mig[0].number} is in MIG mode: memory is read from CUDA, EGL renders on the CPU")
         return
     expected = [gpu.uuid for gpu in select_visible(listed)]
     if all(uuids) and sorted(uuids) != sorted(expected):
