@@ -18,6 +18,7 @@ With --fork, runs use launcher=inline and are forks of this process, which has l
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
@@ -140,6 +141,7 @@ def fork_cli(*args: str, cwd: Path) -> Command:
         importlib.import_module(f"embodyrl.{module}")
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
     sys.stdout.flush()
+    faulthandler.cancel_dump_traceback_later()  # a child waits forever for the timer thread of pytest's time limit
     pid = os.fork()
     if pid == 0:
         code = 130
