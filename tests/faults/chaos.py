@@ -254,7 +254,7 @@ class Trial:
         """Send signals in random phases, each shortly after the phase begins, until the process ends."""
         run, begun = self.folder / "run", time.time()
         while left:
-            phase = self._rng.choice(PHASES)
+            phase = self._rng.choice(PHASES if self.injections else PHASES[:2])
             delay_s = self._rng.uniform(0.0, self._typical_s / 2 if phase == "start" else 0.2)
             while command.process.poll() is None and phase_of(run, begun) != phase:
                 time.sleep(0.001)
