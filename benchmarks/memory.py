@@ -28,7 +28,8 @@ from embodyrl.config.paths import assets_dir
 from embodyrl.files import available_cores
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.memory import GIB, plan_memory
+from embodyrl.plan.memory import plan_memory
+from embodyrl.plan.memory_plan import GIB
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.start import build_policy_init, open_rendezvous
 from embodyrl.workers.policy_host import PolicyHost

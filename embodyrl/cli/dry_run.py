@@ -10,6 +10,7 @@ from embodyrl.commands.banner import (
 from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
 from embodyrl.monitor.phases import rough_duration
 from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.memory_limits import resource_banner_lines
 from embodyrl.plan.rates import predict
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
@@ -39,7 +40,7 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
         *common_banner_lines(run_plan),
         *weight_banner_lines(cfg, resolve_initial_weights(cfg, run_plan.env), run_plan.env),
     ]
-    lines += training_banner_lines(run_plan) if training else run_plan.resources.get_banner_lines(run_plan)
+    lines += training_banner_lines(run_plan) if training else resource_banner_lines(run_plan)
     return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan), *_verdict(run_plan)]
 
 

@@ -15,6 +15,7 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import count_requested_episodes, eval_episodes, train_episodes
+from embodyrl.plan.memory_limits import resource_banner_lines
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import THIS_HOST, Config
 from embodyrl.policies.inputs import format_gripper
@@ -146,7 +147,7 @@ def training_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         ConfigError: memory or disk space is too small.
     """
     cfg = run_plan.cfg
-    resource_lines, size = run_plan.resources.get_banner_lines(run_plan), run_plan.resources.checkpoint
+    resource_lines, size = resource_banner_lines(run_plan), run_plan.memory.checkpoint
     require_disk(cfg, size, run_plan.total_steps)
     steps = run_plan.optimizer_steps_per_training_step
     return [

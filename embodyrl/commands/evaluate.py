@@ -30,6 +30,7 @@ from embodyrl.monitor.group import MonitorGroup
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
+from embodyrl.plan.memory_limits import resource_banner_lines
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
@@ -71,7 +72,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         lines = [
             *common_banner_lines(run_plan),
             *evaluation_banner_lines(run_plan),
-            *run_plan.resources.get_banner_lines(run_plan),
+            *resource_banner_lines(run_plan),
             *weight_banner_lines(cfg, weights, run_plan.env),
             ("run", str(folder.root)),
         ]

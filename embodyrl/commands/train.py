@@ -89,7 +89,7 @@ def train(
     """
     run_plan = build_run_plan(cfg, training=True)
     stores_episodes(run_plan)  # raises if episodes cannot be stored
-    require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
+    require_disk(cfg, run_plan.memory.checkpoint, run_plan.total_steps)
     weights = resolve_initial_weights(cfg, run_plan.env)
     if resume is not None:
         check_resumed(cfg, run_plan.env, resume)

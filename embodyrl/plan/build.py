@@ -21,7 +21,7 @@ from embodyrl.plan.checks import key_problems
 from embodyrl.plan.environment import delay_problems, env_context
 from embodyrl.plan.episodes import eval_episodes, groups_per_step
 from embodyrl.plan.initial_states import select_reset_ids
-from embodyrl.plan.planner import plan_resources
+from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.run_plan import RunPlan, WorkerEnvs, place_policy
 from embodyrl.plan.schema import Config
@@ -94,7 +94,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         devices=devices,
         nodes=component_nodes(cfg),
     )
-    return replace(run_plan, resources=plan_resources(run_plan))
+    return replace(run_plan, memory=plan_memory(run_plan))
 
 
 def _rollout_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:

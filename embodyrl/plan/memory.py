@@ -2,23 +2,23 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import replace
 
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.layout import INFO_PATH
 from embodyrl.devices import visible_gpus
+from embodyrl.envs.factory import get_max_tasks_in_memory
 from embodyrl.files import read_json
 from embodyrl.plan.episodes import groups_per_step
-from embodyrl.plan.rendering_memory import rendering_bytes
+from embodyrl.plan.memory_plan import GIB, MemoryPlan
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import policy_costs
 from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 PROCESS = 290 * MIB
 """Host memory in bytes of a process with torch and a policy."""
 _ADAPTERS = 180 * MIB
@@ -34,94 +34,18 @@ _RESERVE = 0.05
 """Fraction of a GPU reserved for fragmentation and uncounted memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """Memory in bytes of each part of a policy process, and of the other processes of its host."""
-
-    weights: int
-    """Weights and, if enabled, their moving average."""
-    gathered: int
-    """Bytes of the full weights that are gathered for rollouts, if the training weights are sharded."""
-    reference: int
-    gradients: int
-    optimizer: int
-    activations: int
-    """Bytes of the activations of a micro-batch, including the log-probabilities."""
-    in_use: int
-    """Bytes of the weights of the layers that FSDP gathers at the same time during training."""
-    inference_batch: int
-    """Bytes of the activations of the largest inference batch."""
-    keeps_inference_memory: bool
-    """True if inference memory stays allocated during training, for example by CUDA graphs."""
-    building: int
-    """Peak memory of construction: full float32 weights (not yet sharded or cast), or loaded demonstrations."""
-    engine: int
-    """Minimum GPU memory of the vLLM engine."""
-    sleeps: bool
-    """True if vLLM frees its memory during updates."""
-    process: int
-    saving: int
-    """Host memory of rank 0, in runs with GPUs, for the replay buffer and for gathered weights or optimizer state."""
-    offloaded: int
-    """Host memory per rank for offloaded weights, gradients and optimizer state (actor.fsdp.cpu_offload)."""
-    inference: int
-    """Memory of each rollout process, if rollouts run in separate processes."""
-    env_worker: int
-    env_gpu: int
-    """GPU memory of each env worker."""
-    replay: int
-    """Size of the replay buffer at the end of the run, for off-policy runs without GPUs."""
-    arena: int
-    checkpoint: int
-    """Size of a checkpoint on disk."""
-    on_gpu: bool
-    gradient_sync: str
-    """Gradient synchronization between ranks: step or micro_batch."""
-
-    @property
-    def policy(self) -> int:
-        """Peak memory of one policy process."""
-        return sum(self.peak_parts().values())
-
-    def peak_parts(self) -> dict[str, int]:
-        """Return the bytes of each part of a policy process's memory at its peak, by name."""
-        constant = self._parts("weights", "reference", "replay", "optimizer", "process")
-        training = self._parts("gradients", "activations", "in_use", *(() if self.sleeps else ("engine",)))
-        inference = self._parts("gathered", "inference_batch", "engine")
-        # Gathered weights are freed for training, but the C library does not return the memory.
-        update = training if self.on_gpu else self._parts("gathered") | training
-        running = max(inference, update, key=lambda parts: sum(parts.values()))
-        # CUDA graphs keep the memory in which they were recorded.
-        running = inference | training if self.keeps_inference_memory else running
-        building = self._parts("building", "process")
-        return max(constant | running, building, key=lambda parts: sum(parts.values()))
-
-    def _parts(self, *names: str) -> dict[str, int]:
-        return {name: getattr(self, name) for name in names}
-
-    def host(self, ranks: int) -> int:
-        """Return the bytes of host memory that policy processes on GPUs need for replay, checkpoints and offloading."""
-        return self.saving + self.offloaded * ranks
-
-    def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
-        """Return the memory lines of `--dry-run`, as pairs of name and text."""
-        hundredths = {name.replace("_", " "): round(100 * size / GIB) for name, size in self.peak_parts().items()}
-        policy = sum(hundredths.values())  # the sum of the printed numbers
-        size_text = " + ".join(f"{name} {size / 100:.2f}" for name, size in hundredths.items() if size)
-        size_text += "; vLLM sleeps while weights are trained" * self.sleeps
-        env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
-        env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
-        inference = f"{self.inference / GIB:.2f} GiB for each rollout process · " if self.inference else ""
-        inference += (
-            f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
-        )
-        return [
-            ("memory", f"{policy / 100:.2f} GiB for each of {ranks} policy processes at its peak: {size_text}"),
-            ("", f"{inference}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
-        ]
-
-
 def plan_memory(run_plan: RunPlan) -> MemoryPlan:
+    """Estimate the memory of a run, and derive the settings that depend on memory.
+
+    `nvidia-smi` is called only if necessary.
+    """
+    plan = _plan_training(run_plan) if run_plan.algorithm else _plan_evaluation(run_plan)
+    if run_plan.cfg.rollout.backend == "vllm":
+        plan = replace(plan, engine_memory_fraction=_engine_memory_fraction(run_plan, plan))
+    return plan
+
+
+def _plan_training(run_plan: RunPlan) -> MemoryPlan:
     """Estimate the memory of a training run.
 
     Gradients are synchronized once per step if `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
@@ -172,9 +96,9 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     offloaded = fsdp.cpu_offload and on_gpu
     average_bytes = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
-    replay, loading_bytes = _estimate_replay(run_plan, cfg)
+    replay, loading_bytes = _estimate_replay(run_plan)
     process = _CUDA if on_gpu else PROCESS + (_ADAPTERS if adapters else 0)
-    inference_batch = _estimate_inference(run_plan, cfg, costs)
+    inference_batch = _estimate_inference(run_plan, costs)
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
         weights=0 if offloaded else (stored_bytes + average_bytes) // shards,
@@ -182,7 +106,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         if sharded and not is_separate
         else 0,
         reference=_estimate_reference(
-            run_plan, cfg, stored_bytes if adapters else weight_bytes + (costs.outside_layers if uses_bf16 else 0)
+            run_plan, stored_bytes if adapters else weight_bytes + (costs.outside_layers if uses_bf16 else 0)
         ),
         gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
@@ -202,7 +126,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
         env_worker=_estimate_env_worker(run_plan),
-        env_gpu=rendering_bytes(run_plan),
+        env_gpu=_estimate_rendering(run_plan),
         arena=run_plan.layout.offsets(run_plan.capacity)[1],
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
@@ -212,31 +136,38 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     )
 
 
-def plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
+def _plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     """Estimate the memory of a run without training, whose policy has no gradients and no optimizer."""
     cfg, costs, on_gpu = run_plan.cfg, run_plan.policy_costs, bool(visible_gpus())
     adapters = getattr(cfg.model, "uses_adapters", False)
     engine = 2 * costs.num_parameters + _ENGINE if cfg.rollout.backend == "vllm" and on_gpu else 0
-    unused_sizes: dict[str, Any] = {field.name: 0 for field in fields(MemoryPlan)}
-    used_sizes: dict[str, Any] = {
-        "weights": costs.num_parameters * (2 if cfg.model.uses_bf16 else 4),
-        "inference_batch": _estimate_inference(run_plan, cfg, replace(costs, num_trained=0)),
-        "engine": engine,
-        "process": _CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
-        "env_worker": _estimate_env_worker(run_plan),
-        "env_gpu": rendering_bytes(run_plan),
-        "arena": run_plan.layout.offsets(run_plan.capacity)[1],
-        "on_gpu": on_gpu,
-        "sleeps": False,
-        "gradient_sync": "micro_batch",
-    }
-    return MemoryPlan(**unused_sizes | used_sizes)
+    return MemoryPlan(
+        weights=costs.num_parameters * (2 if cfg.model.uses_bf16 else 4),
+        inference_batch=_estimate_inference(run_plan, replace(costs, num_trained=0)),
+        engine=engine,
+        process=_CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
+        env_worker=_estimate_env_worker(run_plan),
+        env_gpu=_estimate_rendering(run_plan),
+        arena=run_plan.layout.offsets(run_plan.capacity)[1],
+        on_gpu=on_gpu,
+    )
 
 
 def _estimate_env_worker(run_plan: RunPlan) -> int:
     """Return the memory of an env worker."""
     costs, num_envs = run_plan.env_costs, len(run_plan.env_workers[0].env_indices)
     return _ENV_PROCESS + costs.task_bytes + costs.host_bytes[0] + costs.host_bytes[1] * num_envs
+
+
+def _estimate_rendering(run_plan: RunPlan) -> int:
+    """Return the GPU memory of an env worker in bytes: rendering context, and textures of cached tasks."""
+    env, count = run_plan.env_costs, len(run_plan.env_workers[0].env_indices)
+    if env.task_bytes:
+        cfg = run_plan.cfg
+        split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.has_evaluations else "train"]
+        tasks = len(split.task_ids or run_plan.env.tasks)
+        count = min(count, tasks, get_max_tasks_in_memory(env.task_bytes, run_plan.env_workers_per_node))
+    return env.gpu_bytes[0] + env.gpu_bytes[1] * count
 
 
 def _count_prompts(run_plan: RunPlan) -> float:
@@ -248,12 +179,12 @@ def _count_prompts(run_plan: RunPlan) -> float:
     return max_prompts if total == groups * size else math.inf
 
 
-def _estimate_inference(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
+def _estimate_inference(run_plan: RunPlan, costs: PolicyCosts) -> int:
     """Return the bytes of an inference batch on the GPU.
 
     With vLLM, the policy module runs only to compute values, or log-probabilities for a temperature other than 1.
     """
-    num_envs = run_plan.num_envs
+    cfg, num_envs = run_plan.cfg, run_plan.num_envs
     if cfg.rollout.backend != "vllm":
         # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
         num_copied = costs.num_trained
@@ -275,15 +206,16 @@ def _second_model_costs(run_plan: RunPlan, path: str | None) -> PolicyCosts | No
     return policy_costs(model.without_adapters(path), run_plan.env, 0)
 
 
-def _estimate_reference(run_plan: RunPlan, cfg: Config, own_bytes: int) -> int:
+def _estimate_reference(run_plan: RunPlan, own_bytes: int) -> int:
     """Return the bytes of the frozen reference weights in compute precision; 0 for a reference server."""
+    cfg = run_plan.cfg
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
     teacher = _second_model_costs(run_plan, cfg.algorithm.reference_path)
     return own_bytes if teacher is None else teacher.num_parameters * (2 if cfg.model.uses_bf16 else 4)
 
 
-def _estimate_replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
+def _estimate_replay(run_plan: RunPlan) -> tuple[int, int]:
     """Return the bytes of the replay buffer, and the additional bytes needed while demonstrations are loaded.
 
     For SAC, the buffers contain the observation and action of each record, up to the capacity, and all chunks of the
@@ -291,9 +223,10 @@ def _estimate_replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
 
     For filtered behavior cloning, the buffer contains at most all records, and the frames of the demonstrations.
     """
+    cfg, policy = run_plan.cfg, run_plan.policy
     if not isinstance(cfg.algorithm, BufferSettings):
         return 0, 0
-    policy, size = run_plan.policy, {field.name: field.record_bytes for field in run_plan.layout.fields}
+    size = {field.name: field.record_bytes for field in run_plan.layout.fields}
     stored = record_bytes = sum(size[name] for name in (*OBSERVATION, Record.action))
     if policy.steering:  # a noise token consists of two numbers
         action_bytes = size[Record.action if policy.steering.is_residual else Record.tokens]
@@ -362,15 +295,12 @@ def _get_gathered_bytes(costs: PolicyCosts, total: int, *, uses_bf16: bool, adap
     ) * costs.outside_layers
 
 
-def engine_memory_fraction(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
-    """Return the fraction of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve.
-
-    `plan` is None if the process does not train.
-    """
+def _engine_memory_fraction(run_plan: RunPlan, plan: MemoryPlan) -> float:
+    """Return the fraction of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve."""
     gpu = run_plan.gpus.free
     if not gpu:
         return _UNKNOWN_SHARE
-    if plan is not None:
+    if run_plan.algorithm:
         # The engine may use its minimum, which is counted, and all free memory.
         other_memory = replace(plan, engine=0)
         if plan.sleeps:

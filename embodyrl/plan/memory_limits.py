@@ -1,4 +1,4 @@
-"""Errors for runs that do not fit in memory, with the settings that reduce it."""
+"""Memory and speed in `--dry-run`, and errors for runs that do not fit in memory, with the settings that reduce it."""
 
 import os
 from collections import Counter
@@ -6,8 +6,27 @@ from collections import Counter
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
-from embodyrl.plan.memory import GIB, PROCESS, MemoryPlan, fullest_gpu
+from embodyrl.plan.memory import PROCESS, fullest_gpu
+from embodyrl.plan.memory_plan import GIB, MemoryPlan
+from embodyrl.plan.rates import predict
 from embodyrl.plan.run_plan import RunPlan
+
+
+def resource_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
+    """Return the lines (label, text) of `--dry-run` about memory and speed.
+
+    Raises:
+        ConfigError: the run needs more memory or GPUs than the machine has.
+    """
+    require_devices(run_plan)
+    require_memory(run_plan, run_plan.memory)
+    lines = run_plan.memory.lines(run_plan.ranks, len(run_plan.env_workers))
+    if run_plan.algorithm is None:
+        return lines
+    if run_plan.memory.engine:
+        lines.append(("", f"vLLM gets {run_plan.memory.engine_memory_fraction:.0%} of its GPU"))
+    rates = predict(run_plan)
+    return lines + (rates.lines(run_plan.max_samples) if rates else [])
 
 
 def require_devices(run_plan: RunPlan) -> None:

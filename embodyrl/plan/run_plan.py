@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.layout import RecordLayout
@@ -12,12 +11,10 @@ from embodyrl.cluster.protocol import place_rank
 from embodyrl.devices import Devices, Gpus
 from embodyrl.envs.protocol import EnvContext, env_costs
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.plan.resources import Resources
+from embodyrl.plan.memory_plan import MemoryPlan
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import policy_costs
 from embodyrl.types import EnvCosts, EnvSpec, PolicyCosts, PolicySpec
-
-C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +51,13 @@ class RunPlan:
     """Number of processes that train the policy."""
     devices: Devices
     gpus: Gpus = field(default_factory=Gpus, compare=False)
-    resources: Resources = field(default_factory=Resources)
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
     nodes: Mapping[str, tuple[int, ...]]
     """Host numbers of the processes of each component; 0 is the driver's host."""
     single_step: bool = False
     """True if each record contains one env step instead of a chunk."""
     labeled: bool = False
     """True if each record contains the expert's action for the same state in addition to the policy's action."""
-
-    def config(self, kind: type[C]) -> C:
-        """Return `cfg`, typed as the config class `kind`."""
-        assert isinstance(self.cfg, kind)
-        return self.cfg
 
     def policy_node(self, process_index: int) -> int:
         """Return the host number of a policy process; actor ranks are first, then rollout processes."""

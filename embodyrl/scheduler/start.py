@@ -78,15 +78,15 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
     """Return the init settings of a single policy process, which runs both inference and training."""
     cfg = run_plan.cfg
     learner = cfg if cfg.is_train_command and run_plan.algorithm is not None else None
-    resources = run_plan.resources
+    memory = run_plan.memory
     request = PolicyRequest(
         env=run_plan.env,
         value_dim=run_plan.policy.value_dim,
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
-        engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if resources.sleeps else {}),
-        engine_memory_fraction=resources.engine_memory_fraction,
+        engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if memory.sleeps else {}),
+        engine_memory_fraction=memory.engine_memory_fraction,
         url=cfg.rollout.url,
         critic=None if learner is None else learner.critic.path,
         served_model=cfg.rollout.served_model,
@@ -103,7 +103,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
             threads = max(threads, available_cores() // run_plan.ranks)  # optimizer steps are the host's then
         if run_plan.ranks > 1:
             # Chosen by the driver, which can list all GPUs: ranks might choose differently.
-            learning["gradient_sync"] = resources.gradient_sync
+            learning["gradient_sync"] = memory.gradient_sync
         learning |= {
             "algorithm": learner.algorithm,
             "env": run_plan.env_settings

@@ -276,7 +276,7 @@ def run(job: Job, folder: Path) -> Result:
     result.sleeps = plan.sleeps
     if plan.engine:
         Gpus.free = H100
-    result.planned["share"] = int(memory.engine_memory_fraction(run_plan, plan) * H100) if plan.engine else 0
+    result.planned["share"] = int(plan.engine_memory_fraction * H100) if plan.engine else 0
     try:
         prompt = run_plan.policy_costs.sample_tokens - run_plan.policy.num_action_chunks
         with one_of(run_plan.ranks), fake_text(job, prompt):

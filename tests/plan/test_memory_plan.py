@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,8 +30,9 @@ from embodyrl.plan import memory_limits as limits
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.memory import GIB, MemoryPlan, plan_memory
-from embodyrl.plan.memory_limits import require_memory
+from embodyrl.plan.memory import plan_memory
+from embodyrl.plan.memory_limits import require_memory, resource_banner_lines
+from embodyrl.plan.memory_plan import GIB, MemoryPlan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
 from embodyrl.policies.protocol import PolicyRequest, policy_costs
@@ -149,17 +150,17 @@ def test_evaluation_is_planned_and_unused_settings_are_suggested(tmp_path, monke
     plan = build_run_plan(
         load_config("eval", ["env=tabletop", "model=flow_small", "launcher.env_workers=2"]), training=False
     )
-    ((_, first), _) = plan.resources.get_banner_lines(plan)
+    ((_, first), _) = resource_banner_lines(plan)
     assert "weights" in first
     assert "optimizer" not in first
     monkeypatch.setattr(limits, "available_bytes", lambda: 2**20)
     with pytest.raises(ConfigError, match=r"Try launcher.env_workers below \d+, env.eval.total_num_envs") as raised:
-        plan.resources.get_banner_lines(plan)
+        resource_banner_lines(plan)
     assert not any(key in str(raised.value) for key in ("micro_batch", "is_lora", "checkpointing", "actor ranks"))
     words = ["actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=1"]
     learner = build_run_plan(toy_config(tmp_path, *words), training=True)
     with pytest.raises(ConfigError, match="free") as raised:
-        learner.resources.get_banner_lines(learner)
+        resource_banner_lines(learner)
     assert not any(key in str(raised.value) for key in ("micro_batch", "checkpointing=", "env_workers below"))
 
 
@@ -303,7 +304,7 @@ def test_vllm_sleeps_if_its_cache_does_not_fit_with_training(tmp_path, monkeypat
     def plan(mib, *more):
         stub_nvidia_smi(tmp_path, monkeypatch, *of_size(mib))
         drawn = build_run_plan(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
-        return plan_memory(drawn), drawn.resources.engine_memory_fraction
+        return plan_memory(drawn), drawn.memory.engine_memory_fraction
 
     on = "rollout.vllm.enable_sleep_mode=true"
     (large, beside), (asked, alone) = plan(80_000), plan(80_000, on)
@@ -326,7 +327,7 @@ def test_vllm_memory_fraction_excludes_memory_of_other_processes(tmp_path, monke
     def share(free):
         stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:2], str(free), "80000", *H100[4:]))
         drawn = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-        return drawn.resources.engine_memory_fraction
+        return drawn.memory.engine_memory_fraction
 
     assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
 
@@ -348,19 +349,16 @@ def test_memory_plan_includes_simulators_on_a_shared_gpu(tmp_path, monkeypatch):
     assert "4.00 on a GPU for each of 2 env workers" in plan("0")[1].lines(1, 2)[1][1]
 
 
-ZERO = {field.name: 0 for field in fields(MemoryPlan)} | {"on_gpu": True, "gradient_sync": "step"}
-
-
 @pytest.mark.parametrize("part", ["weights", "reference", "replay", "optimizer", "process"])
 def test_permanent_memory_is_added_to_every_phase(part):
     for on_gpu in (True, False):
         for busy in ({"gradients": 3}, {"gathered": 3}):
-            assert MemoryPlan(**{**ZERO, "on_gpu": on_gpu, **busy, part: 7}).policy == 10
+            assert MemoryPlan(**{**busy, part: 7}, on_gpu=on_gpu).policy == 10
 
 
 def test_memory_peak_is_the_maximum_over_phases():
     acting, training = {"gathered": 5, "inference_batch": 3}, {"gradients": 4, "activations": 2, "in_use": 1}
-    plan = MemoryPlan(**{**ZERO, **acting, **training})
+    plan = MemoryPlan(**acting, **training, on_gpu=True)
     assert plan.policy == 8
     assert replace(plan, in_use=9).policy == 15
     assert replace(plan, on_gpu=False).policy == 5 + 7, "what was gathered stays in pieces"
@@ -456,10 +454,10 @@ def test_runs_with_missing_gpus_are_rejected(command, visible, ranks, reason, tm
     cfg = toy_config(tmp_path, "launcher=local", f"actor.fsdp.size={ranks}", command=command)
     run_plan = build_run_plan(cfg, training=command == "train")
     if reason is None:
-        assert run_plan.resources.get_banner_lines(run_plan)
+        assert resource_banner_lines(run_plan)
         return
     with pytest.raises(ConfigError, match=reason):
-        run_plan.resources.get_banner_lines(run_plan)
+        resource_banner_lines(run_plan)
 
 
 def test_arena_size_error_suggests_only_settings_that_can_be_lowered(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from embodyrl.errors import ConfigError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.memory import plan_memory
+from embodyrl.plan.memory_limits import resource_banner_lines
 from embodyrl.plan.rates import predict
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 from embodyrl_gpu_check.synthetic import write_file_headers
@@ -50,6 +50,6 @@ def describe_preset(preset: str, folder: str) -> str:
     """
     cfg = load_config("train", [f"experiment={preset}", f"model.path={folder}", "runner.output_dir=" + folder])
     run_plan = build_run_plan(cfg, training=True)
-    run_plan.resources.get_banner_lines(run_plan)  # raises if memory is too small
-    memory, rates = f"{plan_memory(run_plan).policy / _GIB:.1f} GiB for the policy", predict(run_plan)
+    resource_banner_lines(run_plan)  # raises if memory is too small
+    memory, rates = f"{run_plan.memory.policy / _GIB:.1f} GiB for the policy", predict(run_plan)
     return memory if rates is None else f"{memory}, about {rates.seconds:.0f} s a step"
