@@ -53,30 +53,25 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         # Every camera costs rendering time and memory in each record; policy and reward use the first cameras.
         settings = settings.with_cameras(env.cameras.names[:cameras])
         env = factory.spec(settings, context)
-    learner = cfg if algorithm and cfg.is_train_command else None
-    learning_problems = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
+    learning_problems = _learning_problems(cfg, algorithm, env, policy) if algorithm else []
     if problems := [*mismatches(env, policy), *_rollout_problems(cfg, env, policy), *learning_problems]:
         raise ConfigError(problems)
+    num_envs = cfg.env.train.total_num_envs if algorithm else 1
+    validates = algorithm is None or cfg.runner.val_check_interval != -1
     for name, split in cfg.env.splits.items():
-        if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
+        if isinstance(split, EnvSplit) and (name != "eval" or validates):
             # Called for its errors only: missing tasks and states are reported now, not at the first validation.
             select_reset_ids(env, split)
-    num_envs = _count_envs(cfg, env, policy, learner)
+    if validates and cfg.has_evaluations:
+        num_envs = max(num_envs, eval_episodes(cfg, env, policy).num_envs)
     devices = plan_devices(cfg, training=training)
-    samples = _count_samples(learner, algorithm) if learner and algorithm else 0
+    samples = _count_samples(cfg, algorithm) if algorithm else 0
     with_reference = algorithm is not None and algorithm.needs_reference
     # A GPU resizes faster than it copies images to the host.
     with_resized = algorithm is not None and not algorithm.estimator.needs_replay and not visible_gpus()
     layout = record_layout(
         env, policy, with_reference=with_reference, with_resized=with_resized, top=cfg.rollout.logprobs
     )
-    rules = learner.algorithm if learner else None
-    updates = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
-    if isinstance(rules, BufferSettings):
-        # An off-policy update samples from the buffer, independent of the batch of this step and of `update_epoch`.
-        updates = max(1, round(samples * rules.updates_per_sample))
-    elif rules:
-        updates *= rules.update_epoch
     run_plan = RunPlan(
         cfg=cfg,
         env_settings=settings,
@@ -85,10 +80,10 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         policy=policy,
         algorithm=algorithm,
         layout=layout,
-        capacity=_count_records(learner, env, algorithm, num_envs),
+        capacity=_count_records(cfg, env, algorithm, num_envs),
         env_workers=split_envs(num_envs, count_env_workers(cfg, env, devices, num_envs)),
-        total_steps=_count_steps(learner, env) if learner else 0,
-        optimizer_steps_per_training_step=updates,
+        total_steps=_count_steps(cfg, env) if algorithm else 0,
+        optimizer_steps_per_training_step=_count_optimizer_steps(cfg, samples) if algorithm else 0,
         max_samples=samples,
         ranks=count_ranks(cfg),
         devices=devices,
@@ -123,13 +118,13 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Use another model, or `embodyrl eval`."
         )
     estimator = algorithm.estimator
-    if "env.train.continue_episodes" in cfg.changed and not estimator.counts_chunk_steps:
-        log.warning("warning: env.train.continue_episodes has no effect: steps end with their episodes.")
-    if "env.train.max_steps_per_rollout_epoch" in cfg.changed and not estimator.counts_chunk_steps:
-        log.warning(
-            "warning: env.train.max_steps_per_rollout_epoch has no effect: adv_type '%s' counts episodes, not steps.",
-            cfg.algorithm.adv_type,
-        )
+    chunk_step_keys = {
+        "env.train.continue_episodes": "steps end with their episodes",
+        "env.train.max_steps_per_rollout_epoch": f"adv_type '{cfg.algorithm.adv_type}' counts episodes, not steps",
+    }
+    for key, reason in chunk_step_keys.items():
+        if key in cfg.changed and not estimator.counts_chunk_steps:
+            log.warning("warning: %s has no effect: %s.", key, reason)
     problems += weight_problems(cfg, env, counts_chunk_steps=estimator.counts_chunk_steps)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
     problems += resolve_name(estimator.check)(cfg, algorithm, env, policy) if estimator.check else []
@@ -207,17 +202,6 @@ def split_envs(num_envs: int, num_workers: int) -> tuple[WorkerEnvs, ...]:
     return tuple(env_workers)
 
 
-def _count_envs(cfg: Config, env: EnvSpec, policy: PolicySpec, learner: Config | None) -> int:
-    num_envs = learner.env.train.total_num_envs if learner else 1
-    if cfg.has_evaluations and _validates(learner):
-        num_envs = max(num_envs, eval_episodes(cfg, env, policy).num_envs)
-    return num_envs
-
-
-def _validates(learner: Config | None) -> bool:
-    return learner is None or learner.runner.val_check_interval != -1
-
-
 def _in_process(cfg: Config) -> bool:
     return LAUNCHERS.get(cfg.launcher.name).in_process
 
@@ -226,7 +210,7 @@ def count_ranks(cfg: Config) -> int:
     """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU if the run supports several ranks."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    num_rollout_processes = cfg.rollout_processes if cfg.has_rollouts else 0
+    num_rollout_processes = cfg.rollout_processes
     asynchronous = cfg.is_train_command and cfg.algorithm.max_staleness > 0
     has_engine = cfg.has_rollouts and cfg.rollout.backend != "hf"
     replay = cfg.is_train_command and cfg.algorithm.transitions
@@ -251,7 +235,7 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
     (`cluster/ray_cluster`).
     """
-    num_rollout_processes = cfg.rollout_processes if training and cfg.has_rollouts else 0
+    num_rollout_processes = cfg.rollout_processes if training else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
     hosts = [place_policy(nodes, number, ranks) for number in range(ranks + num_rollout_processes)]
     if len({0, *hosts, *nodes["env"]}) == 1:
@@ -282,9 +266,18 @@ def _count_samples(cfg: Config, algorithm: Algorithm) -> int:
     return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.chunk_steps)
 
 
-def _count_records(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_envs: int) -> int:
+def _count_optimizer_steps(cfg: Config, samples: int) -> int:
+    """Return the number of optimizer steps of a training step with `samples` samples."""
+    rules = cfg.algorithm
+    if isinstance(rules, BufferSettings):
+        # An off-policy update samples from the buffer, independent of the batch of this step and of `update_epoch`.
+        return max(1, round(samples * rules.updates_per_sample))
+    return rules.update_epoch * (cfg.actor.minibatches or -(-samples // cfg.actor.global_batch_size))
+
+
+def _count_records(cfg: Config, env: EnvSpec, algorithm: Algorithm | None, num_envs: int) -> int:
     in_flight = 2 * num_envs  # per environment: the record of the current chunk and the record of the next observation
-    if cfg is None or algorithm is None:
+    if algorithm is None:
         return in_flight
     samples = _count_samples(cfg, algorithm)
     finals = 0
