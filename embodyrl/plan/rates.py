@@ -3,11 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.config.paths import cache_dir
 from embodyrl.devices import Gpus, visible_gpus
 from embodyrl.files import available_cores
-from embodyrl.plan.measured_rates import Measured, read_measured_rates
 from embodyrl.plan.run_plan import RunPlan
 
 
@@ -85,10 +88,9 @@ class Rates:
             ),
             (
                 "",
-                f"{self._basis}: {self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, "
-                f"{self.speed.bandwidth / 1e12:.1f} TB/s; acting {INFERENCE_FACTOR}, training {TRAINING_FACTOR} "
-                "times the "
-                f"time of matrix products (measured on an H100); {self._origin}",
+                f"{self._basis}: {self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, {self.speed.bandwidth / 1e12:.1f} "
+                f"TB/s; acting {INFERENCE_FACTOR}, training {TRAINING_FACTOR} times the time of matrix products "
+                f"(measured on an H100); {self._origin}",
             ),
         ]
 
@@ -100,14 +102,37 @@ class Rates:
 
     @property
     def _origin(self) -> str:
-        chunks = f"time of simulators from {self.chunk_source}" if self.chunk_source else ""
-        if self.speed.source:
-            return ", ".join([f"rates from {self.speed.source}", *([chunks] if chunks else [])])
-        return (
-            f"this GPU was not measured (tools/gpu_check), {chunks}"
-            if chunks
-            else "this GPU was not measured (tools/gpu_check)"
-        )
+        is_measured = self.speed.source != ""
+        rates = f"rates from {self.speed.source}" if is_measured else "this GPU was not measured (tools/gpu_check)"
+        return f"{rates}, time of simulators from {self.chunk_source}" if self.chunk_source else rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rates of a GPU or an environment, measured by `tools/gpu_check` and stored in the user's cache."""
+
+    rates: Mapping[str, float]
+    report: str
+    """Path of the report with the measurements."""
+    day: str
+
+    @property
+    def source(self) -> str:
+        """Path and day of the report."""
+        return f"{self.report} ({self.day})"
+
+
+def rates_file() -> Path:
+    """Return the path of the cache file with the measured rates."""
+    return cache_dir() / "gpu_rates.json"
+
+
+def read_measured_rates() -> dict[str, Measured]:
+    """Return the cached measurements by name of the GPU or environment; empty if the cache file cannot be read."""
+    try:
+        return TypeAdapter(dict[str, Measured]).validate_json(rates_file().read_bytes())
+    except (OSError, ValidationError):
+        return {}
 
 
 def predict(run_plan: RunPlan) -> Rates | None:
@@ -135,10 +160,9 @@ def predict(run_plan: RunPlan) -> Rates | None:
     chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
     simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / ACTIONS_PER_CHUNK) if chunk_s else 0.0
     if env.gpu_s:
-        gpus = len(
-            {run_plan.devices.get_env_worker_gpu(number, on_gpu=True) for number in range(len(run_plan.env_workers))}
-        )
-        simulators = min(simulators, gpus * len(run_plan.nodes["env"]) / env.gpu_s)
+        numbers = range(len(run_plan.env_workers))
+        gpus = {run_plan.devices.get_env_worker_gpu(number, on_gpu=True) for number in numbers}
+        simulators = min(simulators, len(gpus) * len(run_plan.nodes["env"]) / env.gpu_s)
     samples = run_plan.max_samples
     num_updated = samples * cfg.algorithm.update_epoch
     if isinstance(cfg.algorithm, BufferSettings):
@@ -158,7 +182,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
         bound_by=max(durations, key=durations.__getitem__),
         speed=speed,
         known=known_rates is not None,
-        chunk_source=_format_source(chunk) if chunk else "",
+        chunk_source=chunk.source if chunk else "",
     )
 
 
@@ -173,17 +197,13 @@ def _get_measured_speed(gpu_model: str, measurements: Mapping[str, Measured]) ->
     if measurement is None or not {"flops", "slow_flops", "bandwidth"} <= measurement.rates.keys():
         return None
     rates = {name: measurement.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
-    return Speed(gpu_model, **rates, source=_format_source(measurement))
-
-
-def _format_source(measurement: Measured) -> str:
-    return f"{measurement.report} ({measurement.day})"
+    return Speed(gpu_model, **rates, source=measurement.source)
 
 
 def _find_slowest_speed(gpus: Gpus, measurements: Mapping[str, Measured]) -> Speed | None:
     """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
     speeds = [_get_measured_speed(gpu_model, measurements) or known_speed(gpu_model) for gpu_model in gpus.kinds]
     known_speeds = [speed for speed in speeds if speed is not None]
-    return (
-        min(known_speeds, key=lambda speed: speed.flops) if known_speeds and len(known_speeds) == len(speeds) else None
-    )
+    if len(known_speeds) < len(speeds):
+        return None
+    return min(known_speeds, key=lambda speed: speed.flops, default=None)

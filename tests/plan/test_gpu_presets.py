@@ -28,7 +28,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan import build, memory, rates
 from embodyrl.plan import memory_limits as limits
 from embodyrl.plan.config import load_config
-from embodyrl.plan.measured_rates import rates_file
+from embodyrl.plan.rates import rates_file
 from embodyrl.plan.schema import Config
 from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA, FlowSpec
 

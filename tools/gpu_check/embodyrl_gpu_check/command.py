@@ -18,7 +18,7 @@ from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
 from embodyrl.isolation import NoResultError, call_isolated
-from embodyrl.plan.measured_rates import Measured, rates_file, read_measured_rates
+from embodyrl.plan.rates import Measured, rates_file, read_measured_rates
 from embodyrl.version import __version__
 from embodyrl_gpu_check.checks import CHECKS, GpuCheck
 from embodyrl_gpu_check.result import GpuResult

@@ -16,7 +16,7 @@ from embodyrl_gpu_check.command import main
 from embodyrl_gpu_check.result import GpuParts
 from gpu_host import H100, stub_nvidia_smi
 
-from embodyrl.plan.measured_rates import read_measured_rates
+from embodyrl.plan.rates import read_measured_rates
 
 CHECKS = """
 import os, signal, time
