@@ -141,9 +141,6 @@ MOVED_MODULES = {
 FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill", "metaworld", "robots", "tabletop")}
 """Parts by their name in configs of earlier versions."""
 
-FORMER_SETTINGS = {"libero": {"env.texture_colorspace": "auto"}}
-"""Values of keys that configs of earlier versions do not contain, as fixed in those versions, by environment."""
-
 
 def get_current_path(target: str) -> str:
     """Return an import path in which a module name of an earlier version is replaced by the current name."""

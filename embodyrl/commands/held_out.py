@@ -59,7 +59,7 @@ def rendering_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         or (file := find_weights_config(resolve_run(cfg.ckpt))) is None
     ):
         return []
-    saved, current = {setting.key: setting.value for setting in read_saved(file)}, dict(cfg.leaves())
+    saved, current = read_saved(file), dict(cfg.leaves())
     keys = [f"env.{key}" for key in _RENDERING_KEYS] if saved.get("env.env_type") == current["env.env_type"] else []
     different = [
         f"{key}={format_value(saved[key])}"

@@ -126,7 +126,7 @@ def _load_environment(root: Path, overrides: Sequence[str]) -> Config:
     file = root / ENVIRONMENT_PATH
     if not file.is_file():
         return load_config("eval", ["model=random", *overrides])
-    command = "collect" if any(setting.key.startswith("env.train.") for setting in read_saved(file)) else "eval"
+    command = "collect" if any(key.startswith("env.train.") for key in read_saved(file)) else "eval"
     return load_saved_config(file, ["model.model_type=random", *overrides], command=command)
 
 

@@ -376,7 +376,7 @@ def resolve_initial_weights(cfg: Config, env: EnvSpec) -> Path | None:
         return None  # built with the adapter
     trains_adapter = cfg.is_train_command and model.is_lora and not _is_adapter(folder)
     run = find_run_config(resolve_run(cfg.ckpt))
-    saved = {setting.key: setting.value for setting in read_saved(run)} if run else {}
+    saved = read_saved(run) if run else {}
     # The weights of a run that began with an adapter contain this adapter.
     if saved.get("model.lora.path") == model.lora.path or trains_adapter:
         return folder

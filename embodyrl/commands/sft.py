@@ -143,7 +143,7 @@ class _Sft:
             self.session.wait_for_save()
         root = self.session.folder.root
         env_file = root / ENVIRONMENT_FILE
-        env_settings = {setting.key: setting.value for setting in read_saved(env_file)} if env_file.is_file() else {}
+        env_settings = read_saved(env_file) if env_file.is_file() else {}
         weights, trust = format_override("ckpt", str(root)), trust_overrides(self.cfg, env_settings)
         # Rows of text and third-party data name no environment.
         env_override = [] if env_file.is_file() else ["env=..."]

@@ -6,9 +6,10 @@ from pathlib import Path
 import yaml
 
 from embodyrl.config.compose import flatten
+from embodyrl.config.settings import is_key_or_subkey
 from embodyrl.errors import ConfigError
 from embodyrl.plan.keys import DELETED_KEYS
-from embodyrl.plan.saved import dump_config, is_key_or_subkey, read_saved
+from embodyrl.plan.saved import dump_config, read_saved
 from embodyrl.plan.schema import Config
 
 
@@ -23,7 +24,7 @@ def check_unchanged(
     if not (file := run / "config.yaml").is_file():
         return
     keys, exempt = list(keys), list(exempt)
-    old = {setting.key: setting.value for setting in read_saved(file) if setting.key not in DELETED_KEYS}
+    old = {key: value for key, value in read_saved(file).items() if key not in DELETED_KEYS}
     new = flatten(yaml.safe_load(dump_config(cfg)))
     names = [name for name in {**old, **new} if is_key_or_subkey(name, keys) and not is_key_or_subkey(name, exempt)]
     if differences := [f"{name}={old.get(name)}" for name in names if old.get(name) != new.get(name)]:

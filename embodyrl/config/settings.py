@@ -217,7 +217,8 @@ class Key:
         """Type for help texts, for example `int | null` or `bf16 | fp32`."""
         hint, _, optional = self._type
         is_plain = isinstance(hint, type) and not typing.get_args(hint)
-        text = " | ".join(self.choices) or (hint.__name__ if is_plain else _strip_module(str(_strip_bounds(hint))))
+        text = " | ".join(self.choices) or (hint.__name__ if is_plain else str(_strip_bounds(hint)))
+        text = text.replace("typing.", "")
         return f"{text} | null" if optional else text
 
     @property
@@ -234,10 +235,6 @@ def _strip_bounds(hint: Any) -> Any:
     """Return a list type without the bounds of its elements, such as list[int]; return other types unchanged."""
     arguments = typing.get_args(hint)
     return list[arguments[0].__origin__] if arguments and typing.get_origin(arguments[0]) is Annotated else hint
-
-
-def _strip_module(text: str) -> str:
-    return text.replace("typing.", "")
 
 
 def _describe_type(hint: Any, metadata: list[Any]) -> str:
@@ -290,6 +287,11 @@ def get_parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def is_key_or_subkey(name: str, keys: Iterable[str]) -> bool:
+    """Return True if `name` is one of `keys`, or a subkey of one of them."""
+    return any(f"{name}.".startswith(f"{key}.") for key in keys)
 
 
 def find_key(keys: Mapping[str, Key], name: str) -> Key | None:

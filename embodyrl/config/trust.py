@@ -11,7 +11,7 @@ from typing import Any
 
 from embodyrl.config.compose import conf_dir, format_override
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.config.settings import Settings
+from embodyrl.config.settings import Settings, is_key_or_subkey
 from embodyrl.registry import find_entry_points, get_current_path
 
 TRUST = "trust=true"
@@ -55,7 +55,7 @@ def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]
         f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
         f"author of this run, add {TRUST}; to allow only this value, add {format_override(key, value)}."
         for key, value in saved.items()
-        if key not in overrides and not any(key == name or key.startswith(f"{name}.") for name in _SAFE_KEYS)
+        if key not in overrides and not is_key_or_subkey(key, _SAFE_KEYS)
         for text in (key, *_iter_texts(value))
         if (key in EXECUTABLE_KEYS and text == value)
         or (key in _PROGRAM_KEYS and _may_import(text))
@@ -86,7 +86,7 @@ def find_user_modules(cfg: Settings) -> dict[str, Path]:
     names = {
         match[1]
         for key, value in cfg.leaves()
-        if not any(key == name or key.startswith(f"{name}.") for name in _SAFE_KEYS)
+        if not is_key_or_subkey(key, _SAFE_KEYS)
         for text in _iter_texts(value)
         if (match := _IMPORT_PATH.fullmatch(text))
     }

@@ -1,8 +1,8 @@
 """Config keys that environments share; the keys of a single environment are declared in its folder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -90,6 +90,9 @@ class EnvSettings(Settings):
 
     program_keys: ClassVar[tuple[str, ...]] = ()
     """Keys that accept a Hugging Face repository (`owner/name@revision`) whose code the environment executes."""
+
+    former_values: ClassVar[Mapping[str, Any]] = {}
+    """Values of keys that configs of earlier versions do not contain, as fixed in those versions."""
 
     # Private: derived from the command, not a key.
     _used_splits: tuple[str, ...] = PrivateAttr(("train", "eval"))

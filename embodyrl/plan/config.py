@@ -12,7 +12,7 @@ from typing import Any
 
 from embodyrl.config.compose import Setting, compose, compose_groups, parse_override, split_overrides
 from embodyrl.config.paths import is_on_hub, resolve_run
-from embodyrl.config.settings import find_key, get_parents, nested, to_builtin
+from embodyrl.config.settings import find_key, get_parents, is_key_or_subkey, nested, to_builtin
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide_value
 from embodyrl.plan.checks import build_checked_config, find_contradictions, validate_config
@@ -119,9 +119,10 @@ def load_saved_config(
     command = command or infer_command(saved)
     groups, overrides = split_overrides(command, arguments, (), problems)
     problems += [_group_error(command, group, option) for group, option in groups.items()]
-    used_settings = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unused_keys)]
-    check_trust(used_settings, overrides, file, problems)
-    return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *overrides], problems)
+    used_values = {key: value for key, value in saved.items() if not is_key_or_subkey(key, unused_keys)}
+    check_trust(used_values, overrides, file, problems)
+    settings = [Setting(key, value, str(file)) for key, value in saved.items() if key != "trust"]
+    return _finish(command, [*settings, *overrides], problems)
 
 
 def _group_error(command: str, group: str, option: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,15 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.compose import Setting, flatten, format_override, parse_override
 from embodyrl.config.paths import is_on_hub, resolve_asset, resolve_run
 from embodyrl.config.plain_yaml import dump_plain_yaml, read_plain_yaml
-from embodyrl.config.settings import format_value, to_builtin
+from embodyrl.config.settings import format_value, is_key_or_subkey, to_builtin
 from embodyrl.config.trust import find_untrusted_values
+from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, mask_hidden_values
 from embodyrl.files import write_atomically
+from embodyrl.parts import ENVIRONMENTS
 from embodyrl.plan.schema import Config
 from embodyrl.policies.inputs import INPUTS_FILE, find_missing_weights, read_saved_inputs
-from embodyrl.registry import FORMER_NAMES, FORMER_SETTINGS
+from embodyrl.registry import FORMER_NAMES
 
 _REMOVED = ("rollout.dump",)
 """Removed keys of version 0.1, which are ignored in configs of old runs."""
@@ -95,18 +96,20 @@ def _mask_values(node: Any) -> Any:
     return mask_hidden_values(_INTERPOLATION.sub(r"\1\1\\${", node)) if isinstance(node, str) else node
 
 
-def read_saved(file: Path) -> list[Setting]:
-    """Read the `config.yaml` of a run.
+def read_saved(file: Path) -> dict[str, Any]:
+    """Return the values in the `config.yaml` of a run, by dotted key.
 
     Raises:
         ConfigError: the file is missing or malformed, or contains YAML tags (which could construct objects).
     """
-    saved = flatten(read_plain_yaml(file))
+    saved = {key: value for key, value in flatten(read_plain_yaml(file)).items() if key not in _REMOVED}
     if "env.env_type" in saved:
         env_type = str(saved["env.env_type"])
-        saved["env.env_type"] = FORMER_NAMES.get(env_type) or env_type
-        saved = FORMER_SETTINGS.get(saved["env.env_type"], {}) | saved
-    return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
+        saved["env.env_type"] = env_type = FORMER_NAMES.get(env_type, env_type)
+        if env_type in ENVIRONMENTS:  # another package is imported only if the config is trusted
+            former_values = ENVS.get(env_type).settings.former_values
+            saved = {f"env.{key}": value for key, value in former_values.items()} | saved
+    return saved
 
 
 def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -118,9 +121,9 @@ def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     ]
 
 
-def infer_command(saved: Sequence[Setting]) -> str:
-    """Return the command that wrote a saved config, inferred from the config's sections."""
-    sections = {setting.key.partition(".")[0] for setting in saved}
+def infer_command(saved: Iterable[str]) -> str:
+    """Return the command that wrote a saved config, inferred from the sections of the keys `saved`."""
+    sections = {key.partition(".")[0] for key in saved}
     if "env" not in sections:
         return "sft"
     if "dagger" in sections:
@@ -139,7 +142,7 @@ def merge_with_base(
     """Return the settings inherited from the run with the initial weights, merged with the selected group options."""
     saved = _base_settings(base, command, groups, file_settings, problems)
     # A protocol's settings are overrides, so they may name code as well.
-    check_trust([*saved, *get_protocol_settings(saved, [])], overrides, base, problems)
+    check_trust(_values([*saved, *get_protocol_settings(saved, [])]), overrides, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
     unsaved = [s for s in file_settings if s.key.partition(".")[0] not in sections]
     # Cameras and frozen base weights stay those that the weights were trained with.
@@ -175,13 +178,7 @@ def find_start_folder(run: Path) -> Path | None:
     return start if start.is_dir() and all(path.exists() for path in start.iterdir()) else None
 
 
-def _with_own_statistics(saved: Sequence[Setting], run: Path) -> list[Setting]:
-    """Replace `model.path` by the start folder of the run, if there is one."""
-    start = find_start_folder(run)
-    return [replace(s, value=str(start)) if start and s.key == "model.path" else s for s in saved]
-
-
-def _find_complete_weights(base: Path, saved: Sequence[Setting]) -> Path | None:
+def _find_complete_weights(base: Path, saved: Mapping[str, Any]) -> Path | None:
     """Return the folder with all weights and merged adapters from which the policy of a run is built.
 
     An exported folder contains them. If the folder of the initial weights was moved or deleted, the newest checkpoint
@@ -189,7 +186,7 @@ def _find_complete_weights(base: Path, saved: Sequence[Setting]) -> Path | None:
     """
     if base.name == EXPORTED_CONFIG:
         return base.parent
-    path, newest = _get_value("model.path", saved), CheckpointStore(base.parent / "checkpoints").latest()
+    path, newest = saved.get("model.path"), CheckpointStore(base.parent / "checkpoints").latest()
     if newest is None or not isinstance(path, str) or is_on_hub(path) or resolve_asset(path).exists():
         return None
     folder = newest / POLICY_FOLDER
@@ -205,59 +202,53 @@ def _base_settings(
     These are all settings except the sections of command-line groups. `train` inherits only environment and model from
     a run of another command.
     """
-    saved = _with_own_statistics(read_saved(base), base.parent)
+    saved, file_values = read_saved(base), _values(file_settings)
     command_of_run = infer_command(saved)
+    if "model.path" in saved and (start := find_start_folder(base.parent)) is not None:
+        saved["model.path"] = str(start)
     if (folder := _find_complete_weights(base, saved)) is not None:
         complete_values = {"model.path": str(folder), "model.is_lora": False, "model.lora.path": None}
-        saved = [replace(setting, value=complete_values.get(setting.key, setting.value)) for setting in saved]
+        saved |= {key: value for key, value in complete_values.items() if key in saved}
     excluded = {*_RUN_KEYS, *groups, *(_ENV_KEYS if "env" in groups else ())}
     if "eval" in groups:
         excluded.add("runner.val_suites")
     # The run may be a copy from another machine.
-    if Path(str(_get_value("runner.output_dir", saved))).resolve() != base.parent.parent.resolve():
+    if Path(str(saved.get("runner.output_dir"))).resolve() != base.parent.parent.resolve():
         excluded.add("runner.output_dir")
     if command != "train":
         excluded.add("runner.logger")  # a run without a console must not silence its evaluation
     # The reply length is part of the task; an environment of the same kind keeps the images that the weights were
     # trained on.
     inherited = {"algorithm.sampling_params"} - excluded if "env" not in groups else set()
-    if "env" in groups and _get_value("env.env_type", saved) == _get_value("env.env_type", file_settings):
+    if "env" in groups and saved.get("env.env_type") == file_values.get("env.env_type"):
         inherited.add("env.init_params")
-    if "model" in groups and _get_value("model.model_type", saved) == _get_value("model.model_type", file_settings):
+    if "model" in groups and saved.get("model.model_type") == file_values.get("model.model_type"):
         inherited |= _BASE_WEIGHTS
+    settings = [Setting(key, value, str(base)) for key, value in saved.items()]
     if command_of_run not in ("train", "eval") and "env" not in groups:
-        saved += _data_environment(base.parent, saved, problems)
+        settings += _data_environment(base, saved, problems)
     if command == "train" and command_of_run != "train":
-        saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
-    return [s for s in saved if is_key_or_subkey(s.key, inherited) or not is_key_or_subkey(s.key, excluded)]
+        settings = [setting for setting in settings if is_key_or_subkey(setting.key, ("env", "model"))]
+    return [s for s in settings if is_key_or_subkey(s.key, inherited) or not is_key_or_subkey(s.key, excluded)]
 
 
-def _get_value(key: str, settings: Sequence[Setting]) -> Any:
-    return next((setting.value for setting in reversed(settings) if setting.key == key), None)
-
-
-def is_key_or_subkey(name: str, keys: Iterable[str]) -> bool:
-    """Return True if `name` is one of `keys`, or a subkey of one of them."""
-    return any(f"{name}.".startswith(f"{key}.") for key in keys)
-
-
-def _data_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Return the settings of the environment in which the data of an SFT or DAgger run were recorded.
+def _data_environment(file: Path, saved: Mapping[str, Any], problems: list[str]) -> list[Setting]:
+    """Return the settings of the environment in which the data of the SFT or DAgger run with this config were recorded.
 
     Tasks and time limit of the evaluation are those of the recording.
     """
-    env_settings = [setting for setting in saved if setting.key.startswith("env.")]
-    if not env_settings and not (run / ENVIRONMENT_FILE).is_file():
-        problems.append(f"{run} was trained on data without a known environment; set env=...")
-        return []
-    data_env = env_settings or read_saved(run / ENVIRONMENT_FILE)
-    eval_keys = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
-    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in data_env):
-        eval_keys["env.train.state_ids"] = "env.eval.state_ids"  # all of them, because other state ids may not exist
-    return [
-        *data_env,
-        *(replace(setting, key=eval_keys[setting.key]) for setting in data_env if setting.key in eval_keys),
-    ]
+    values = {key: value for key, value in saved.items() if key.startswith("env.")}
+    if not values:
+        run, file = file.parent, file.parent / ENVIRONMENT_FILE
+        if not file.is_file():
+            problems.append(f"{run} was trained on data without a known environment; set env=...")
+            return []
+        values = read_saved(file)
+    eval_keys = ["max_episode_steps", "task_ids"]
+    if "env.train.state_ids" in values and values["env.train.state_ids"] is None:
+        eval_keys.append("state_ids")  # all of them, because other state ids may not exist
+    values |= {f"env.eval.{key}": values[f"env.train.{key}"] for key in eval_keys if f"env.train.{key}" in values}
+    return [Setting(key, value, str(file)) for key, value in values.items()]
 
 
 def _is_set_by(setting: Setting, groups: Mapping[str, str]) -> bool:
@@ -350,8 +341,8 @@ def _read_description(folder: Path, task_values: Mapping[str, Any]) -> tuple[Pat
     if (file := find_weights_config(folder)) is not None:
         saved = read_saved(file)
         if infer_command(saved) not in ("train", "eval"):
-            saved += _data_environment(file.parent, saved, [])
-        return file, _values(saved)
+            saved |= _values(_data_environment(file, saved, []))
+        return file, saved
     inputs = read_saved_inputs(folder)
     env_type = (
         {"env.env_type": task_values.get("env.env_type")}
@@ -365,7 +356,7 @@ def _values(settings: Sequence[Setting]) -> dict[str, Any]:
     return {setting.key: setting.value for setting in settings}
 
 
-def check_trust(saved: Sequence[Setting], overrides: Sequence[Setting], file: Path, problems: list[str]) -> None:
+def check_trust(saved: Mapping[str, Any], overrides: Sequence[Setting], file: Path, problems: list[str]) -> None:
     """Raise an error for untrusted values in a saved config. Call this function before any component is imported."""
-    if errors := find_untrusted_values(_values(saved), _values(overrides), file):
+    if errors := find_untrusted_values(saved, _values(overrides), file):
         raise ConfigError([*problems, *errors])

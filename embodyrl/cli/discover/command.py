@@ -108,7 +108,7 @@ def _format_rate(success: float | None) -> str:
 def show(args: argparse.Namespace) -> int:
     """Run `embodyrl show`, which prints config keys with their values and documentation."""
     from embodyrl.cli.discover.schema import json_schema
-    from embodyrl.config.settings import format_value, to_builtin
+    from embodyrl.config.settings import format_value, is_key_or_subkey, to_builtin
     from embodyrl.plan.command_sections import COMMANDS as CONFIGURED
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
@@ -124,11 +124,7 @@ def show(args: argparse.Namespace) -> int:
         return 0
     values, keys = dict(cfg.leaves()), cfg.schema.keys
     all_key_groups = (command, "experiment")
-    names = [
-        key_name
-        for key_name in keys
-        if group in all_key_groups or key_name == group or key_name.startswith(f"{group}.")
-    ]
+    names = [name for name in keys if group in all_key_groups or is_key_or_subkey(name, [group])]
     if not names:
         sections = ", ".join(cfg.used_fields())
         hint = suggest(group)
@@ -142,11 +138,7 @@ def show(args: argparse.Namespace) -> int:
     for name in names:
         key = keys[name]
         # A free mapping may have been set through one of its entries.
-        key_sources = [
-            source
-            for source_key, source in cfg.sources.items()
-            if source_key == name or source_key.startswith(f"{name}.")
-        ]
+        key_sources = [source for source_key, source in cfg.sources.items() if is_key_or_subkey(source_key, [name])]
         row = {
             "key": name,
             "type": key.type_text,

@@ -163,8 +163,7 @@ def _read_record(folder: Path, weights: Path) -> Mapping[str, Any]:
     """Return the settings of the training by config key, from the saved config and the file of policy inputs."""
     file = find_weights_config(folder)
     inputs = {INPUTS_FILE: ""} if (weights / INPUTS_FILE).is_file() else {}
-    settings = () if file is None else read_saved(file)
-    return read_saved_inputs(weights) | inputs | {setting.key: setting.value for setting in settings}
+    return read_saved_inputs(weights) | inputs | ({} if file is None else read_saved(file))
 
 
 def _find_mistake_name(problem: str) -> str:

@@ -153,6 +153,8 @@ class TextureColorspace(StrEnum):
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for LIBERO."""
 
+    former_values = {"texture_colorspace": "auto"}
+
     task_suite_name: Annotated[str | None, ChangesStateIds] = None
     """Suite of LIBERO, LIBERO-PRO or LIBERO-Plus, for example libero_spatial, libero_spatial_swap or
     libero_spatial_camera."""
