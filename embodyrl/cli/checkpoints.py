@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
+from embodyrl.cli.arguments import choose_name
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
 from embodyrl.config.paths import HUB_NAME, resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.registry import closest
 
 
 def ckpt(args: argparse.Namespace) -> int:
@@ -20,10 +20,7 @@ def ckpt(args: argparse.Namespace) -> int:
     actions = {"ls": _list_steps, "verify": _verify, "export": _export, "prune": _prune}
     usages = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
     args.trust, args.arguments = split_trust(args.arguments)
-    action = args.arguments[0] if args.arguments else ""
-    if action not in actions:
-        problem = f"unknown action '{action}'.{closest(action, actions)}" if action else "the action is missing."
-        raise ConfigError(f"embodyrl ckpt: {problem} Actions: {', '.join(actions)}.")
+    action = choose_name(args.arguments, actions, "embodyrl ckpt needs an action")
     if len(args.arguments) != 1 + len(usages[action].split()):
         raise ConfigError(
             f"embodyrl ckpt {action}: wrong number of arguments. Usage: embodyrl ckpt {action} {usages[action]}."

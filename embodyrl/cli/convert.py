@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from embodyrl.cli.arguments import split_overrides
 from embodyrl.cli.output import show_result
 from embodyrl.commands.run_folder import lock_folder
 from embodyrl.config.compose import Setting, parse_override
@@ -27,10 +28,10 @@ from embodyrl.version import __version__
 
 def convert(args: argparse.Namespace) -> int:
     """Run `embodyrl convert SOURCE OUT`."""
-    paths = [argument for argument in args.arguments if "=" not in argument]
+    paths, overrides = split_overrides(args.arguments)
     if len(paths) != 2:
         raise ConfigError("embodyrl convert needs a source and an output folder: embodyrl convert SOURCE OUT.")
-    data = read_settings([argument for argument in args.arguments if "=" in argument])
+    data = read_settings(overrides)
     source, out = map(Path, paths)
     if out.exists():
         raise ConfigError(f"The output folder {out} already exists. Choose another folder, or delete it.")

@@ -8,25 +8,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from embodyrl.cli.arguments import choose_name, split_overrides
 from embodyrl.cli.output import show_result
 from embodyrl.commands.data_sets import DataSet, Selection, describe, find_warnings, open_set, write_set
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.layout import Actor
 from embodyrl.errors import ConfigError
-from embodyrl.registry import closest
 
 _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_version")
 
 
 def data(args: argparse.Namespace) -> int:
     """Run `embodyrl data`: describe, merge, filter or replay data sets."""
-    action, folders = args.arguments[0] if args.arguments else "", args.arguments[1:]
-    if action not in _ACTIONS:
-        problem = f" '{action}' is not an action.{closest(action, _ACTIONS)}" if action else ""
-        example = f"`embodyrl data info {action if action and resolve_asset(action).is_dir() else 'DIR'}`"
-        raise ConfigError(
-            f"embodyrl data needs an action.{problem} Actions: {', '.join(_ACTIONS)}, for example {example}."
-        )
+    folder = next((argument for argument in args.arguments[:1] if resolve_asset(argument).is_dir()), "DIR")
+    needs = f"embodyrl data needs an action, for example `embodyrl data info {folder}`"
+    action = choose_name(args.arguments, _ACTIONS, needs)
+    folders = args.arguments[1:]
     if args.episodes is not None and action != "replay":
         raise ConfigError("--episodes applies only to `embodyrl data replay`. Remove it.")
     filter_flags = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]
@@ -34,14 +31,13 @@ def data(args: argparse.Namespace) -> int:
         raise ConfigError(f"{filter_flags[0]} applies only to `embodyrl data filter`. Remove it.")
     if action == "replay":
         return _replay(args, folders)
-    min_folders, max_folders = {"info": (1, 10**6), "merge": (3, 10**6), "filter": (2, 2)}[action]
+    min_folders, max_folders, expected = {
+        "info": (1, 10**6, "one or more folders"),
+        "merge": (3, 10**6, "a new folder and at least two source folders"),
+        "filter": (2, 2, "a source folder and a new folder"),
+    }[action]
     if not min_folders <= len(folders) <= max_folders:
-        expected = {
-            "info": "one or more folders",
-            "merge": "a new folder and at least two source folders",
-            "filter": "a source folder and a new folder",
-        }
-        raise ConfigError(f"embodyrl data {action} takes {expected[action]}.")
+        raise ConfigError(f"embodyrl data {action} takes {expected}.")
     if action == "filter" and not filter_flags:
         raise ConfigError("embodyrl data filter needs a condition, for example --success or --actor person.")
     return _ACTIONS[action](args, folders)
@@ -111,7 +107,7 @@ def _replay(args: argparse.Namespace, arguments: list[str]) -> int:
     """Replay a data set; the exit code is 3 if success is more than 2 percentage points below the recorded success."""
     from embodyrl.commands.replay import replay
 
-    folders, overrides = ([argument for argument in arguments if ("=" in argument) is part] for part in (False, True))
+    folders, overrides = split_overrides(arguments)
     if len(folders) != 1:
         raise ConfigError("embodyrl data replay takes one folder, and overrides such as env=libero_object.")
     episodes: list[dict[str, Any]] = []

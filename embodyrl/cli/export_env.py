@@ -6,6 +6,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+from embodyrl.cli.arguments import split_overrides
 from embodyrl.cli.output import show_result
 from embodyrl.errors import ConfigError
 from embodyrl.files import replace_atomically
@@ -19,10 +20,7 @@ _TEMPLATES = Path(__file__).parent / "env_hub"
 
 def export_env(args: argparse.Namespace) -> int:
     """Run `embodyrl export-env ENV OUT [overrides]`."""
-    paths, overrides = (
-        [argument for argument in args.arguments if "=" not in argument],
-        [argument for argument in args.arguments if "=" in argument],
-    )
+    paths, overrides = split_overrides(args.arguments)
     if len(paths) != 2:
         raise ConfigError(
             "embodyrl export-env takes an environment and an output folder, for example: export-env tabletop OUT."

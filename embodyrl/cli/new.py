@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from embodyrl.cli.arguments import choose_name
 from embodyrl.config import compose
 from embodyrl.errors import ConfigError
-from embodyrl.registry import closest
 
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
@@ -39,13 +39,10 @@ KINDS = {name: Kind(**raw) for name, raw in _KIND_TABLE.items()}
 
 def new(args: argparse.Namespace) -> int:
     """Run `embodyrl new KIND NAME`."""
+    kind = choose_name(args.arguments, KINDS, "embodyrl new needs a kind and a name, for example: new env my_env")
     if len(args.arguments) != 2:
-        raise ConfigError(f"embodyrl new takes a kind ({', '.join(KINDS)}) and a name, for example: new env my_env.")
-    kind, name = args.arguments
-    if kind not in KINDS:
-        raise ConfigError(
-            f"embodyrl new: unknown kind '{kind}'.{closest(kind, KINDS)} Choose one of {', '.join(KINDS)}."
-        )
+        raise ConfigError(f"embodyrl new {kind} takes one name, for example: embodyrl new {kind} my_package.")
+    name = args.arguments[1]
     template_kind, files = KINDS[kind], render(kind, name)
     existing = [str(path) for path in ([Path(name)] if template_kind.entries else files) if path.exists()]
     if existing:

@@ -183,8 +183,8 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "a kind (env, batched-env, policy, algorithm, loss, reward, logger"),
-        (["env"], "a kind (env, batched-env, policy, algorithm, loss, reward, logger"),
+        ([], "new env my_env. Choose one of env, batched-env, policy, algorithm, loss, reward, logger"),
+        (["env"], "embodyrl new env takes one name"),
         (["envv", "x"], "Did you mean 'env'?"),
         (["env", "My-Env"], "use lower-case letters, digits and _, for example my_env"),
         (["env", "../x"], "use lower-case letters"),

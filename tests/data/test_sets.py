@@ -213,7 +213,7 @@ def test_invalid_data_commands_are_rejected(two, tmp_path: Path) -> None:
     own, shown, _ = two
     out = tmp_path / "out"
     for words, flags, reason in (
-        (("join", own), {}, r"'join' is not an action.*info, merge, filter, replay, for example `embodyrl data info"),
+        (("join", own), {}, r"for example `embodyrl data info.*'join' is unknown.*info, merge, filter, replay"),
         ((own,), {}, f"`embodyrl data info {own}`"),
         (("merge", out, own), {}, "at least two"),
         (("filter", own, out), {}, "needs a condition"),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import embodyrl
+from embodyrl.cli.arguments import choose_name
 from embodyrl.errors import ConfigError
-from embodyrl.registry import closest
 
 
 def bench(args: argparse.Namespace) -> NoReturn:
@@ -19,9 +19,7 @@ def bench(args: argparse.Namespace) -> NoReturn:
         raise ConfigError(
             f"{folder} contains no benchmarks, because the installed package has none. Use a source checkout."
         )
-    if not args.arguments or args.arguments[0] not in benchmarks:
-        hint = f" '{args.arguments[0]}' is unknown.{closest(args.arguments[0], benchmarks)}" if args.arguments else ""
-        raise ConfigError(f"embodyrl bench needs the name of a benchmark.{hint} Benchmarks: {', '.join(benchmarks)}.")
+    name = choose_name(args.arguments, benchmarks, "embodyrl bench needs the name of a benchmark")
     sys.stdout.flush()
     # Replaces this process, so that its signals reach the benchmark.
-    os.execv(sys.executable, [sys.executable, str(benchmarks[args.arguments[0]]), *args.arguments[1:]])
+    os.execv(sys.executable, [sys.executable, str(benchmarks[name]), *args.arguments[1:]])

@@ -7,6 +7,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from embodyrl.cli.arguments import choose_name
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.discover.runs import describe_run
 from embodyrl.cli.output import about, group_variants, show_result
@@ -14,17 +15,14 @@ from embodyrl.cli.runs import run_folders
 from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.parts import EXTRAS
-from embodyrl.registry import closest
 
 
 def list_things(args: argparse.Namespace) -> int:
     """Run `embodyrl list`, which prints names of components, runs or pip extras."""
     groups = {f"{group}s": group for group in compose.default_options("train")}
     kinds = [*groups, "extras", "runs"]
-    kind, overrides = (args.arguments[0], args.arguments[1:]) if args.arguments else ("", [])
-    if kind not in kinds:
-        problem = f" '{kind}' is unknown.{closest(kind, kinds)}" if kind else ""
-        raise ConfigError(f"embodyrl list needs the kind of names to list.{problem} Kinds: {', '.join(kinds)}.")
+    kind = choose_name(args.arguments, kinds, "embodyrl list needs the kind of names to list")
+    overrides = args.arguments[1:]
     if kind == "runs":
         folder = _runs_folder(overrides)
         rows = [describe_run(run) for run in run_folders(folder)]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from embodyrl.cli.arguments import split_overrides
 from embodyrl.cli.doctor import probes
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
@@ -28,8 +29,9 @@ def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; the exit code is 3 if a check fails."""
     if args.json and args.report:
         raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of these flags.")
-    if folders := [word for word in args.arguments if "=" not in word]:
-        return _check_checkpoint(args, folders)
+    checkpoints, overrides = split_overrides(args.arguments)
+    if checkpoints:
+        return _check_checkpoint(args, checkpoints, overrides)
     cfg = load_config("train", args.arguments, config_dirs=args.config_dir)
     paths = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
     folders = [Path(path) for path in dict.fromkeys(paths) if path is not None]
@@ -48,13 +50,13 @@ def doctor(args: argparse.Namespace) -> int:
     return 3 if failed else 0
 
 
-def _check_checkpoint(args: argparse.Namespace, folders: Sequence[str]) -> int:
+def _check_checkpoint(args: argparse.Namespace, folders: Sequence[str], overrides: Sequence[str]) -> int:
     """Run `embodyrl doctor FOLDER`; the exit code is 3 if a check fails."""
     from embodyrl.cli.doctor.checkpoint import diagnose
 
     if len(folders) > 1 or args.report:
         raise ConfigError("embodyrl doctor FOLDER checks one checkpoint, without --report. Other arguments: key=value.")
-    lines, findings = diagnose(folders[0], [word for word in args.arguments if "=" in word], args.config_dir)
+    lines, findings = diagnose(folders[0], overrides, args.config_dir)
     summary = {"lines": lines, "findings": [dataclasses.asdict(entry) for entry in findings]}
     show_result(args, summary, [*(f"  {label:<12} {text}" for label, text in lines), *map(_format, findings)])
     return 3 if any(entry.level == "FAIL" for entry in findings) else 0
