@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands import COMMANDS
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import find_ckpt_config
+from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.schema import Config
 
 if TYPE_CHECKING:
@@ -31,8 +30,9 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
 
     Raises:
         ConfigError: one line per problem.
+        CheckpointError: the path in `ckpt=` does not exist.
     """
-    return load_config(command, overrides, config_dirs=config_dirs, base=find_ckpt_config(list(overrides)))
+    return load_with_ckpt(command, overrides, config_dirs=config_dirs)
 
 
 def train(

@@ -18,8 +18,8 @@ from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, mask_hidden_values
 from embodyrl.files import json_text
-from embodyrl.plan.config import load_config, load_saved_config, load_with_ckpt, require_ckpt
-from embodyrl.plan.saved import dump_config, find_ckpt_config
+from embodyrl.plan.config import load_saved_config, load_with_ckpt
+from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
 
 
@@ -115,12 +115,9 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
                 "ckpt cannot be combined with --resume: a resumed run has its own weights; remove one of the two."
             )
         run_path = resolve_run(resume)
-        return load_saved_config(
-            run_path, arguments, command=args.command
-        ), run_path if run_path.is_dir() else run_path.parent
-    require_ckpt(arguments)
-    base = find_ckpt_config(arguments) if args.command == "train" else None
-    cfg = load_config(args.command, arguments, config_dirs=args.config_dir, base=base)
+        cfg = load_saved_config(run_path, arguments, command=args.command)
+        return cfg, run_path if run_path.is_dir() else run_path.parent
+    cfg = load_with_ckpt(args.command, arguments, config_dirs=args.config_dir)
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None
     if cfg.runner.experiment_name is None:

@@ -20,8 +20,7 @@ from embodyrl.config.compose import dir_flags
 from embodyrl.config.trust import format_shell_command
 from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.files import has_room
-from embodyrl.plan.config import load_config
-from embodyrl.plan.saved import find_ckpt_config
+from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.schema import Config
 
 _NAME = "runner.experiment_name="
@@ -68,15 +67,15 @@ def sweep(command: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -
         ConfigError: a combination is invalid; no run was started.
     """
     jobs = expand(arguments)
-    configs = [load_config(command, job, config_dirs=config_dirs, base=find_ckpt_config(job)) for job in jobs]
+    configs = [load_with_ckpt(command, job, config_dirs=config_dirs) for job in jobs]
     _check_parts(configs)
-    output_folders = [Path(cfg.runner.output_dir) for cfg in configs]
     flags = dir_flags(config_dirs)
     codes: list[int | None] = [None] * len(jobs)
     results: list[dict[str, Any]] = [{} for _ in jobs]
     running = _SweepProcess()
     with running.forward_signals():
-        for index, (job, cfg, output_folder) in enumerate(zip(jobs, configs, output_folders, strict=True)):
+        for index, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
+            output_folder = Path(cfg.runner.output_dir)
             earlier = _config_times(output_folder)
             command_line = format_shell_command([command, *job, *flags], cfg)
             print(f"[{index + 1}/{len(jobs)}] {command_line}", flush=True)

@@ -16,6 +16,7 @@ from embodyrl.config.settings import find_key, get_parents, is_key_or_subkey, ne
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide_value
 from embodyrl.plan.checks import build_checked_config, find_contradictions, validate_config
+from embodyrl.plan.command_sections import uses_section
 from embodyrl.plan.data import derive_from_data
 from embodyrl.plan.keys import unused_keys
 from embodyrl.plan.saved import (
@@ -80,7 +81,8 @@ def load_config(
 def load_with_ckpt(command: str, arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
     """Compose the config of a command on top of the config of the run in `ckpt=` (see `load_config`)."""
     require_ckpt(arguments)
-    return load_config(command, arguments, config_dirs=config_dirs, base=find_ckpt_config(list(arguments)))
+    base = find_ckpt_config(arguments) if uses_section(command, "ckpt") else None
+    return load_config(command, arguments, config_dirs=config_dirs, base=base)
 
 
 def require_ckpt(arguments: Sequence[str]) -> None:
