@@ -129,7 +129,7 @@ def load_saved_config(
 
 def _group_error(command: str, group: str, option: str) -> str:
     """Return the error about a group option for a saved run; suggest an equivalent key, if there is one."""
-    key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
+    key, example = f"{group}.{SELECTORS[group]}" if group in SELECTORS else "", "env.reward_coef=2"
     with suppress(ConfigError):
         if any(
             (setting.key, setting.value) == (key, option) for setting in compose_groups(command, {group: option}, ())

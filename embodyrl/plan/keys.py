@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
-from embodyrl.cluster import LAUNCHERS
 from embodyrl.config.compose import Setting, default_options
 from embodyrl.config.settings import (
     ChangesStateIds,
@@ -24,12 +22,18 @@ from embodyrl.config.settings import (
     to_builtin,
 )
 from embodyrl.config.trust import TRUST
-from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, shorten
 from embodyrl.plan.checks import wrong_value
 from embodyrl.plan.command_sections import uses_section
-from embodyrl.plan.schema import Config, Schema, TopSettings, choose_classes, get_section_classes, get_selectors
-from embodyrl.policies import POLICIES
+from embodyrl.plan.schema import (
+    REGISTRIES,
+    Config,
+    Schema,
+    TopSettings,
+    choose_classes,
+    get_section_classes,
+    get_selectors,
+)
 from embodyrl.registry import closest
 
 
@@ -97,12 +101,9 @@ def state_keys() -> frozenset[str]:
     return frozenset(name for name, key in keys.items() if ChangesStateIds in key.metadata)
 
 
-_REGISTRIES = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
-
-
 def _component_settings(group: str) -> Iterator[tuple[str, type[Settings]]]:
     """Yield (name, settings class) of each component of a group."""
-    for registry in _REGISTRIES.get(group, ()):
+    for registry in REGISTRIES.get(group, ()):
         for name in registry.names():
             # A component may need a package that is missing or damaged.
             with contextlib.suppress(ConfigError, ImportError):
@@ -207,7 +208,7 @@ def describe_component(command: str, name: str, values: Mapping[str, Any]) -> st
         for component, settings in _component_settings(group)
         if names & get_keys(settings, f"{group}.").keys()
     ]
-    if group in _REGISTRIES and not components and name.startswith(f"{group}."):
+    if group in REGISTRIES and not components and name.startswith(f"{group}."):
         return f"`embodyrl {command}`"  # no component has the key, so it belongs to another command
     return component_text + (f" (unlike {', '.join(components)})" if 0 < len(components) < 5 else "")
 

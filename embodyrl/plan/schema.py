@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
@@ -32,6 +32,7 @@ from embodyrl.plan.settings import CheckpointSettings, EvalSettings, RolloutSett
 from embodyrl.policies import POLICIES
 from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.registry import Registry
 from embodyrl.text.dataset import contains_text_rows
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import PairSettings, RowSettings
@@ -248,7 +249,7 @@ def get_selectors(command: str) -> dict[str, str]:
     sections = get_command_sections(command).sections.split()  # without training, the keys of all algorithms suffice
     return {
         group: key
-        for group, (key, _) in SELECTORS.items()
+        for group, key in SELECTORS.items()
         if group in sections and (group != "algorithm" or "critic" in sections)
     }
 
@@ -256,27 +257,31 @@ def get_selectors(command: str) -> dict[str, str]:
 def choose_classes(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[Schema, frozenset[str]]:
     """Return the settings classes for the chosen components, and the groups with an invalid component."""
     sections = {name: kinds[0] for name, kinds in get_section_classes().items() if uses_section(command, name)}
-    chosen_classes, invalid_groups = {}, set()
-    for group in get_selectors(command):
+    selectors, components = get_selectors(command), dict[str, Any]()
+    loss, invalid_groups = Settings, set[str]()
+    for group, key in selectors.items():
         try:
-            chosen_classes[group] = SELECTORS[group][1](values)
+            name = _get_component_name(values, f"{group}.{key}")
+            if group == "algorithm":
+                loss_type = _get_component_name(values, "algorithm.loss_type")
+                sections[group], loss = get_algorithm_settings(name, loss_type)
+            else:
+                components[group] = REGISTRIES[group][0].get(name)
+                sections[group] = components[group].settings
         except ConfigError as error:
             problems += error.problems
             invalid_groups.add(group)
-    sections |= {group: kinds[0] for group, kinds in chosen_classes.items()}
-    if "algorithm" in sections and "algorithm" not in get_selectors(command):
+    if "algorithm" in sections and "algorithm" not in selectors:
         sections["algorithm"] = InferenceAlgorithm
-    factory = ENVS.get(values["env.env_type"]) if "env" in chosen_classes else None
-    if getattr(factory, "reads_rows", False):
+    if getattr(components.get("env"), "reads_rows", False):
         sections |= {"data": RowSettings, "reward": TextRewardSettings}
-    elif getattr(factory, "rewards_steps", False) and uses_section(command, "rollout"):
+    elif getattr(components.get("env"), "rewards_steps", False) and uses_section(command, "rollout"):
         sections["reward"] = StepRewardSettings
     if command == "sft":
         sections["data"] = _training_data(values)
-    if "launcher" in chosen_classes and LAUNCHERS.get(get_component_name(values, "launcher.name", "local")).spans_hosts:
+    if "launcher" in components and components["launcher"].spans_hosts:
         sections["cluster"] = ClusterSettings
     order = {name: sections[name] for name in Config.model_fields if name in sections}
-    loss = chosen_classes["algorithm"][1] if "algorithm" in chosen_classes else Settings
     return Schema(command=command, sections=order, loss=loss), frozenset(invalid_groups)
 
 
@@ -295,13 +300,13 @@ def get_section_classes() -> dict[str, tuple[type[Settings], ...]]:
     return {name: typing.get_args(hints[name]) or (hints[name],) for name in sections}
 
 
-def get_component_name(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+def _get_component_name(values: Mapping[str, Any], key: str) -> str:
     """Return the value of a key that names a component.
 
     Raises:
         ConfigError: the value is not a name.
     """
-    value = values.get(key, default)
+    value = values.get(key, _DEFAULT_NAMES.get(key))
     if not isinstance(value, str):
         raise ConfigError(f"{key}={format_value(value):.200} must be a name or package.module:attr.")
     return value
@@ -317,22 +322,16 @@ def get_algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[Algorith
     return estimator.settings, Settings if estimator.needs_replay else loss.settings
 
 
-def _select_algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
-    adv_type = get_component_name(values, "algorithm.adv_type", "grpo")
-    return get_algorithm_settings(adv_type, get_component_name(values, "algorithm.loss_type", "ppo_clip"))
-
-
-SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {
-    "env": ("env_type", lambda values: (ENVS.get(get_component_name(values, "env.env_type")).settings,)),
-    "model": ("model_type", lambda values: (POLICIES.get(get_component_name(values, "model.model_type")).settings,)),
-    "launcher": (
-        "name",
-        lambda values: (LAUNCHERS.get(get_component_name(values, "launcher.name", "local")).settings,),
-    ),
-    "algorithm": ("adv_type", _select_algorithm),
+SELECTORS = {"env": "env_type", "model": "model_type", "launcher": "name", "algorithm": "adv_type"}
+"""Groups of keys whose settings class depends on a component, each with the key that names the component."""
+REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
+    "env": (ENVS,),
+    "model": (POLICIES,),
+    "launcher": (LAUNCHERS,),
+    "algorithm": (ADVANTAGES, LOSSES),
 }
-"""Groups of keys whose settings class depends on a component: the key that names the component, and a function that
-returns its settings classes. An algorithm has one class for its estimator and one for its loss."""
+"""Registries of the components of each group."""
+_DEFAULT_NAMES = {"launcher.name": "local", "algorithm.adv_type": "grpo", "algorithm.loss_type": "ppo_clip"}
 
 _TEXT_CONDITIONS = {
     "never: a conversation has at most env.max_turns replies": "env.train.max_episode_steps "
