@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from embodyrl.cli.arguments import split_overrides
 from embodyrl.cli.output import show_result
 from embodyrl.commands.run_folder import lock_folder
 from embodyrl.config.compose import Setting, parse_override
-from embodyrl.config.settings import get_keys
+from embodyrl.config.settings import get_keys, nested
 from embodyrl.data.conversion.settings import ConversionSettings, ConvertSettings
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.group import build_monitor
 from embodyrl.monitor.protocol import RunInfo
-from embodyrl.plan.checks import validate_settings
+from embodyrl.plan.checks import build_settings
 from embodyrl.registry import closest
 from embodyrl.version import __version__
 
@@ -55,8 +55,8 @@ def read_settings(arguments: Sequence[str]) -> ConversionSettings:
         if name not in keys:
             problems.append(f"unknown key '{name}'.{closest(name, keys)} Keys: {', '.join(keys)}.")
         settings[name] = Setting(name, value, "command line", argument)
-    values: Mapping[str, Any] = {name: setting.value for name, setting in settings.items() if name in keys}
-    validated_settings = validate_settings(ConvertSettings, values, problems, settings)
+    values = nested({name: setting.value for name, setting in settings.items() if name in keys})
+    validated_settings = build_settings(ConvertSettings, values, keys, settings, problems)
     if validated_settings is None or problems:
         raise ConfigError(problems)
     return validated_settings.data

@@ -18,7 +18,7 @@ from embodyrl.envs.settings import CameraSettings, EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.checks import key_problems
-from embodyrl.plan.environment import delay_problems, env_context
+from embodyrl.plan.environment import env_context
 from embodyrl.plan.episodes import eval_episodes, groups_per_step
 from embodyrl.plan.initial_states import select_reset_ids
 from embodyrl.plan.memory import plan_memory
@@ -95,7 +95,12 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
 def _rollout_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return the reasons why environment and policy do not support the command, one line each."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
-    problems += protocol_problems(cfg, env) + delay_problems(cfg, policy)
+    problems += protocol_problems(cfg, env)
+    if cfg.env.delay[1] and (policy.scripted or cfg.has("collect")):
+        problems.append(
+            "env.control.latency_steps: the scripted expert and recorded demonstrations act at each step, without "
+            "delay. Remove the key."
+        )
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all environments of a worker at once, so rollout.pipeline_stage_num="

@@ -11,17 +11,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
+from embodyrl.cluster.protocol import ProcessSettings
 from embodyrl.config.compose import Setting
-from embodyrl.config.settings import Key, Settings, find_key, format_value, get_keys, get_parents, nested, to_builtin
+from embodyrl.config.settings import Key, Settings, find_key, format_value, get_parents, nested, to_builtin
+from embodyrl.config.shared import SamplingSettings
+from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
-from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError, shorten
-from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.group import missing_loggers
 from embodyrl.plan.command_sections import get_command_sections
-from embodyrl.plan.data import data_problems
 from embodyrl.plan.experts import find_expert
 from embodyrl.plan.generation import generation_problems
 from embodyrl.plan.schema import Config, Schema, TopSettings
@@ -30,18 +29,15 @@ from embodyrl.plan.text import text_problems
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest, name_problems
+from embodyrl.text.settings import PairSettings
 from embodyrl.types import ActionKind, PolicySpec
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=Settings)
 _NO_SETTINGS: Mapping[str, Setting] = MappingProxyType({})
-_SAMPLING = (
-    *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
-    *("min_new_tokens", "max_new_tokens", "frequency_penalty", "presence_penalty"),
-)
 _TEXT_ONLY = ("rollout.backend", "critic.path", "algorithm.reference_url")
 _TEXT_GENERATION_KEYS = (
-    *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
+    *(f"algorithm.sampling_params.{name}" for name in SamplingSettings.model_fields if name != "temperature"),
     *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
 """Keys for text generation, which have no effect on policies with real-valued or categorical actions."""
@@ -77,7 +73,7 @@ def validate_config(
     """Build a config from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
     tree, keys, errors = nested(values), schema.keys, list[str]()
     top = {name: tree.pop(name) for name in TopSettings.model_fields if name in tree}
-    sections: dict[str, Any] = {"": _build_settings(TopSettings, top, "", keys, last, errors)}
+    sections: dict[str, Any] = {"": build_settings(TopSettings, top, keys, last, errors)}
     for name, kind in schema.sections.items():
         section, prefix = tree.get(name, {}), f"{name}."
         # Keys of the loss and of the estimator are written next to each other.
@@ -86,8 +82,8 @@ def validate_config(
             section = {
                 key: value for key, value in section.items() if key not in loss_values or key in kind.model_fields
             }
-            sections["loss"] = _build_settings(schema.loss, loss_values, prefix, keys, last, errors)
-        sections[name] = _build_settings(kind, section, prefix, keys, last, errors)
+            sections["loss"] = build_settings(schema.loss, loss_values, keys, last, errors, prefix)
+        sections[name] = build_settings(kind, section, keys, last, errors, prefix)
     problems += dict.fromkeys(errors)
     if errors:
         return None
@@ -97,22 +93,18 @@ def validate_config(
     return Config.build(schema, {name: getattr(top, name) for name in TopSettings.model_fields} | sections)
 
 
-def validate_settings(
-    kind: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = _NO_SETTINGS
-) -> S | None:
-    """Build settings from values by dotted key. If a value is invalid, append errors to `problems` and return None."""
-    return _build_settings(kind, nested(values), "", get_keys(kind), last, problems)
-
-
-def _build_settings(
+def build_settings(
     kind: type[S],
     tree: Any,
-    prefix: str,
     keys: Mapping[str, Key],
     last: Mapping[str, Setting],
     problems: list[str],
+    prefix: str = "",
 ) -> S | None:
-    """Build settings. Types are strict: a string is not converted to a number, nor a number to a boolean."""
+    """Build settings from nested values. If a value is invalid, append errors to `problems` and return None.
+
+    Types are strict: a string is not converted to a number, nor a number to a boolean.
+    """
     try:
         return kind.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
@@ -189,7 +181,8 @@ def find_contradictions(cfg: Config) -> Iterator[str]:
     """Yield one line per contradiction between values of a config, with the fix."""
     for _, node in cfg.nodes():
         yield from node.problems()
-    yield from data_problems(cfg)
+    if cfg.has("objective"):
+        yield from _objective_problems(cfg)
     for key, value in cfg.programs.items():
         if not cfg.trust:
             yield (
@@ -213,13 +206,22 @@ def find_contradictions(cfg: Config) -> Iterator[str]:
         yield from _rank_problems(cfg)
 
 
+def _objective_problems(cfg: Config) -> Iterator[str]:
+    """Yield an error if `data.path` does not contain the type of data that the SFT objective needs."""
+    objective = cfg.objective
+    if objective.name in ("imitation", "dpo") or not cfg.data.path:
+        return
+    expected_class = PairSettings if objective.needs_text_pairs else DemonstrationSettings
+    if not isinstance(cfg.data, expected_class):
+        expected = "rows of text with two answers" if objective.needs_text_pairs else "episodes that `collect` wrote"
+        yield f"objective.name={objective.name} needs {expected}; data.path={cfg.data.path} contains other data."
+
+
 def _training_problems(cfg: Config) -> Iterator[str]:
-    yield from env_count_problems(cfg.env.train, cfg.algorithm.group_size, cfg.launcher)
-    max_staleness, deterministic = cfg.algorithm.max_staleness, cfg.runner.deterministic
-    yield from staleness_problems(max_staleness, cfg.actor.fsdp, cfg.rollout.mode, deterministic=deterministic)
-    if cfg.algorithm.curriculum and max_staleness:
-        yield "algorithm.curriculum needs the outcomes of the previous step; set algorithm.max_staleness=0."
-    if cfg.critic.path is not None and (deterministic or cfg.actor.fsdp.size > 1):
+    yield from _env_count_problems(cfg)
+    if cfg.algorithm.max_staleness:
+        yield from _staleness_problems(cfg)
+    if cfg.critic.path is not None and (cfg.runner.deterministic or cfg.actor.fsdp.size > 1):
         yield (
             "critic.path: a separate critic works with one actor rank and without runner.deterministic=true. Set "
             "actor.fsdp.size=1 and runner.deterministic=false, or use the policy's value head."
@@ -247,9 +249,9 @@ def _rank_problems(cfg: Config) -> Iterator[str]:
         yield f"{key}=true works with one actor rank. Use actor.fsdp.size=1, or {key}=false."
 
 
-def env_count_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
+def _env_count_problems(cfg: Config) -> Iterator[str]:
     """Yield errors if the number of environments does not fit the group size or the launcher, with the fix."""
-    num_envs = split.total_num_envs
+    num_envs, size = cfg.env.train.total_num_envs, cfg.algorithm.group_size
     if num_envs % size:
         near_counts = [count for count in ((num_envs // size) * size, (num_envs // size + 1) * size) if count]
         best_size = min(
@@ -261,34 +263,34 @@ def env_count_problems(split: TrainSplit, size: int, launcher: LauncherSettings)
             f"one environment per member. Use env.train.total_num_envs={' or '.join(map(str, near_counts))}, "
             f"or algorithm.group_size={best_size}."
         )
-    elif size > 1 and not split.use_fixed_reset_state_ids:
+    elif size > 1 and not cfg.env.train.use_fixed_reset_state_ids:
         yield (
             f"algorithm.group_size={size} compares episodes from one initial state, so it needs "
             "env.train.use_fixed_reset_state_ids=true."
         )
-    workers = launcher.env_workers if isinstance(launcher, ProcessSettings) else "auto"
+    workers = cfg.launcher.env_workers if isinstance(cfg.launcher, ProcessSettings) else "auto"
     if workers != "auto" and workers > num_envs:
         yield (
             f"launcher.env_workers={workers} but only env.train.total_num_envs={num_envs} environments: some workers "
-            "would idle. "
-            f"Use launcher.env_workers={num_envs}."
+            f"would idle. Use launcher.env_workers={num_envs}."
         )
 
 
-def staleness_problems(
-    max_staleness: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool
-) -> Iterator[str]:
+def _staleness_problems(cfg: Config) -> Iterator[str]:
     """Yield an error, with its fix, for each setting that asynchronous rollouts do not support."""
-    if max_staleness and deterministic:
+    max_staleness, fsdp = cfg.algorithm.max_staleness, cfg.actor.fsdp
+    if cfg.runner.deterministic:
         yield (
             f"algorithm.max_staleness={max_staleness}: the weights of an asynchronous rollout depend on timing, so "
             "runner.deterministic=true is impossible. Remove one of the two keys."
         )
-    if max_staleness and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
+    if (fsdp.size > 1 or fsdp.cpu_offload) and cfg.rollout.mode is RolloutMode.collocated:
         yield (
             f"algorithm.max_staleness={max_staleness} samples actions during updates, which needs one actor rank "
             "without offloading. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
         )
+    if cfg.algorithm.curriculum:
+        yield "algorithm.curriculum needs the outcomes of the previous step; set algorithm.max_staleness=0."
 
 
 def check_components(cfg: Config) -> None:
@@ -347,11 +349,8 @@ def _find_missing_keys(cfg: Config) -> Iterator[str]:
 def key_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return an error for each key that the policy does not support."""
     if ActionKind.text in policy.action_kinds:
-        factory = POLICIES.get(cfg.model.model_type)
-        backend_problems = (
-            factory.backend_problems(cfg.model, cfg.rollout.backend) if hasattr(factory, "backend_problems") else []
-        )
-        return backend_problems or generation_problems(cfg, policy)
+        backend_problems = getattr(POLICIES.get(cfg.model.model_type), "backend_problems", lambda *_: [])
+        return backend_problems(cfg.model, cfg.rollout.backend) or generation_problems(cfg, policy)
     for name in cfg.changed:
         if name in _TEXT_GENERATION_KEYS:
             log.warning("warning: %s has no effect: model '%s' chooses actions, not text.", name, policy.name)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.compose import Setting, compose, compose_groups, parse_override, split_overrides
-from embodyrl.config.paths import is_on_hub, resolve_run
+from embodyrl.config.paths import is_on_hub, resolve_asset, resolve_run
 from embodyrl.config.settings import find_key, get_parents, is_key_or_subkey, nested, to_builtin
 from embodyrl.config.shared import Precision
-from embodyrl.errors import CheckpointError, ConfigError, hide_value
+from embodyrl.data.settings import DemonstrationSettings
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, hide_value
 from embodyrl.plan.checks import build_checked_config, find_contradictions, validate_config
 from embodyrl.plan.command_sections import uses_section
-from embodyrl.plan.data import derive_from_data
 from embodyrl.plan.keys import unused_keys
 from embodyrl.plan.saved import (
     check_trust,
@@ -31,6 +31,7 @@ from embodyrl.plan.saved import (
 from embodyrl.plan.schema import SELECTORS, THIS_HOST, Config, choose_classes, get_selectors
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.registry import closest
+from embodyrl.text.settings import RowSettings
 
 log = logging.getLogger(__name__)
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
@@ -237,7 +238,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 def _derive_values(cfg: Config) -> dict[str, Any]:
     """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
-    derived = dict(derive_from_data(cfg))
+    derived = _derive_from_data(cfg)
     if cfg.has_rollouts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
         derived |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
@@ -248,6 +249,28 @@ def _derive_values(cfg: Config) -> dict[str, Any]:
         # A time limit on the command line takes precedence.
         derived |= {} if limit is None or cfg.is_set_by_user(_HORIZON) else {_HORIZON: limit}
     return derived
+
+
+def _derive_from_data(cfg: Config) -> dict[str, Any]:
+    """Return the values derived from the section `data`.
+
+    SFT on text uses one action per chunk, because a reply is one action. SFT on demonstrations saves the statistics
+    under the name of the data, which commands with `ckpt=` then use.
+    """
+    if isinstance(cfg.data, RowSettings) and not cfg.reads_rows:
+        return {"model.num_action_chunks": 1}
+    if cfg.command != "sft" or not isinstance(cfg.data, DemonstrationSettings) or cfg.objective.name == "dpo":
+        return {}
+    if "unnorm_key" not in type(cfg.model).model_fields:
+        return {}
+    # Imported only if needed: pyarrow takes long.
+    from embodyrl.data.cards import read_card
+
+    key = None  # null: the key of the statistics is that of the environment
+    with suppress(EmbodyError):  # `sft` reports missing and damaged data
+        env = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
+        key = None if env.benchmark.unnorm_key else env.name
+    return {"model.unnorm_key": key}
 
 
 def _get_host_values(cfg: Config) -> dict[str, Any]:

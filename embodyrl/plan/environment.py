@@ -9,7 +9,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import with_text_task
 from embodyrl.registry import closest
-from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.types import EnvSpec
 
 ALL_SUITES = "all"
 
@@ -34,16 +34,6 @@ def env_spec(cfg: Config) -> EnvSpec:
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
 
 
-def delay_problems(cfg: Config, policy: PolicySpec) -> list[str]:
-    """Return an error if the config has a delay that the command or the policy does not support."""
-    if not cfg.env.delay[1] or not (policy.scripted or cfg.has("collect")):
-        return []
-    return [
-        "env.control.latency_steps: the scripted expert and recorded demonstrations act at each step, without delay. "
-        "Remove the key."
-    ]
-
-
 def _additional_suites(cfg: Config) -> tuple[str, ...]:
     """Return the suites of `runner.val_suites`, in the environment's order and without the configured suite.
 
@@ -56,10 +46,8 @@ def _additional_suites(cfg: Config) -> tuple[str, ...]:
     available: tuple[str, ...] = getattr(factory, "suites", lambda _: ())(cfg.env)
     if requested == [ALL_SUITES] and available:
         return available
-    main_suite, suite_names = (
-        getattr(factory, "own_suite", lambda _: None)(cfg.env),
-        ", ".join(available) or "no further suites",
-    )
+    main_suite = getattr(factory, "own_suite", lambda _: None)(cfg.env)
+    suite_names = ", ".join(available) or "no further suites"
     if unknown := [name for name in requested if name not in (*available, main_suite)]:
         raise ConfigError(
             f"runner.val_suites: '{unknown[0]}' is not a suite of env '{cfg.env.env_type}'."
