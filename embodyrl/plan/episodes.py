@@ -84,19 +84,15 @@ def train_episodes(
     """
     split, algorithm = cfg.env.train, cfg.algorithm
     num_envs, size = split.total_num_envs, algorithm.group_size
-    groups = _reset_id_stream(cfg, env, step, outcomes)
-    waves: list[EpisodeBatch] = []
-    for epoch in range(algorithm.rollout_epoch):
-        reset_ids = [groups[(epoch * num_envs + env_index) // size] for env_index in range(num_envs)]
-        if counts_chunk_steps:
-            waves.append(_quota_wave(cfg, env, step, epoch, reset_ids))
-        else:
-            index = epoch * num_envs + np.arange(num_envs)
-            waves.append(
-                EpisodeBatch(queues=(tuple(_train_episodes(cfg, env, step, index, index // size, reset_ids)),))
-            )
-    if not counts_chunk_steps and split.auto_reset:
-        waves = [EpisodeBatch(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
+    reset_ids = np.repeat(_reset_id_stream(cfg, env, step, outcomes), size)
+    if counts_chunk_steps:
+        epochs = reset_ids.reshape(algorithm.rollout_epoch, num_envs)
+        waves = [_quota_wave(cfg, env, step, epoch, ids) for epoch, ids in enumerate(epochs)]
+    else:
+        index = np.arange(len(reset_ids))
+        episodes = tuple(_train_episodes(cfg, env, step, index, index // size, reset_ids))
+        length = len(episodes) if split.auto_reset else num_envs
+        waves = [EpisodeBatch(queues=(episodes[start : start + length],)) for start in range(0, len(episodes), length)]
     return _episode_list(cfg, split, waves, num_envs)
 
 
@@ -217,7 +213,7 @@ def _permutation(seed: int, epoch: int, count: int) -> IntArray:
     return np.random.default_rng(derive(seed, "reset-ids", epoch)).permutation(count)
 
 
-def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> EpisodeBatch:
+def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: IntArray) -> EpisodeBatch:
     """Return a wave with one queue per environment, long enough for the quota if episodes end after one chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
@@ -230,7 +226,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
     @cache
     def specs(index: int) -> Sequence[EpisodeSpec]:
         """Return the nth episode of each queue, planned together because array operations are faster on batches."""
-        ids = np.asarray(reset_ids)
+        ids = reset_ids
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, index)) % len(choices)]
         return _train_episodes(cfg, env, step, members * per_env + index, members // size, ids)
