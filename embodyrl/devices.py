@@ -72,24 +72,14 @@ def query_gpus() -> tuple[Gpu, ...]:
         result = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:  # a hanging driver is reported by the process that uses it
         return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines()]
-    return tuple(
-        Gpu(
-            int(row[0]),
-            row[1],
-            int(row[2]) * MIB,
-            int(row[3]) * MIB,
-            row[4] == "Enabled",
-            _parse_major_version(row[5]),
-            row[6],
-        )
-        for row in rows
-        if len(row) == len(_QUERY_FIELDS) and row[0].isdigit() and row[2].isdigit() and row[3].isdigit()
-    )
-
-
-def _parse_major_version(version: str) -> int:
-    return int(match[0]) if (match := re.match(r"\d+", version)) else 0
+    gpus = []
+    for line in result.stdout.splitlines():
+        row = [cell.strip() for cell in line.split(",")]
+        if len(row) == len(_QUERY_FIELDS) and row[0].isdigit() and row[2].isdigit() and row[3].isdigit():
+            number, uuid, free, total, mig, version, name = row
+            driver = int(match[0]) if (match := re.match(r"\d+", version)) else 0
+            gpus.append(Gpu(int(number), uuid, int(free) * MIB, int(total) * MIB, mig == "Enabled", driver, name))
+    return tuple(gpus)
 
 
 def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -139,20 +129,16 @@ class Gpus:
 
     @cached_property
     def _memory(self) -> list[tuple[int, int]]:
-        return _get_memory(self._all_gpus)
-
-
-def _get_memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
-    """Return (free, total) memory in bytes of each visible GPU."""
-    names = visible_gpus()
-    selected = select_visible(gpus)
-    # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
-    sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
-    has_numbers = any(name.isdigit() for name in names)
-    has_slices = any(gpu.is_mig for gpu in selected) or any(name.startswith("MIG-") for name in names)
-    if gpus and names and (has_slices or (sorted_by_speed and has_numbers)) and (torch_memory := _query_torch_memory()):
-        return torch_memory
-    return [(gpu.free, gpu.total) for gpu in selected]
+        """(free, total) memory in bytes of each visible GPU."""
+        gpus, names = self._all_gpus, visible_gpus()
+        selected = select_visible(gpus)
+        # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
+        sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+        needs_torch = (sorted_by_speed and any(name.isdigit() for name in names)) or (
+            any(gpu.is_mig for gpu in selected) or any(name.startswith("MIG-") for name in names)
+        )
+        torch_memory = _query_torch_memory() if gpus and names and needs_torch else []
+        return torch_memory or [(gpu.free, gpu.total) for gpu in selected]
 
 
 def _query_torch_memory() -> list[tuple[int, int]]:

@@ -41,10 +41,12 @@ def has_task_weights(env: EnvSpec, split: EnvSplit) -> bool:
     return len(select_tasks(env, split)) > 1
 
 
-def count_weights(env: EnvSpec, split: EnvSplit) -> int:
-    """Return the number of sampling weights: one per selected task, or one per reset id of a single task."""
-    tasks = select_tasks(env, split)
-    return len(tasks) if has_task_weights(env, split) else len(get_reset_ids(env, split, tasks[0]))
+def _weighted_ids(env: EnvSpec, split: EnvSplit) -> dict[int, Sequence[int]]:
+    """Return the reset ids of each weight: of each selected task, or each reset id of a single task."""
+    ids_by_task = {task: get_reset_ids(env, split, task) for task in select_tasks(env, split)}
+    if has_task_weights(env, split):
+        return {**ids_by_task}
+    return {reset_id: [reset_id] for ids in ids_by_task.values() for reset_id in ids}
 
 
 def sample_weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: TaskOutcomes | None, seed: int) -> list[int]:
@@ -53,23 +55,17 @@ def sample_weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: TaskOut
     Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
     to its weight, rounded up or down.
     """
-    rng, split, tasks = np.random.default_rng(seed), cfg.env.train, select_tasks(env, cfg.env.train)
-    ids_by_task = [get_reset_ids(env, split, task) for task in tasks]
-    groups, names = (
-        (ids_by_task, tasks)
-        if has_task_weights(env, split)
-        else ([[index] for index in ids_by_task[0]], list(ids_by_task[0]))
-    )
-    weights = np.asarray(split.task_weights or [1.0] * len(groups))
-    scaled = weights * np.asarray([success_variance(outcomes or {}, name) for name in names])
+    rng, weighted_ids = np.random.default_rng(seed), _weighted_ids(env, cfg.env.train)
+    weights = np.asarray(cfg.env.train.task_weights or [1.0] * len(weighted_ids))
+    scaled = weights * np.asarray([success_variance(outcomes or {}, name) for name in weighted_ids])
     share = cfg.algorithm.curriculum
     probabilities = (1 - share) * weights / weights.sum() + share * scaled / scaled.sum()
     indices = np.searchsorted(probabilities.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
     rng.shuffle(indices)
-    # The cumulative sum may end slightly below 1 by rounding: samples beyond the sum use the last group.
-    return [
-        group[int(rng.integers(len(group)))] for group in (groups[min(index, len(groups) - 1)] for index in indices)
-    ]
+    # The cumulative sum may end slightly below 1 by rounding: samples beyond the sum use the last ids.
+    all_ids = list(weighted_ids.values())
+    sampled_ids = (all_ids[min(index, len(all_ids) - 1)] for index in indices)
+    return [ids[int(rng.integers(len(ids)))] for ids in sampled_ids]
 
 
 def has_weights(cfg: Config) -> bool:
@@ -86,7 +82,7 @@ def weight_problems(cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> l
         return []
     split = cfg.env.train
     if not counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
-        num_weights, num_needed = len(split.task_weights or ()), count_weights(env, split)
+        num_weights, num_needed = len(split.task_weights or ()), len(_weighted_ids(env, split))
         error = (
             f"env.train.task_weights has {num_weights} weights for {num_needed} tasks; set one weight for each task."
         )
