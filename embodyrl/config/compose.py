@@ -172,15 +172,8 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _quoted_example(text: str) -> str:
     """Return the shell argument that sets a key to the text after `=`; for other arguments, an example."""
     name, _, value = text.partition("=")
-    if (
-        re.fullmatch(r"[\w.]+", name)
-        and value.isprintable()
-        and value
-        and len(text) < 200
-        and not {"'", '"'} & {*value}
-    ):
-        return f"'{name}=\"{value}\"'"
-    return "'key=\"a, b\"'"
+    is_simple = re.fullmatch(r"[\w.]+", name) and re.fullmatch(r"[^'\"]+", value) and value.isprintable()
+    return f"'{name}=\"{value}\"'" if is_simple and len(text) < 200 else "'key=\"a, b\"'"
 
 
 def format_override(name: str, value: object) -> str:
@@ -189,24 +182,19 @@ def format_override(name: str, value: object) -> str:
     >>> format_override("ckpt", "runs/a (1)"), format_override("env.kwargs.x", ["1e5", 2, None])
     ('ckpt="runs/a (1)"', 'env.kwargs.x=["1e5",2,null]')
     """
-    from embodyrl.config.settings import to_builtin  # here, because `list` needs no pydantic
+    from embodyrl.config.settings import format_value  # here, because `list` needs no pydantic
 
-    return f"{name}={_format_value(to_builtin(value))}"
+    return f"{name}={format_value(value, _quote)}"
 
 
-def _format_value(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_format_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_format_value, value))}]"
-    if not isinstance(value, str):
-        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _quote(text: str) -> str:
+    """Quote and escape text that `parse_override` would read as another value."""
     try:
-        if value and parse_override(f"a=[{value}]") == ("a", [value]) and parse_override(f"a={value}") == ("a", value):
-            return value
+        if text and parse_override(f"a=[{text}]") == ("a", [text]) and parse_override(f"a={text}") == ("a", text):
+            return text
     except ConfigError:
         pass  # brackets, commas, an equals sign, ...
-    escaped_text = re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + match[2].replace('"', r"\""), value)
+    escaped_text = re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + match[2].replace('"', r"\""), text)
     return f'"{escaped_text}"'
 
 

@@ -332,15 +332,15 @@ def to_builtin(value: object) -> Any:
     return value
 
 
-def format_value(value: object) -> str:
-    """Format a value as on the command line, for example null, true, [0,1] or {a:1}."""
+def format_value(value: object, format_text: Callable[[str], str] = str) -> str:
+    """Format a value as on the command line, for example null, true, [0,1] or {a:1}; `format_text` may add quotes."""
     value = to_builtin(value)
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(format_value(item) for item in value)}]"
+        return f"[{','.join(format_value(item, format_text) for item in value)}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{format_value(item)}" for key, item in value.items()) + "}"
-    return str(value)
+        return "{" + ",".join(f"{key}:{format_value(item, format_text)}" for key, item in value.items()) + "}"
+    return format_text(value) if isinstance(value, str) else str(value)

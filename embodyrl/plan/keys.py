@@ -19,6 +19,7 @@ from embodyrl.config.settings import (
     format_value,
     get_keys,
     get_parents,
+    is_key_or_subkey,
     to_builtin,
 )
 from embodyrl.config.trust import TRUST
@@ -137,11 +138,9 @@ DELETED_KEYS = {
 def is_known(name: str) -> bool:
     """Return True if any command with any component has this key, one of its subkeys, or one of its parents."""
     known = keys_below(name.partition(".")[0])
-    has_subkey = any(key.startswith(f"{name}.") for key in known)
-    has_parent = any(
-        parent in _KEYS_WITHOUT_EFFECT or (parent in known and known[parent].is_mapping) for parent in get_parents(name)
-    )
-    return name in known or has_subkey or has_parent or name in _KEYS_WITHOUT_EFFECT or name in DELETED_KEYS
+    if find_key(known, name) is not None or name in DELETED_KEYS or any(key.startswith(f"{name}.") for key in known):
+        return True
+    return is_key_or_subkey(name, _KEYS_WITHOUT_EFFECT)
 
 
 @functools.cache
@@ -264,13 +263,11 @@ def _report_unused(
     setting: Setting, value: Any, command: str, problems: list[str], unused: dict[str, list[str]]
 ) -> None:
     """Add a known key without effect to `unused`, and an error for an unknown key or a wrong value to `problems`."""
-    name = setting.key
-    if command.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
-        problems.append(f"{setting.where}{command} does not read {shorten(name)}; leave it out.")
-        return
-    known = keys_below(name.partition(".")[0])
+    name, known = setting.key, keys_below(setting.key.partition(".")[0])
+    # None: a key of earlier versions, or a group of keys.
     key_name = next((part for part in (name, *get_parents(name)) if part in known), None)
-    if key_name is None:  # a key of earlier versions, or a group of keys
+    changes_results = command.startswith(("env_type ", "model_type ")) or name == "ckpt"
+    if changes_results or key_name is None:
         problems.append(f"{setting.where}{command} does not read {shorten(name)}; leave it out.")
     elif key_name == name and (errors := wrong_value(known[name], value)):
         problems += errors

@@ -118,11 +118,8 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
             "reward."
         )
     env_file = resolve_asset(folder) / ENVIRONMENT_PATH
-    saved_values, run_values = (
-        ({}, {})
-        if not env_file.is_file()
-        else (flatten(read_plain_yaml(env_file)), flatten({"env": to_builtin(cfg.env)}))
-    )
+    saved_values = flatten(read_plain_yaml(env_file)) if env_file.is_file() else {}
+    run_values = flatten({"env": to_builtin(cfg.env)})
     keys = [key for key in saved_values if "reward" in key and saved_values[key] != run_values.get(key)]
     if keys:
         yield (

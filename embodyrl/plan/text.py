@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.text.reward_runner import build_reward_runner
-from embodyrl.envs.text.reward_runner import find_reward_problems as reward_problems
+from embodyrl.envs.text.reward_runner import build_reward_runner, find_reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.text.chat import ChatTemplate, control_tokens, count_unknown
@@ -61,16 +60,12 @@ def open_checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = Fa
     """
     from embodyrl.policies import POLICIES
 
-    folder = tokenizer_folder(cfg)
+    # None: a model with its own small vocabulary.
+    folder = language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
     template = None if folder is None else ChatTemplate.of(cfg.model, folder)
     included = getattr(POLICIES.get(cfg.model.model_type), "default_folder", None)
     vocabulary = language_model_folder(included) if folder is None and included is not None else folder
     return open_rows(data, tokenizer=folder, template=template, vocabulary=vocabulary, json_answers=json_answers)
-
-
-def tokenizer_folder(cfg: Config) -> Path | None:
-    """Return the tokenizer folder for prompt lengths; None for a model with its own small vocabulary."""
-    return language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
 
 
 def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
@@ -85,11 +80,8 @@ def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
     removed_tokens = {} if template is None else control_tokens(folder, template)
     text = render_prompt(open_checked_rows(cfg, cfg.data, json_answers=True)[0], template, removed_tokens)
     ((length, num_unknown),), _ = count_unknown([text], folder, template=template)
-    excerpt = (
-        text
-        if len(text) <= _MAX_PROMPT_CHARS
-        else f"{text[: _MAX_PROMPT_CHARS // 2]} ... {text[-_MAX_PROMPT_CHARS // 2 :]}"
-    )
+    half = _MAX_PROMPT_CHARS // 2
+    excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:half]} ... {text[-half:]}"
     lines = [("prompt", f"{json.dumps(excerpt, ensure_ascii=False)} ({length} tokens, {num_unknown} of them unknown)")]
     source = cfg.sources.get("data.prompt_template")
     if source is not None and cfg.data.prompt_template != "{prompt}":
@@ -100,13 +92,11 @@ def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
 def text_problems(cfg: Config) -> list[str]:
     """Return errors in the sections `data` and `reward`, one line each."""
     assert isinstance(cfg.reward, TextRewardSettings)
-    find_reward_problems = reward_problems(cfg.reward)
+    problems = find_reward_problems(cfg.reward)
     if cfg.data.path is None:
-        find_reward_problems.append(
+        problems.append(
             "data.path is not set. Set a .jsonl or .parquet file, a folder of such files, or package.module:function."
         )
     if cfg.algorithm.sampling_params.max_new_tokens is None:
-        find_reward_problems.append(
-            "algorithm.sampling_params.max_new_tokens is not set. Set it to the maximum length of a reply."
-        )
-    return find_reward_problems
+        problems.append("algorithm.sampling_params.max_new_tokens is not set. Set it to the maximum length of a reply.")
+    return problems

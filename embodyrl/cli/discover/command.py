@@ -91,16 +91,10 @@ def _runs_folder(overrides: list[str]) -> Path:
 
 def _run_line(*, started: str, path: str, step: int | None, success: float | None, **fields: object) -> str:
     mean_return = fields["return"]
-    score = (
-        f"return {mean_return:>6.4g}"
-        if success is None and mean_return is not None
-        else f"success {_format_rate(success):>5}"
-    )
+    score = "success     -" if success is None else f"success {success:.3f}"
+    if success is None and mean_return is not None:
+        score = f"return {mean_return:>6.4g}"
     return f"{started}  step {'-' if step is None else step:>6}  {score}  {path}"
-
-
-def _format_rate(success: float | None) -> str:
-    return "-" if success is None else f"{success:.3f}"
 
 
 def show(args: argparse.Namespace) -> int:
