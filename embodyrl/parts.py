@@ -107,7 +107,6 @@ LAUNCHERS = {
 """Launchers of worker processes (`launcher.name`); entry-point group `embodyrl.launchers`."""
 
 COMMANDS = {
-    "bench": "embodyrl.cli.discover.bench:bench",
     "card": "embodyrl.cli.report:card",
     "check-env": "embodyrl.commands.check_env:check_env",
     "ckpt": "embodyrl.cli.checkpoints:ckpt",

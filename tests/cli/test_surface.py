@@ -186,14 +186,6 @@ def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.integration
-def test_bench_runs_a_benchmark_file_with_its_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "polcy"]) == 2
-    assert "Did you mean 'policy'?" in capfd.readouterr().err
-    done = run_cli("bench", "channel", "--help", cwd=tmp_path)
-    assert (done.returncode, "--json" in done.stdout) == (0, True)
-
-
-@pytest.mark.integration
 def test_bash_completion_covers_commands_options_and_keys(tmp_path: Path) -> None:
     def complete(*words: str) -> set[str]:
         listed = " ".join(f"'{w}'" for w in words)

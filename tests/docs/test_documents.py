@@ -234,8 +234,6 @@ def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureF
         for job in expand([w for w in words if w != "-m"]):
             assert main([name, *short(name, job)]) == 0, capfd.readouterr().err
         return
-    elif name == "bench":
-        words = [words[0], "--help"]
     elif name in SHORT:
         words = short(name, words)
     assert main([name, *words]) == 0, capfd.readouterr().err

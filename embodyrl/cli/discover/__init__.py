@@ -1,1 +1,1 @@
-"""The commands `list` (components, runs), `show` (config keys), `completion` (shell) and `bench` (benchmarks)."""
+"""The commands `list` (components, runs), `show` (config keys) and `completion` (shell)."""
