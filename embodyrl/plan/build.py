@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pkgutil import resolve_name
 
@@ -92,36 +92,33 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     return replace(run_plan, memory=plan_memory(run_plan))
 
 
-def _rollout_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the reasons why environment and policy do not support the command, one line each."""
-    problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
-    problems += protocol_problems(cfg, env)
+def _rollout_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+    """Yield the reasons why environment and policy do not support the command, one line each."""
+    if env.action.kind in policy.action_kinds:
+        yield from key_problems(cfg, policy)
+    yield from protocol_problems(cfg, env)
     if cfg.env.delay[1] and (policy.scripted or cfg.has("collect")):
-        problems.append(
+        yield (
             "env.control.latency_steps: the scripted expert and recorded demonstrations act at each step, without "
             "delay. Remove the key."
         )
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
-        problems.append(
+        yield (
             f"env '{env.name}' steps all environments of a worker at once, so rollout.pipeline_stage_num="
             f"{cfg.rollout.pipeline_stage_num} is not supported; set it to 1."
         )
-    return problems
 
 
-def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the reasons why environment and policy do not support training, one line each."""
-    problems = []
+def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+    """Yield the reasons why environment and policy do not support training, one line each."""
     observes_scene = policy.inputs.num_images or env.action.kind is ActionKind.text
     if env.cameras.needed and not observes_scene and not policy.untrainable:
-        problems.append(
+        yield (
             f"model '{policy.name}' reads no image, and the state of env '{env.name}' omits the scene, so the "
             "policy cannot observe it. Choose a model with image input, for example model=openvla_oft_tiny."
         )
     if policy.untrainable:
-        problems.append(
-            f"model '{policy.name}' cannot be trained: {policy.untrainable}. Use another model, or `embodyrl eval`."
-        )
+        yield (f"model '{policy.name}' cannot be trained: {policy.untrainable}. Use another model, or `embodyrl eval`.")
     estimator = algorithm.estimator
     chunk_step_keys = {
         "env.train.continue_episodes": "steps end with their episodes",
@@ -130,26 +127,26 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
     for key, reason in chunk_step_keys.items():
         if key in cfg.changed and not estimator.counts_chunk_steps:
             log.warning("warning: %s has no effect: %s.", key, reason)
-    problems += weight_problems(cfg, env, counts_chunk_steps=estimator.counts_chunk_steps)
+    yield from weight_problems(cfg, env, counts_chunk_steps=estimator.counts_chunk_steps)
+    if estimator.check:
+        yield from resolve_name(estimator.check)(cfg, algorithm, env, policy)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
-    problems += resolve_name(estimator.check)(cfg, algorithm, env, policy) if estimator.check else []
     if cfg.algorithm.transitions and (sharded or cfg.algorithm.max_staleness):
-        problems.append(
+        yield (
             f"adv_type '{cfg.algorithm.adv_type}' trains in one process, without staleness: use actor.fsdp.size=1, "
             "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
         )
     updates_reference = cfg.algorithm.reference_interval is not None
     if updates_reference and (sharded or cfg.algorithm.reference_path):
-        problems.append(
+        yield (
             "algorithm.reference_interval: the reference must be a copy of the policy in the same "
             "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
         )
     if estimator.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
-        problems.append(
+        yield (
             f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
             "reset id; set it to true."
         )
-    return problems
 
 
 def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:

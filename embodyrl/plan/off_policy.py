@@ -25,31 +25,32 @@ from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 log = logging.getLogger(__name__)
 
 
-def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the requirements of off-policy learning that a config violates, one line each."""
-    problems = []
+def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+    """Yield the requirements of off-policy learning that a config violates, one line each."""
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
-        problems.append(
+        yield (
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy with differentiable samples, but model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy, ACT or Diffusion "
             "Policy with model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
         )
     if cfg.algorithm.imitates and policy.steering and not policy.steering.is_residual:
-        problems.append(
+        yield (
             f"adv_type '{cfg.algorithm.adv_type}' trains on actions, but {policy.steering.key} selects noise. Set "
             "model.likelihood=residual, or use algorithm=sac."
         )
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
     if rules and folders and policy.steering and not policy.steering.is_residual:
-        problems.append(f"algorithm.demonstrations has actions, {policy.steering.key} chooses noise; remove the key.")
+        yield f"algorithm.demonstrations has actions, {policy.steering.key} chooses noise; remove the key."
         folders = []
-    problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
+    if rules and rules.hindsight_goals:
+        yield from _hindsight_problems(cfg, env, policy)
     for key, reason in _unused_keys(policy) if rules else ():
         if cfg.is_set_by_user(key):
             log.warning("warning: %s has no effect: %s.", key, reason)
-    return problems + [line for folder in folders for line in _demonstration_problems(folder, cfg, env)]
+    for folder in folders:
+        yield from _demonstration_problems(folder, cfg, env)
 
 
 def _unused_keys(policy: PolicySpec) -> Iterator[tuple[str, str]]:
@@ -152,18 +153,15 @@ def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterat
         yield f"{key}: reward.path computes the reward for the original goal only; remove one of the two keys."
 
 
-def iql_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the requirements of implicit Q-learning that a config does not meet, one line each."""
-    problems = []
+def iql_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+    """Yield the requirements of implicit Q-learning that a config does not meet, one line each."""
     if env.action.kind is not ActionKind.box:
-        problems.append(
-            f"adv_type 'iql' needs real-valued actions, but env '{env.name}' has {env.action.kind} actions."
-        )
+        yield f"adv_type 'iql' needs real-valued actions, but env '{env.name}' has {env.action.kind} actions."
     if policy.steering:
-        problems.append(f"adv_type 'iql' trains the whole model, but {policy.steering.key} freezes it; remove the key.")
+        yield f"adv_type 'iql' trains the whole model, but {policy.steering.key} freezes it; remove the key."
     if not cfg.algorithm.demonstrations:  # type: ignore[union-attr]
-        problems.append(
+        yield (
             "algorithm.demonstrations is empty, but adv_type 'iql' trains on data sets only: "
             "algorithm.demonstrations=[FOLDER], for example of `embodyrl collect` or runner.keep_episodes."
         )
-    return problems + replay_problems(cfg, algorithm, env, policy)
+    yield from replay_problems(cfg, algorithm, env, policy)
