@@ -64,12 +64,10 @@ def find_weights_config(path: Path) -> Path | None:
 def find_ckpt_config(arguments: Sequence[str]) -> Path | None:
     """Return the path of the config.yaml of the run that `ckpt=` selects; None: `ckpt=` selects no run."""
     ckpt_arguments = [argument for argument in arguments if argument.startswith("ckpt=")]
+    if not ckpt_arguments:
+        return None
     with suppress(ConfigError):  # invalid arguments are reported later, with all other errors
-        return (
-            find_run_config(_resolve_weights_folder("ckpt", str(parse_override(ckpt_arguments[-1])[1])))
-            if ckpt_arguments
-            else None
-        )
+        return find_run_config(_resolve_weights_folder("ckpt", str(parse_override(ckpt_arguments[-1])[1])))
     return None
 
 
@@ -281,38 +279,31 @@ def get_weight_settings(
     if weights_setting is None or not isinstance(weights_setting.value, str):
         return [], []
     task_values = {key: last[key].value for key in _TASK_KEYS if key in last}
+    path = weights_setting.value
     try:
-        file, description = _read_description(
-            _resolve_weights_folder(weights_setting.key, weights_setting.value)
-            if fetch
-            else resolve_run(weights_setting.value),
-            task_values,
-        )
+        folder = _resolve_weights_folder(weights_setting.key, path) if fetch else resolve_run(path)
+        file, description = _read_description(folder, task_values)
     except ConfigError as error:
         problems += error.problems
         return [], []
     keys = [_CHUNK]
-    keys += [_NUM_IMAGES] if description.get("model.model_type") == _values(settings).get("model.model_type") else []
+    values = _values(settings)
+    keys += [_NUM_IMAGES] if description.get("model.model_type") == values.get("model.model_type") else []
     keys += _IMAGES if description.get("env.env_type") == task_values.get("env.env_type") else []
     if task_values and all(description.get(key) == value for key, value in task_values.items()):
         keys += [*_HORIZONS, *(key for key in _TASKS if key not in last)]  # presets and arguments select other tasks
     weight_settings = [Setting(key, description[key], str(file)) for key in keys if key in description]
-    length = description.get(_CHUNK)
-    if command != "sft" and isinstance(length, int) and _CHUNK in last and last[_CHUNK].is_set_by_user:
-        is_too_long = isinstance(chunk := last[_CHUNK].value, int) and chunk > length
-        path = weights_setting.value
-        text = f"{last[_CHUNK].where}the weights {path} output chunks of {length} actions. Use at most {length}."
-        problems += [text] if is_too_long else []
-    changed_settings = [
-        s for s in weight_settings if s.key in last and last[s.key].is_set_by_user and last[s.key].value != s.value
+    length, chunk = description.get(_CHUNK), last.get(_CHUNK)
+    if command != "sft" and isinstance(length, int) and chunk is not None and chunk.is_set_by_user:
+        text = f"{chunk.where}the weights {path} output chunks of {length} actions. Use at most {length}."
+        problems += [text] if isinstance(chunk.value, int) and chunk.value > length else []
+    changed = [
+        s.key for s in weight_settings if s.key in last and last[s.key].is_set_by_user and last[s.key].value != s.value
     ]
     given, trained = (
-        " ".join(format_override(s.key, values[s.key]) for s in changed_settings)
-        for values in (_values(settings), description)
+        " ".join(format_override(key, source[key]) for key in changed) for source in (values, description)
     )
-    warnings = (
-        [f"{given}: the weights {weights_setting.value} were trained with {trained}."] if changed_settings else []
-    )
+    warnings = [f"{given}: the weights {path} were trained with {trained}."] if changed else []
     return [
         s
         for s in weight_settings
@@ -344,12 +335,9 @@ def _read_description(folder: Path, task_values: Mapping[str, Any]) -> tuple[Pat
             saved |= _values(_data_environment(file, saved, []))
         return file, saved
     inputs = read_saved_inputs(folder)
-    env_type = (
-        {"env.env_type": task_values.get("env.env_type")}
-        if inputs.pop("environment", None) in task_values.values()
-        else {}
-    )
-    return folder / INPUTS_FILE, inputs | env_type
+    if inputs.pop("environment", None) in task_values.values():
+        inputs["env.env_type"] = task_values.get("env.env_type")
+    return folder / INPUTS_FILE, inputs
 
 
 def _values(settings: Sequence[Setting]) -> dict[str, Any]:
