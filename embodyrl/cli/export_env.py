@@ -46,7 +46,8 @@ def export_env(args: argparse.Namespace) -> int:
             (folder / template.name.removesuffix(".tmpl")).write_text(text, encoding="utf-8")
         for options in reversed(args.config_dir):  # the first folder with an option counts
             shutil.copytree(options, folder / "conf", ignore=_other_files, dirs_exist_ok=True)
-        (folder / "requirements.txt").write_text(f"{_format_pip_requirement(cfg.env.env_type)}\n", encoding="utf-8")
+        extra = f"[{cfg.env.env_type}]" if cfg.env.env_type in EXTRAS.values() else ""
+        (folder / "requirements.txt").write_text(f"embodyrl{extra}=={__version__}\n", encoding="utf-8")
     lines = [f"  {out}/{path.name}" for path in sorted(out.iterdir())]
     show_result(args, {"path": out}, [*lines, f"next: hf upload OWNER/NAME {out}"])
     return 0
@@ -55,8 +56,3 @@ def export_env(args: argparse.Namespace) -> int:
 def _other_files(folder: str, names: list[str]) -> list[str]:
     """Return the entries of a config folder that are neither options (.yaml) nor folders."""
     return [name for name in names if not name.endswith(".yaml") and not Path(folder, name).is_dir()]
-
-
-def _format_pip_requirement(env_type: str) -> str:
-    """Return the pip requirement of embodyrl, with the extra that has the environment's name."""
-    return f"embodyrl{f'[{env_type}]' if env_type in EXTRAS.values() else ''}=={__version__}"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +19,7 @@ from embodyrl.config.compose import dir_flags, format_override, options
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.findings import Finding
+from embodyrl.isolation import NoResultError, call_isolated
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import download_repositories, require_ckpt
@@ -39,7 +36,6 @@ from embodyrl.types import EnvSpec, FloatArray
 
 _TIMEOUT_S = 900.0
 """Deadline of the forward pass in seconds, including the time to load the weights."""
-_FORWARD = "import sys; from embodyrl.cli.doctor.checkpoint import run_forward; run_forward(sys.argv[1])"
 
 
 class Mistake(NamedTuple):
@@ -199,27 +195,24 @@ def _compare(mistake: Mistake, run_plan: RunPlan, recorded: Mapping[str, Any]) -
 
 def _check_forward(folder: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -> Finding:
     """Compute one action chunk for a rendered frame in a separate process, which may fail or hang."""
-    command = [sys.executable, "-c", _FORWARD, json.dumps([folder, [*arguments], [*map(str, config_dirs)]])]
+    function = f"{__name__}:run_forward"
     try:
-        done = subprocess.run(command, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
-    except subprocess.TimeoutExpired:
-        return Finding("forward pass", "FAIL", f"no result within {_TIMEOUT_S:.0f} s", "a GPU, or a smaller model")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return Finding("forward pass", "FAIL", lines[-1])
-    return Finding(**json.loads(done.stdout.splitlines()[-1]))
+        return call_isolated(function, folder, arguments, config_dirs, kind=Finding, timeout_s=_TIMEOUT_S)
+    except EmbodyError as error:
+        return Finding("forward pass", "FAIL", " ".join(str(error).splitlines()))
+    except NoResultError as error:
+        return Finding("forward pass", "FAIL", str(error), "a GPU, a smaller model, or another checkpoint")
 
 
-def run_forward(text: str) -> None:
-    """Run a forward pass and print its `Finding` as JSON; `text` is the JSON list [folder, arguments, config_dirs]."""
-    folder, arguments, config_dirs = json.loads(text)
-    policy = build_policy_of_config(compose_policy(folder, arguments, [*map(Path, config_dirs)]))
+def run_forward(folder: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -> Finding:
+    """Run a forward pass in this process and return its finding."""
+    policy = build_policy_of_config(compose_policy(folder, arguments, config_dirs))
     model, env = policy.run_plan.cfg.model, policy.make_env()
     observation, _ = env.reset(options={"episode": 0})
     started = time.monotonic()
     actions = policy.act(observation)
     duration = time.monotonic() - started
-    print(json.dumps(asdict(_describe_forward(model, env.layout, observation.get("state"), actions, duration))))
+    return _describe_forward(model, env.layout, observation.get("state"), actions, duration)
 
 
 def _describe_forward(

@@ -140,20 +140,18 @@ def test_doctor_reports_each_kind_of_mistake(
     assert text in findings[name][1]
 
 
-def test_doctor_reports_state_statistics_of_another_robot(folder: Path, capsys) -> None:
+def test_doctor_reports_state_statistics_of_another_robot(folder: Path) -> None:
     """The statistics have the width of this robot's state, so only a rendered observation shows the mistake."""
-    arguments = json.dumps([str(folder), [*OFT, f"model.path={folder}"], []])
-    run_forward(arguments)
-    assert json.loads(capsys.readouterr().out)["name"] == "forward pass"
+    arguments = [*OFT, f"model.path={folder}"]
+    assert run_forward(str(folder), arguments, []).name == "forward pass"
     rows = {"mean": 70.0, "std": 9.0, "min": 50.0, "max": 95.0, "q01": 55.0, "q99": 90.0}
     edit_json(
         folder / STATISTICS,
         lambda sets: sets["tabletop"]["proprio"].update({row: [value] * 4 for row, value in rows.items()}),
     )
-    run_forward(arguments)
-    finding = json.loads(capsys.readouterr().out)
-    assert (finding["name"], finding["level"]) == ("proprioception", "FAIL")
-    assert "state dimensions [0, 1, 2, 3] of env 'tabletop' are far outside" in finding["text"]
+    finding = run_forward(str(folder), arguments, [])
+    assert (finding.name, finding.level) == ("proprioception", "FAIL")
+    assert "state dimensions [0, 1, 2, 3] of env 'tabletop' are far outside" in finding.text
 
 
 def test_statistics_key_of_several_data_sets_is_accepted(folder: Path, capsys) -> None:
