@@ -55,6 +55,7 @@ ADVANTAGES = {
     "remax": "embodyrl.algorithms.objectives.estimators:REMAX",
     "rloo": "embodyrl.algorithms.objectives.outcomes:RLOO",
     "sac": "embodyrl.algorithms.off_policy.estimator:SAC",
+    "td3_bc": "embodyrl.algorithms.off_policy.td3_bc:TD3_BC",
 }
 """Advantage estimators (`algorithm.adv_type`); entry-point group `embodyrl.advantages`."""
 

@@ -307,6 +307,8 @@ class PolicySpec:
     """True if sampled actions differ from greedy actions."""
     differentiable: bool = False
     """True if sampled actions are a differentiable function of the weights (`SoftActor`)."""
+    regresses: bool = False
+    """True if greedy actions are a differentiable function of the weights (`RegressionActor`)."""
     steering: SteeringSpec | None = None
     rates: bool = False
     """True if a trained value head of this policy can be used as a reward model (`reward.path`)."""

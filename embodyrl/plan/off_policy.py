@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from embodyrl.algorithms.off_policy.estimator import ReplaySettings
+from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.config.compose import flatten, format_override
@@ -33,6 +34,11 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy, ACT or Diffusion "
             "Policy with model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
+        )
+    if isinstance(cfg.algorithm, Td3BcSettings) and not policy.regresses:
+        yield (
+            f"adv_type '{cfg.algorithm.adv_type}' trains a regression head, but model '{policy.name}' has none here. "
+            "Use OpenVLA-OFT with model.action_head=l1; otherwise use algorithm=filtered_bc or algorithm=sac."
         )
     if cfg.algorithm.imitates and policy.steering and not policy.steering.is_residual:
         yield (

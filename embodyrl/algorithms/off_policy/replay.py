@@ -82,6 +82,10 @@ class ReplayBuffer:
         self._next = (self._next + total) % self._size
         self._count = min(self._size, self._count + total)
 
+    def __len__(self) -> int:
+        """Return the number of stored observations."""
+        return self._count
+
     @property
     def starts(self) -> IntArray:
         """Buffer indices of the first observation of each transition."""

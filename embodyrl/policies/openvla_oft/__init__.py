@@ -90,6 +90,7 @@ class OpenVlaOftFactory:
             scored=get_chunk_record(cfg).per_action if is_diffusion else 0,
             value_dim=value_dim,
             gripper=GripperConvention(open=1.0, closed=0.0),
+            regresses=cfg.action_head == ActionHead.l1 and not cfg.is_residual,
         )
         if not cfg.is_residual:
             return spec

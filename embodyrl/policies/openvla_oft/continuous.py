@@ -45,8 +45,13 @@ class L1Gaussian:
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens [B, L], and values [B, V]."""
         distribution, value = self._get_distribution(inputs, temperature)
-        actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(distribution.mean)
+        actions = self.unpack_samples(tokens, value.device).view_as(distribution.mean)
         return distribution.log_prob(actions), distribution.entropy(), value
+
+    @staticmethod
+    def unpack_samples(tokens: IntArray, device: torch.device) -> Tensor:
+        """Return the normalized actions [B, L] in tokens [B, L]."""
+        return on_device(tokens.astype(np.int32).view(np.float32), device)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """Return values [B, V]."""

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +41,8 @@ from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess, resi
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.soft_actor.critics import Critics
+from embodyrl.policies.steering.settings import WIDTHS
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.adapter import find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
@@ -57,7 +60,12 @@ from embodyrl.types import (
 
 
 class OpenVlaOftPolicy:
-    """OpenVLA-OFT policy for one environment, which determines image rotation, tasks and data statistics."""
+    """OpenVLA-OFT policy for one environment, which determines image rotation, tasks and data statistics.
+
+    With the L1 head, implements `RegressionActor`.
+    """
+
+    frozen = False
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
@@ -128,6 +136,37 @@ class OpenVlaOftPolicy:
         with self._autocast:
             hidden, proposed = self._head.propose(self._inputs(obs))
         return torch.cat([hidden.float().mean(1), proposed.to(hidden.device).float().flatten(1)], 1)
+
+    def propose(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        """Return critic inputs [B, F] and greedy chunks [B, L] (see `RegressionActor.propose`).
+
+        The inputs are the mean hidden state of the action predictions, the greedy actions and the proprioception.
+        """
+        with self._scoring:
+            inputs = self._inputs(obs)
+            hidden, actions = self._head.propose(inputs)
+        chunks = actions.float().flatten(1)
+        state = [] if inputs.state is None else [inputs.state.float()]
+        return torch.cat([hidden.float().mean(1), chunks, *state], 1), chunks
+
+    @property
+    def width(self) -> int:
+        """L: number of values per chunk."""
+        return self.spec.num_action_chunks * self.spec.action_dim
+
+    def tokens_to_chunks(self, tokens: IntArray) -> Tensor:
+        """Return the sampled actions of the L1 head, clipped to -1..1 (see `RegressionActor.tokens_to_chunks`)."""
+        return L1Gaussian.unpack_samples(tokens, self._device).clamp(-1.0, 1.0)
+
+    def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:
+        """Return normalized actions [B, L] in -1..1 (see `RegressionActor.normalize`)."""
+        return on_device(normalize(actions, self._bounds).astype(np.float32), self._device).flatten(1)
+
+    def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
+        """Build critics of the inputs that `propose` returns (see `RegressionActor.build_critics`)."""
+        features = self._config.llama.hidden_size + self.width + self._model.options.state_dim
+        generator = torch.Generator().manual_seed(seed)
+        return Critics(count, (features + self.width, *WIDTHS), generator, layer_norm=layer_norm).to(self._device)
 
     def resize(self, images: ByteArray) -> ByteArray:
         """Resize images as in `act` with the RLinf pipeline (see `ResizesImages`)."""

@@ -10,23 +10,16 @@ from embodyrl.policies.protocol import Policy
 from embodyrl.types import FloatArray, IntArray, Observation
 
 
-@runtime_checkable
-class SoftActor(Policy, Protocol):
-    """Interface of a policy for soft actor-critic: reparameterized samples with gradients, and critics."""
+class CriticPolicy(Policy, Protocol):
+    """Interface of a policy that builds critics for its action chunks."""
 
-    encoder: Sequence[nn.Parameter]
-    """Weights of the encoder that the critic loss trains; empty if `features` has no trainable weights."""
     width: int
     """L: number of sampled values per chunk."""
     frozen: bool
     """True if the features of an observation never change, so that they are stored instead of the observation."""
 
     def features(self, obs: Observation) -> torch.Tensor:
-        """Return the inputs of actor and critics [B, F], with gradients."""
-        ...
-
-    def sample(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample chunks [B, L], within -1..1, with their log-probability [B], with gradients."""
+        """Return features [B, F] of observations."""
         ...
 
     def tokens_to_chunks(self, tokens: IntArray) -> torch.Tensor:
@@ -42,4 +35,28 @@ class SoftActor(Policy, Protocol):
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Build critics that map features [B, F] and chunks [B, L] to values [count, B]."""
+        ...
+
+
+@runtime_checkable
+class SoftActor(CriticPolicy, Protocol):
+    """Interface of a policy for soft actor-critic: reparameterized samples with gradients, and critics.
+
+    `features` are the inputs of actor and critics, with gradients.
+    """
+
+    encoder: Sequence[nn.Parameter]
+    """Weights of the encoder that the critic loss trains; empty if `features` has no trainable weights."""
+
+    def sample(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample chunks [B, L], within -1..1, with their log-probability [B], with gradients."""
+        ...
+
+
+@runtime_checkable
+class RegressionActor(CriticPolicy, Protocol):
+    """Interface of a policy whose greedy chunks are a differentiable function of its weights (TD3+BC)."""
+
+    def propose(self, obs: Observation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of the critics [B, F] and the greedy chunks [B, L], both with gradients."""
         ...

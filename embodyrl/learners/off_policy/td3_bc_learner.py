@@ -1,0 +1,131 @@
+"""Learner of TD3+BC: critics on the features of the current policy train all trained weights of that policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodyrl.algorithms.off_policy.replay import Frames, Transitions
+from embodyrl.algorithms.off_policy.sac import critic_loss
+from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings, policy_loss, smooth_actions, td3_target
+from embodyrl.channels.arena import read_observation
+from embodyrl.channels.messages import UpdateRequest
+from embodyrl.learners.off_policy.critic_learner import CriticLearner
+from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.training import UpdateGenerator, split_micro_batches
+from embodyrl.policies.soft_actor.protocol import RegressionActor
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import ImitationLoss, IntArray
+
+SUCCESS = "success"
+"""Field of the buffer: True for observations of episodes with a return above `imitate_above`."""
+
+
+class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
+    """Learner that trains critics and a deterministic policy; the policy also imitates successful episodes.
+
+    Features and next actions are computed once per training step, with the policy at its start, for all stored
+    observations. Therefore the target policy is the policy of the last training step, and critic updates are cheap.
+    """
+
+    def __init__(self, context: LearnerContext) -> None:
+        assert context.algorithm is not None
+        policy, settings = context.trainer.policy, context.algorithm.settings
+        assert isinstance(settings, Td3BcSettings)
+        assert isinstance(policy, RegressionActor), "checked by the run plan"
+        super().__init__(context, policy, settings)
+        self._encoded: tuple[Tensor, Tensor] | None = None
+        """Features [N, F] and greedy chunks [N, L] of all stored observations; None: not computed yet."""
+        if settings.demonstrations:
+            self._add(self._load_demonstrations())
+
+    def _add(self, frames: Frames, request: UpdateRequest | None = None) -> None:
+        _, episode = np.unique(frames.episode, return_inverse=True)
+        success = np.bincount(episode, frames.reward) > self._settings.imitate_above
+        super()._add(replace(frames, seen={**frames.seen, SUCCESS: success[episode]}))
+        self._encoded = None
+
+    def _run_update(
+        self, rng: np.random.Generator, step: int, *, updates_policy: bool
+    ) -> UpdateGenerator[dict[str, float]]:
+        if self._encoded is None:
+            self._encoded = yield from self._encode()
+        features, proposed = self._encoded
+        batch = self._replay.transitions(self._sample(rng, 0.5))
+        normal = on_device(rng.standard_normal((self._batch_size, self._policy.width), np.float32), self._device)
+        next_action = smooth_actions(proposed[batch.after], normal, self._settings.target_noise)
+        metrics = self._update_critics(batch, features, next_action, self._choose_target_critics(rng))
+        if metrics and updates_policy:
+            result = yield from self._update_policy(self._sample(rng, self._settings.success_share), features, step)
+            return {} if result is None else metrics | result
+        yield
+        return metrics
+
+    def _sample(self, rng: np.random.Generator, success_share: float) -> IntArray:
+        """Sample indices [B] of transitions, `success_share` of them from successful episodes (if there are both)."""
+        success = self._replay[SUCCESS][self._starts]
+        if success.all() or not success.any():
+            return rng.choice(self._starts, self._batch_size)
+        count = round(success_share * self._batch_size)
+        failures = rng.choice(self._starts[~success], self._batch_size - count)
+        return np.concatenate([rng.choice(self._starts[success], count), failures])
+
+    def _encode(self) -> UpdateGenerator[tuple[Tensor, Tensor]]:
+        """Return the features [N, F] and greedy chunks [N, L] of all stored observations; yield after each batch."""
+        parts: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, len(self._replay), size := self._trainer.cfg.micro_batch_size):
+            rows = np.arange(start, min(start + size, len(self._replay)))
+            with torch.no_grad():
+                parts.append(self._policy.propose(read_observation(self._replay, rows)))
+            yield
+        features, chunks = zip(*parts, strict=True)
+        return torch.cat(features), torch.cat(chunks)
+
+    def _update_critics(
+        self, batch: Transitions, features: Tensor, next_action: Tensor, target_critics: IntArray
+    ) -> dict[str, float]:
+        """Update critics and target critics; return metrics (empty: not updated)."""
+        action, reward, discount = (
+            on_device(part, self._device)
+            for part in (self._replay["action"][batch.indices], batch.reward, batch.discount)
+        )
+        with torch.no_grad():
+            target = td3_target(reward, discount, self._targets(features[batch.after], next_action)[target_critics])
+        value = self._critics(features[batch.indices], action)
+        loss = critic_loss(value, target)
+        norm = self._backward("critics", loss)
+        if not math.isfinite(loss.item() + norm):
+            self._trainer.reject_step(f"loss {loss.item()} or gradient norm {norm} of the critics")
+            return {}
+        self._optimizers["critics"].step()
+        self._update_targets()
+        return {"value_loss": loss.item(), "value": value.mean().item()}
+
+    def _update_policy(self, rows: IntArray, features: Tensor, step: int) -> UpdateGenerator[dict[str, float] | None]:
+        """Take one optimizer step of the policy on the buffer indices `rows` [B]; return metrics, None: no step."""
+        targets = on_device(self._replay["action"][rows], self._device)
+        imitated = on_device(self._replay[SUCCESS][rows], self._device).float()
+        with torch.no_grad():
+            scale = self._critics(features[rows], targets).mean(0).abs().mean().clamp(min=1e-6)
+        self._critics.requires_grad_(False)
+
+        def compute(part: IntArray) -> ImitationLoss:
+            _, chunk = self._policy.propose(read_observation(self._replay, rows[part]))
+            value = self._critics(features[rows[part]], chunk.clamp(-1.0, 1.0)).mean(0)
+            loss = policy_loss(value, scale, chunk, targets[part], imitated[part], self._settings.bc_weight)
+            return ImitationLoss(loss=loss, accuracy=value.detach())
+
+        costs, cfg = np.ones(len(rows), np.int64), self._trainer.cfg
+        result = yield from self._trainer.run_optimizer_step(
+            split_micro_batches(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, None),
+            float(step),
+            compute,
+            lambda losses, _: (losses.loss.sum() / len(rows), None),
+            weights_status="the policy is unchanged, but the critics were updated",
+        )
+        self._critics.requires_grad_(True)
+        return None if result is None else result[0]
