@@ -15,8 +15,8 @@ from embodyrl.config import compose
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
-PRESETS = sorted(compose.options("algorithm").keys() - {"iql"})
-"""tests/learners/iql breaks the loss of IQL, which needs a data set."""
+PRESETS = sorted(compose.options("algorithm").keys() - {"iql", "td3_bc"})
+"""IQL needs a data set (tests/learners/iql), TD3+BC a regression head (tests/learners/off_policy)."""
 REPLAYS = {"sac", "rlpd", "filtered_bc"}
 SINGLE = REPLAYS | {"ppo", "rlinf_ppo", "remax", "reinforce_pp"}
 """Presets without groups."""
