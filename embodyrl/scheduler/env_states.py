@@ -36,8 +36,6 @@ class Phase:
     """The env worker executes the environment's action chunk."""
 
 
-_MAX_LOOP_LENGTH = 16
-"""Number of environments up to which a loop is faster than array operations."""
 COPIED_FIELDS: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
@@ -104,8 +102,6 @@ class EnvStates:
 
     def in_phase(self, phase: int, rows: range) -> IntArray:
         """Return the indices of the environments in `rows` whose phase is `phase`."""
-        if len(rows) <= _MAX_LOOP_LENGTH:
-            return np.array([row for row in rows if self._phases[row] == phase], np.int64)
         return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
 
     def get_running_episodes(self, rows: Sequence[int]) -> set[tuple[EpisodeSpec, int]]:
@@ -121,7 +117,7 @@ class EnvStates:
         """Assign the rollout's next episodes to environments; `begin` starts the episodes."""
         specs = rollout.start_episodes(rows)
         self._remaining_quota[rows], self.min_version[rows], self.keeps[rows] = (
-            rollout.get_remaining_quota(rows),
+            rollout.remaining_quota[rows],
             rollout.min_version,
             rollout.keep,
         )
@@ -269,7 +265,7 @@ class EnvStates:
             )
             episodes.append((rollout, episode, record_refs[start : start + size]))
             # Before the environment is idle: `Rollout.ended` uses the remaining quota to start the next wave.
-            rollout.use_quota(env_index.index, length)
+            rollout.remaining_quota[env_index.index] -= length
             self._set_idle(env_index)
         return episodes
 
