@@ -48,7 +48,6 @@ class _Handle(Handle):
 class LocalLauncher(OpenRequests[_Handle]):
     """Launcher of worker processes on this host, which detects deaths and missed deadlines within milliseconds."""
 
-    spans_hosts = False
     host = LOOPBACK
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:

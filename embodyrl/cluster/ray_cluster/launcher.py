@@ -16,13 +16,7 @@ from typing import Any
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import LoadWeightsRequest, Reply, Request, WorkerFailed
 from embodyrl.channels.rendezvous import LOOPBACK
-from embodyrl.cluster.protocol import (
-    ClusterSettings,
-    Event,
-    Handle,
-    OpenRequests,
-    place_rank,
-)
+from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests, place_rank
 from embodyrl.cluster.ray_cluster import nodes as ray_nodes
 from embodyrl.cluster.ray_cluster.nodes import Node, ray
 from embodyrl.cluster.ray_cluster.placement import parse_placement
