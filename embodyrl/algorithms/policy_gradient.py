@@ -214,11 +214,6 @@ class Algorithm:
         positive = valid & (batch.advantage[rows] > 0) & (self.settings.positive_nll_coef > 0)
         return LossWeights(policy=weight, value=equal_weights(counted), positive=equal_weights(positive))
 
-    def has_equal_weights(self, batch: PreparedBatch) -> bool:
-        """Return True if all actions of an optimizer step have the same loss weight."""
-        is_constant = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
-        return is_constant and bool(batch.valid.all())
-
     def correct(
         self, proximal: torch.Tensor, behavior: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, float]]:

@@ -270,6 +270,15 @@ class Trainer:
             return self.reject_step(f"gradient norm {grad_norm}", weights_status=weights_status)
         return merge_metrics(step_losses) | {"grad_norm": grad_norm}, outputs
 
+    def split_micro_batches(self, count: int, cost: IntArray | None = None) -> list[tuple[IntArray, bool]]:
+        """Split `count` samples into this rank's micro-batches (see `split_micro_batches`).
+
+        `cost` [count]: tokens of each sample, for `max_tokens_per_mbs`; None: only `micro_batch_size` is a limit.
+        """
+        limit = None if cost is None else self.cfg.max_tokens_per_mbs
+        cost = np.ones(count, np.int64) if cost is None else cost
+        return split_micro_batches(cost, self.ranks.rank_info, self.cfg.micro_batch_size, limit)
+
     def update_statistics(self, arena: Arena, records: IntArray) -> None:
         """Update the observation statistics of a policy that normalizes observations."""
         if isinstance(self.policy, LearnsStatistics):

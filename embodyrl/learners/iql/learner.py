@@ -16,7 +16,7 @@ from embodyrl.learners.iql.features import HasFeatures, compute_features, observ
 from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UNCHANGED, UpdateGenerator, mean_metrics, split_micro_batches
+from embodyrl.learners.training import UNCHANGED, UpdateGenerator, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, mark_weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ImitationLoss, IntArray
@@ -78,7 +78,7 @@ class IqlLearner(Learner):
             weights, metrics = result
             frames = self._steps.start[indices]
             step_result = yield from self._trainer.run_optimizer_step(
-                self._split_micro_batches(),
+                self._trainer.split_micro_batches(self._batch_size),
                 request.step + done / count,
                 lambda rows, frames=frames: self._imitate(frames[rows]),
                 lambda losses, rows, weights=weights: ((weights[rows] * losses.loss).sum() / self._batch_size, None),
@@ -111,11 +111,6 @@ class IqlLearner(Learner):
         """Return the SFT losses of the chunks that start at `frames`."""
         obs = observations(self._demos, frames)
         return self._policy.imitate(obs, self._demos.chunks(frames, self._horizon))
-
-    def _split_micro_batches(self) -> list[tuple[IntArray, bool]]:
-        """Return the batch indices of each micro-batch of this process (see `split_micro_batches`)."""
-        costs = np.ones(self._batch_size, np.int64)
-        return split_micro_batches(costs, self._trainer.ranks.rank_info, self._trainer.cfg.micro_batch_size, None)
 
     def save(self, folder: Path) -> None:
         """Save the critics, the value network, their optimizers, and the features of the data."""
