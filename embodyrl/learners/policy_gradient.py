@@ -16,7 +16,7 @@ from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, mean_metrics, order_by_prompt
 from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
 from embodyrl.policies.tensors import get_peak_memory, on_device
-from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
+from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
 MAX_COLLECTED_TOKENS = 2**18
@@ -38,10 +38,8 @@ class _Proximal:
 class _MicroBatch:
     """A micro-batch of B samples."""
 
-    observation: IntArray | Observation
-    """Observations, or record indices [B] from which the observations are read on demand."""
-    tokens: IntArray
-    """[B, L] sampled tokens."""
+    records: IntArray
+    """[B] record indices, from which observations and tokens are read before the forward pass."""
     inputs: LossInputs
     """Inputs of the loss function, in host memory."""
 
@@ -208,35 +206,18 @@ class PolicyGradientLearner(Learner):
             records = batch.records[samples[useful]]
             order = order_by_prompt(self._arena[Record.instruction][records], cost)
             useful, cost = useful[order], cost[order]
-        micro_batches = self._trainer.split_micro_batches(len(cost), cost)
-        rows, sizes = useful[np.concatenate([part for part, _ in micro_batches])], [len(p) for p, _ in micro_batches]
         # Weights include samples without a gradient, because these count in the denominators.
-        weights = self._algorithm.weights(batch, samples).rows(rows)
-        inputs = self._build_inputs(batch, samples.take(rows), weights, proximal).split(sizes)
-        # Small observations are read together, because a call per micro-batch would take most of the time.
-        records = batch.records.take(samples.take(rows))
-        observations = None if self._arena[Record.images].size else read_observation(self._arena, records)
-        tokens, start = self._arena[Record.tokens].take(records, 0), 0
+        weights = self._algorithm.weights(batch, samples)
         parts: list[tuple[_MicroBatch, bool]] = []
-        for (_, counted), part_inputs, size in zip(micro_batches, inputs, sizes, strict=True):
-            own = slice(start, start := start + size)
-            observation = records[own]
-            if observations is not None:
-                observation = Observation(
-                    images=observations.images[own],
-                    state=observations.state[own],
-                    instructions=observations.instructions[own],
-                )
-            parts.append((_MicroBatch(observation=observation, tokens=tokens[own], inputs=part_inputs), counted))
+        for part, counted in self._trainer.split_micro_batches(len(cost), cost):
+            rows = useful.take(part)
+            inputs = self._build_inputs(batch, samples.take(rows), weights.rows(rows), proximal)
+            parts.append((_MicroBatch(records=batch.records.take(samples.take(rows)), inputs=inputs), counted))
         return parts
 
     def _score(self, part: _MicroBatch) -> PolicyScores:
-        observation = (
-            part.observation
-            if isinstance(part.observation, Observation)
-            else read_observation(self._arena, part.observation, resized=True)
-        )
-        return self._policy.score(observation, part.tokens)
+        observation = read_observation(self._arena, part.records, resized=True)
+        return self._policy.score(observation, self._arena[Record.tokens].take(part.records, 0))
 
     def _loss(self, scores: PolicyScores, part: _MicroBatch) -> tuple[torch.Tensor, MetricInputs]:
         inputs, device = part.inputs, scores.logprob.device

@@ -356,7 +356,7 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     planned = [np.array([1, 3, 5]), np.array([2, 4, 0])]
     proximal = returned(learner._compute_proximal(batch))
     steps = [learner._build_micro_batches(batch, proximal, samples) for samples in planned]
-    found = [[np.flatnonzero(np.isin(records, part.observation)).tolist() for part, _ in parts] for parts in steps]
+    found = [[np.flatnonzero(np.isin(records, part.records)).tolist() for part, _ in parts] for parts in steps]
     assert found == [[[3], [1, 5]], [[0], [2]]]
 
 
