@@ -1,7 +1,7 @@
 """Common parts of trainers: seeds, optimizer, schedule, and the state of a checkpoint."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,12 +55,7 @@ class Optimization:
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
         if value:
             groups.append({"params": value, "lr": optim.value_lr if value_rate else optim.lr})
-        self.optimizer = build_adam(
-            groups,
-            betas=(optim.adam_beta1, optim.adam_beta2),
-            eps=optim.adam_eps,
-            weight_decay=optim.weight_decay,
-        )
+        self.optimizer = build_adam(groups, weight_decay=optim.weight_decay, **optim.adam)
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
@@ -187,6 +182,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     # Groups are merged before loading, because torch moves the step count to the GPU depending on their `fused`.
     groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})
+
+
+def load_parts(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Load the states of networks and optimizers (see `load_optimizer`), by name."""
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            load_optimizer(part, state[name])
+        else:
+            part.load_state_dict(state[name])
+
+
+@torch.no_grad()
+def update_targets(targets: torch.nn.Module, critics: torch.nn.Module, tau: float) -> None:
+    """Move the weights of the target critics towards the weights of the critics by the fraction `tau`."""
+    for target, weight in zip(targets.parameters(), critics.parameters(), strict=True):
+        target.lerp_(weight, tau)
 
 
 class Trainer:
@@ -374,3 +385,9 @@ def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the steps that report the metric; the maximum for names that end in _max."""
     values = {name: [s[name] for s in steps if name in s] for name in dict.fromkeys(n for s in steps for n in s)}
     return {n: max(v) if n.endswith("_max") else math.fsum(v) / len(v) for n, v in values.items()}
+
+
+def summarize_updates(steps: list[dict[str, float]], count: int, lr: float) -> dict[str, float]:
+    """Return the mean metrics of the optimizer steps; all other steps of the `count` updates were skipped."""
+    counts = {"optimizer_steps": float(len(steps)), "skipped_nonfinite": float(count - len(steps))}
+    return counts | {"lr": lr} | mean_metrics(steps)

@@ -16,7 +16,7 @@ from embodyrl.learners.iql.features import HasFeatures, compute_features, observ
 from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UNCHANGED, UpdateGenerator, mean_metrics
+from embodyrl.learners.training import UNCHANGED, UpdateGenerator, summarize_updates
 from embodyrl.policies.protocol import LearnsStatistics, mark_weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ImitationLoss, IntArray
@@ -88,8 +88,7 @@ class IqlLearner(Learner):
                 steps.append(step_result[0] | metrics)
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
-        result = {"optimizer_steps": float(len(steps)), "skipped_nonfinite": float(count - len(steps))}
-        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+        return summarize_updates(steps, count, self._trainer.optimization.lr)
 
     def _evaluate(self, indices: IntArray) -> tuple[Tensor, dict[str, float]] | str:
         """Update the critics on the transitions `indices` [B]; return the advantage weights [B] and metrics.

@@ -15,7 +15,7 @@ from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
 from embodyrl.learners.imitation import encode_reply_batch
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, mean_metrics
+from embodyrl.learners.training import UpdateGenerator, summarize_updates
 from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation
@@ -86,8 +86,7 @@ class FilteredLearner(Learner):
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
         self._trainer.ranks.reshard()
-        result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
-        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+        return result | summarize_updates(steps, count, self._trainer.optimization.lr)
 
     @torch.no_grad()
     def _swap(self) -> None:

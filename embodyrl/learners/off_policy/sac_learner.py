@@ -20,12 +20,12 @@ from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.augment import shift
-from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
+from embodyrl.data.rl_demonstrations import ends_with_success, load_rl_demonstrations, observed, sum_rewards
 from embodyrl.errors import CheckpointError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, load_optimizer, mean_metrics
+from embodyrl.learners.training import UpdateGenerator, load_parts, summarize_updates, update_targets
 from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
@@ -56,8 +56,7 @@ class SacLearner(Learner):
         self._targets.requires_grad_(False)
         device = next(self._critics.parameters()).device
         self._log_alpha = torch.tensor(math.log(settings.alpha_init), device=device, requires_grad=True)
-        betas = self._optim.adam_beta1, self._optim.adam_beta2
-        adam: dict[str, Any] = {"betas": betas, "eps": self._optim.adam_eps, "weight_decay": 0.0}
+        adam = self._optim.adam | {"weight_decay": 0.0}
         # Only the critic loss trains the shared encoder: policy gradients would harm it (arXiv 1910.01741).
         trained = [*self._critics.parameters(), *self._policy.encoder]
         self._optimizers = {
@@ -105,8 +104,7 @@ class SacLearner(Learner):
             if metrics := self._step(batches, target_critics, request.step, updates_policy=updates_policy):
                 steps.append(metrics)
             yield
-        result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
-        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+        return result | summarize_updates(steps, count, self._trainer.optimization.lr)
 
     def _step(
         self, batches: Sequence[Transitions], target_critics: IntArray, step: int, *, updates_policy: bool = True
@@ -164,9 +162,7 @@ class SacLearner(Learner):
                 )
                 return {}
             metrics |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
-        with torch.no_grad():
-            for target_parameter, parameter in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
-                target_parameter.lerp_(parameter, self._settings.tau)
+        update_targets(self._targets, self._critics, self._settings.tau)
         return metrics | {"alpha": alpha.item()}
 
     def _actor_loss(self, features: Tensor, sampled_action: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
@@ -269,10 +265,6 @@ class SacLearner(Learner):
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
         episode = np.repeat(np.arange(len(pairs)), [-(-(b - a) // length) for a, b in pairs])
         stop = np.minimum(steps + length, demos.stop[episode])
-        cumulative_reward = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
-        success_counts = np.concatenate([[0], demos.success.cumsum()])
-        # True if the episode has exactly one success so far, in the last step of the chunk.
-        ends_with_success = (success_counts[stop] - success_counts[demos.start[episode]] == 1) & demos.success[stop - 1]
         buffer = ReplayBuffer(len(steps), self._settings.gamma, self._settings.n_step)
         observations, actions, indices = (
             observed(demos, steps, width),
@@ -287,11 +279,9 @@ class SacLearner(Learner):
             Frames(
                 seen=self._compute_stored_features(observations, indices) if self._policy.frozen else observations,
                 action=torch.cat(normalized).numpy(),
-                reward=(self._settings.reward_scale * (cumulative_reward[stop] - cumulative_reward[steps])).astype(
-                    np.float32
-                ),
+                reward=(self._settings.reward_scale * sum_rewards(demos, steps, stop)).astype(np.float32),
                 acted=np.ones(len(steps), np.bool_),
-                terminated=ends_with_success & (stop == demos.stop[episode]),
+                terminated=ends_with_success(demos)[episode] & (stop == demos.stop[episode]),
                 episode=episode,
             )
         )
@@ -312,11 +302,7 @@ class SacLearner(Learner):
         """Restore the state written by `save`."""
         state = load_state(folder, CRITICS)
         try:
-            for name, part in self._get_modules().items():
-                if name in self._optimizers:
-                    load_optimizer(self._optimizers[name], state[name])
-                else:
-                    part.load_state_dict(state[name])
+            load_parts(self._get_modules(), state)
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} was written with different critics ({error}): a resumed run needs the same "
