@@ -169,10 +169,8 @@ class Optimization:
                 f"{folder} contains other trained parameters than this run ({error}). A resumed run needs the same "
                 "algorithm.adv_type and adapters; to change them, start a new run with ckpt=THIS_RUN."
             ) from error
-        schedule = state["schedule"]
-        # Older checkpoints contain only the number of optimizer steps.
-        self._schedule.num_steps = int(schedule.get("taken", schedule.get("last_epoch", 0)))
-        self._schedule.warmup_end = float(schedule.get("warm_until", 0.0))
+        self._schedule.num_steps = int(state["schedule"]["taken"])
+        self._schedule.warmup_end = float(state["schedule"]["warm_until"])
         set_rng_state(state["rng"])
 
 

@@ -311,8 +311,6 @@ class SacLearner(Learner):
         self._log_alpha.data.copy_(state["log_alpha"])
         if (folder / f"{REPLAY}.json").is_file():
             replay = load_state(folder, REPLAY)
-            if "action" in replay and replay["action"].ndim == 3:  # in older checkpoints, in the environment's units
-                replay["action"] = self._policy.normalize(replay["action"], None).cpu().numpy()
             unfinished = replay.pop(OPEN, None)
             self._replay.load_state(replay)
             if unfinished:
