@@ -221,20 +221,11 @@ def compute_gae_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: Ga
         tasks = [episode.spec.task_id if cfg.normalize_per_task else 0 for episode in episodes]
         task_by_row = np.repeat(tasks, np.diff(ends, prepend=0))
         for task in set(tasks):
-            whiten_masked([advantage], [credited_mask & (task_by_row == task)[:, None]])
+            mask = credited_mask & (task_by_row == task)[:, None]
+            advantage[mask] = whiten(advantage[mask])
     advantage, returns = np.where(valid, advantage, 0.0).astype(np.float32), returns.astype(np.float32)
     starts = [0, *ends.tolist()]
     return [Credit(advantage=advantage[a:b], returns=returns[a:b]) for a, b in pairwise(starts)]
-
-
-def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
-    """Whiten the entries selected by `masks` in several arrays, in place, with one common mean and variance."""
-    if not parts:
-        return
-    flat = whiten(np.concatenate([part[m] for part, m in zip(parts, masks, strict=True)]))
-    ends = np.cumsum([int(m.sum()) for m in masks])
-    for part, mask, own in zip(parts, masks, np.split(flat, ends[:-1]), strict=True):
-        part[mask] = own
 
 
 def sum_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:

@@ -31,11 +31,9 @@ def compute_batch_metrics(
         "train/groups_filtered": 1.0 - len({*selected_groups.tolist()}) / len(groups),
     }
     if selected:
-        episode_by_row = np.repeat(np.arange(len(selected)), [len(episode.valid) for episode in selected])
-        with_gradient = selected_groups[
-            np.bincount(episode_by_row[((advantages != 0) & valid).any(axis=1)], minlength=len(selected)) > 0
-        ]
-        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(with_gradient)) / len(groups)
+        group_by_row = np.repeat(selected_groups, [len(episode.valid) for episode in selected])
+        with_gradient = np.unique(group_by_row[((advantages != 0) & valid).any(axis=1)])
+        metrics["train/groups_without_signal"] = 1.0 - len(with_gradient) / len(groups)
         advantage = advantages[valid].astype(np.float64)
         metrics["train/advantage_mean"] = float(advantage.mean())
         metrics["train/advantage_std"] = float(advantage.std())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -389,17 +389,14 @@ def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[Flo
             episode_values[episode.valid] if episode_values.shape == episode.valid.shape else episode_values
         )
         if (non_finite := executed_values[~np.isfinite(executed_values)]).size:
-            _raise_non_finite(episode, what, float(non_finite[0]))
-
-
-def _raise_non_finite(episode: Episode, quantity: str, value: float) -> Never:
-    spec = episode.spec
-    fix = (
-        "The simulator returned this value: check the environment with `embodyrl check-env`."
-        if quantity == "reward"
-        else "Likely cause: diverging rewards or value errors. Lower actor.optim.lr, its value_lr or env.reward_coef."
-    )
-    raise NonFiniteError(
-        f"{quantity} is {value} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
-        f"{spec.seed}, {episode.length} env steps); the weights are unchanged. {fix}"
-    )
+            spec = episode.spec
+            fix = (
+                "The simulator returned this value: check the environment with `embodyrl check-env`."
+                if what == "reward"
+                else "Likely cause: diverging rewards or value errors. Lower actor.optim.lr, its value_lr or "
+                "env.reward_coef."
+            )
+            raise NonFiniteError(
+                f"{what} is {float(non_finite[0])} in episode {spec.episode_id} (task {spec.task_id}, reset id "
+                f"{spec.reset_id}, seed {spec.seed}, {episode.length} env steps); the weights are unchanged. {fix}"
+            )

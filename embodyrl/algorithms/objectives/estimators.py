@@ -14,7 +14,7 @@ from embodyrl.algorithms.estimators import (
     grpo,
     select_credited_steps,
     sum_rewards,
-    whiten_masked,
+    whiten,
 )
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import CreditSettings, DiscountSettings, GroupSettings
@@ -113,13 +113,12 @@ def compute_remax_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, 
 
 
 def compute_reinforce_pp_baseline_credits(
-    episodes: Sequence[Episode], _: EstimatorInputs, cfg: GroupSettings
+    episodes: Sequence[Episode], _: EstimatorInputs, _cfg: GroupSettings
 ) -> list[Credit]:
     """Return R minus the group mean, whitened over all executed actions of the batch (arXiv 2501.03262).
 
     Longer episodes have more weight in the mean and variance.
     """
-    del cfg
     groups = [episode.spec.group_id for episode in episodes]
     centered = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
     masks = [episode.valid for episode in episodes]
@@ -129,8 +128,11 @@ def compute_reinforce_pp_baseline_credits(
 
 
 def _whiten_credits(episodes: Sequence[Episode], parts: list[DoubleArray], masks: Sequence[BoolArray]) -> list[Credit]:
-    whiten_masked(parts, masks)
-    return [broadcast_advantage(episode, part) for episode, part in zip(episodes, parts, strict=True)]
+    """Whiten the entries in `masks` of all episodes together."""
+    advantage, mask = np.concatenate(parts), np.concatenate(masks)
+    advantage[mask] = whiten(advantage[mask])
+    whitened = np.split(advantage, np.cumsum([len(part) for part in parts])[:-1])
+    return [broadcast_advantage(episode, part) for episode, part in zip(episodes, whitened, strict=True)]
 
 
 def _compute_returns_to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> DoubleArray:

@@ -66,9 +66,8 @@ class ReplaySettings(BufferSettings, DiscountSettings):
         return self.hindsight_goals > 0
 
 
-def compute_sac_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: ReplaySettings) -> list[Credit]:
+def compute_sac_credits(episodes: Sequence[Episode], _: EstimatorInputs, _cfg: ReplaySettings) -> list[Credit]:
     """Return the rewards in place of advantages, because the replay buffer stores rewards."""
-    del cfg
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
 
 
