@@ -59,15 +59,17 @@ def compute_value_metrics(executed: np.ndarray, value: np.ndarray, returns: np.n
     }
 
 
-def count_batch_tokens(cost: IntArray, valid: BoolArray) -> dict[str, float]:
-    """Return the number of tokens of a text batch, and the mean and maximum length of its prompts.
+def count_batch_tokens(cost: IntArray, valid: BoolArray, seconds: float) -> dict[str, float]:
+    """Return the throughput of an update on a text batch, and the mean and maximum length of its prompts.
 
     Args:
         cost: [B] tokens of each sample; the tokens of its prompt include the chat template.
         valid: [B, K] True for the tokens of the reply.
+        seconds: duration of the update.
     """
     prompts = cost - valid.sum(1)
-    return {"tokens": float(cost.sum()), "prompt_len": float(prompts.mean()), "prompt_len_max": float(prompts.max())}
+    lengths = {"prompt_len": float(prompts.mean()), "prompt_len_max": float(prompts.max())}
+    return lengths | {"tokens_per_s": float(cost.sum()) / seconds}
 
 
 def compute_metrics(parts: Sequence[MetricInputs]) -> list[dict[str, float]]:

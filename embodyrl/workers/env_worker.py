@@ -14,7 +14,6 @@ from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, T
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import EnvError
-from embodyrl.types import FloatArray
 from embodyrl.workers.lifecycle import WorkerInit
 from embodyrl.workers.recording.recordings import Mp4Recordings
 
@@ -133,7 +132,11 @@ class EnvWorker:
             states = state.take(records, 0)
             if not np.isfinite(states).all():
                 row = int(np.flatnonzero(~np.isfinite(states).all(axis=1))[0])
-                raise EnvError(_format_non_finite_error(self._env, env_indices[row], states[row]))
+                env, env_index = self._env, env_indices[row]
+                raise EnvError(
+                    f"env '{env.spec.name}', environment {env_index} ('{env.instruction(env_index)}'): state "
+                    f"{states[row].tolist()}; expected finite numbers. Likely cause: the physics diverged."
+                )
             if self._is_conversation:
                 self._read_instructions(env_indices)
             arena[Record.instruction][records] = self._instructions.take(env_indices, 0)
@@ -158,11 +161,3 @@ class EnvWorker:
         self._env.close()
         if self._init.shared_arena is None:
             self._arena.close()
-
-
-def _format_non_finite_error(env: Env, env_index: int, state: FloatArray) -> str:
-    return (
-        f"env '{env.spec.name}', environment {env_index} ('{env.instruction(env_index)}'): state {state.tolist()}; "
-        "expected finite "
-        f"numbers. Likely cause: the physics diverged."
-    )
