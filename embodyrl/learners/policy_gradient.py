@@ -54,7 +54,7 @@ class PolicyGradientLearner(Learner):
         self._arena = context.arena
         assert context.algorithm is not None
         self._algorithm = context.algorithm
-        self._cfg = context.actor
+        self._cfg = trainer.cfg
         self._settings = context.algorithm.settings
         self._seed = context.seed
         self._reference = context.reference

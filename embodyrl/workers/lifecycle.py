@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import signal
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from embodyrl.algorithms.settings import AlgorithmSettings
@@ -129,8 +129,7 @@ class WorkerSpec:
 
     def build(self) -> Worker:
         """Import the entry and build the worker in this process."""
-        module, _, attribute = self.entry.partition(":")
-        return getattr(importlib.import_module(module), attribute)(self.init)
+        return resolve_name(self.entry)(self.init)
 
 
 def describe_failure(error: BaseException) -> WorkerFailed:

@@ -43,7 +43,7 @@ class IqlLearner(Learner):
         settings = context.algorithm.settings
         assert isinstance(settings, IqlSettings)
         self._trainer, self._policy, self._seed = context.trainer, context.trainer.policy, context.seed
-        self._settings, self._batch_size = settings, context.actor.global_batch_size
+        self._settings, self._batch_size = settings, context.trainer.cfg.global_batch_size
         if not isinstance(self._policy, HasFeatures):
             raise ConfigError(
                 f"adv_type 'iql': model '{self._policy.spec.name}' has no features for critics. Choose another model."
@@ -63,7 +63,7 @@ class IqlLearner(Learner):
             features = _compute_features(self._policy, self._demos)
         chunks = self._demos.chunks(np.arange(len(self._demos.action)), spec.num_action_chunks)
         actions = on_device(chunks.reshape(len(chunks), -1), features.device)
-        self._values = IqlValues(features, actions, settings, context.actor.optim, context.seed)
+        self._values = IqlValues(features, actions, settings, context.trainer.cfg.optim, context.seed)
         self._device = features.device
 
     def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:

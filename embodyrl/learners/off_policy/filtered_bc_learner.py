@@ -32,7 +32,7 @@ class FilteredLearner(Learner):
         settings = context.algorithm.settings
         assert isinstance(settings, FilteredSettings)
         self._trainer, self._policy, self._arena = context.trainer, context.trainer.policy, context.arena
-        self._settings, self._batch_size, self._seed = settings, context.actor.global_batch_size, context.seed
+        self._settings, self._batch_size, self._seed = settings, context.trainer.cfg.global_batch_size, context.seed
         self._gripper = context.env.action.gripper
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks

@@ -48,7 +48,7 @@ class SacLearner(Learner):
         assert isinstance(trainer.policy, SoftActor), "checked by the run plan"
         self._trainer, self._policy, self._arena = trainer, trainer.policy, context.arena
         self._settings, self._seed = settings, seed
-        self._batch_size, self._optim = context.actor.global_batch_size, context.actor.optim
+        self._batch_size, self._optim = trainer.cfg.global_batch_size, trainer.cfg.optim
         self._critics, self._targets = (
             self._policy.build_critics(settings.critics, seed, layer_norm=settings.critic_layer_norm) for _ in range(2)
         )
