@@ -69,7 +69,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         log = self._log_dir / f"{spec.name}.log"
         driver_end, worker_end = self._context.Pipe()
         process = self._context.Process(
-            target=worker_main, args=(worker_end, spec, str(log)), name=f"embodyrl:{spec.name}", daemon=True
+            target=worker_main, args=(worker_end, spec, log), name=f"embodyrl:{spec.name}", daemon=True
         )
         # The resource tracker unblocks SIGINT when it starts, so start it first.
         resource_tracker.ensure_running()
