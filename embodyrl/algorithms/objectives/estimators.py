@@ -11,6 +11,8 @@ from embodyrl.algorithms.estimators import (
     StdSettings,
     broadcast_advantage,
     gae,
+    get_groups,
+    get_returns,
     grpo,
     select_credited_steps,
     sum_rewards,
@@ -59,11 +61,8 @@ def _compute_gigpo_credits(episodes: Sequence[Episode], inputs: EstimatorInputs,
 
     The step advantage is relative to the other visits of the same state.
     """
-    groups = [episode.spec.group_id for episode in episodes]
-    normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
-    episode_level = grpo(
-        [episode.episode_return for episode in episodes], groups, normalize=normalize, unbiased=unbiased
-    )
+    groups, normalize, unbiased = get_groups(episodes), cfg.normalize_advantages, cfg.std_unbiased
+    episode_level = grpo(get_returns(episodes), groups, normalize=normalize, unbiased=unbiased)
     executed_steps: list[BoolArray] = [np.asarray(e.valid.any(axis=1)) for e in episodes]
     returns_to_go = [
         compute_returns_to_go(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
@@ -119,12 +118,10 @@ def compute_reinforce_pp_baseline_credits(
 
     Longer episodes have more weight in the mean and variance.
     """
-    groups = [episode.spec.group_id for episode in episodes]
-    centered = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
+    centered = grpo(get_returns(episodes), get_groups(episodes), normalize=False)
     masks = [episode.valid for episode in episodes]
-    return _whiten_credits(
-        episodes, [np.where(mask, advantage, 0.0) for mask, advantage in zip(masks, centered, strict=True)], masks
-    )
+    parts = [np.where(mask, advantage, 0.0) for mask, advantage in zip(masks, centered, strict=True)]
+    return _whiten_credits(episodes, parts, masks)
 
 
 def _whiten_credits(episodes: Sequence[Episode], parts: list[DoubleArray], masks: Sequence[BoolArray]) -> list[Credit]:
