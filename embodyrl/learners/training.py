@@ -191,6 +191,14 @@ def load_parts(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
             part.load_state_dict(state[name])
 
 
+def backward(optimizer: torch.optim.Optimizer, loss: Tensor, limit: float | None = None) -> float:
+    """Compute the gradients of an optimizer's only group, and clip their norm to `limit`; return the norm before."""
+    optimizer.zero_grad()
+    loss.backward()
+    weights = optimizer.param_groups[0]["params"]
+    return float(torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit))
+
+
 @torch.no_grad()
 def update_targets(targets: torch.nn.Module, critics: torch.nn.Module, tau: float) -> None:
     """Move the weights of the target critics towards the weights of the critics by the fraction `tau`."""

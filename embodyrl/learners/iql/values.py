@@ -10,7 +10,7 @@ from embodyrl.algorithms.iql.estimator import IqlSettings
 from embodyrl.algorithms.iql.losses import critic_loss, expectile_loss
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.settings import OptimSettings
-from embodyrl.learners.training import load_parts, update_targets
+from embodyrl.learners.training import backward, load_parts, update_targets
 from embodyrl.policies.soft_actor.critics import Critics
 
 MINIMUM_SCALE = 1e-3
@@ -80,14 +80,9 @@ class IqlValues:
 
     def _run_optimizer_step(self, name: str, loss: Tensor) -> bool:
         """Take one optimizer step of a network; return False, without a step, if loss or gradient is not finite."""
-        optimizer = self._optimizers[name]
-        optimizer.zero_grad()
-        if not math.isfinite(loss.item()):
-            return False
-        loss.backward()
-        limit = math.inf if self._clip is None else self._clip
-        if finite := bool(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], limit).isfinite()):
-            optimizer.step()
+        finite = math.isfinite(loss.item()) and math.isfinite(backward(self._optimizers[name], loss, self._clip))
+        if finite:
+            self._optimizers[name].step()
         return finite
 
     def state(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, load_parts, summarize_updates, update_targets
+from embodyrl.learners.training import UpdateGenerator, backward, load_parts, summarize_updates, update_targets
 from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
@@ -142,7 +142,10 @@ class SacLearner(Learner):
         if not math.isfinite(loss.item() + alpha_loss.item()):
             self._trainer.reject_step(f"loss {loss.item()} of the critics")
             return {}
-        norms = {name: self._backward(name, term) for name, term in (("critics", loss), ("alpha", alpha_loss))}
+        norms = {
+            "critics": backward(self._optimizers["critics"], loss, self._optim.value_clip_grad),
+            "alpha": backward(self._optimizers["alpha"], alpha_loss),
+        }
         if non_finite := [name for name, norm in norms.items() if not math.isfinite(norm)]:
             self._trainer.reject_step(f"gradient norm {norms[non_finite[0]]} of the {non_finite[0]}")
             return {}
@@ -196,17 +199,6 @@ class SacLearner(Learner):
         shifted = shift(torch.from_numpy(observations.images).flatten(0, 1), down, right, pixels)
         return replace(observations, images=shifted.unflatten(0, (count, cameras)).numpy())
 
-    def _backward(self, name: str, loss: Tensor) -> float:
-        """Compute the gradients for one optimizer, clip critic gradients, and return the norm before clipping."""
-        optimizer = self._optimizers[name]
-        optimizer.zero_grad()
-        loss.backward()
-        limit = self._optim.value_clip_grad if name == "critics" else None
-        weights = optimizer.param_groups[0]["params"]
-        if limit is not None:
-            return float(torch.nn.utils.clip_grad_norm_(weights, limit))
-        return float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
-
     def _store(self, request: UpdateRequest) -> IntArray:
         """Add the records of finished and interrupted episodes to the buffer; return the records."""
         arena, finals = self._arena, dict(request.finals)
@@ -214,9 +206,8 @@ class SacLearner(Learner):
         episode = np.asarray(request.episode, dtype=np.int64)
         # Records of an episode are consecutive.
         ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
-        final_record_refs = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
-        final_records = arena.read([record_ref for _, record_ref in final_record_refs])
-        positions = [end for end, _ in final_record_refs]
+        positions = [end for end in ends if int(episode[end - 1]) in finals]
+        final_records = arena.read([finals[int(episode[end - 1])] for end in positions])
         records = np.insert(chunk_records, positions, final_records)
         is_action = np.insert(np.ones(len(chunk_records), np.bool_), positions, False)
         valid = arena[Record.valid][records]
