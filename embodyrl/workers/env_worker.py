@@ -93,14 +93,10 @@ class EnvWorker:
                 cast(TextEnv, self._env).set_replies(env_indices, replies, arena[Record.cut_off][records])
             # The policy wrote the actions into the record of the observation.
             result = self._env.step_chunk(env_indices, arena[Record.action][records, :length], after_step=record_frame)
-        rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
-            if rest:
-                # The record may be reused: clear the results of unexecuted actions.
-                arena[name][records, length:] = 0
-                arena[name][records, :length] = getattr(result, name)
-            else:
-                arena[name][records] = getattr(result, name)
+            # The record may be reused: clear the results of unexecuted actions.
+            arena[name][records, length:] = 0
+            arena[name][records, :length] = getattr(result, name)
         self._reward_errors = result.reward_errors
         arena[Record.components][records] = 0 if result.components is None else result.components
         # Also for episodes that have just ended: a truncated one is bootstrapped from its final observation.
