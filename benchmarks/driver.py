@@ -32,6 +32,7 @@ from embodyrl.channels.layout import STATE, Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, WorkerReady
 from embodyrl.cluster.protocol import Event
 from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.cluster.timeline import Timeline
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
@@ -44,7 +45,6 @@ from embodyrl.scheduler import scheduler as scheduling
 from embodyrl.scheduler.event_loop import PolicyClient
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.scheduler import RolloutScheduler
-from embodyrl.scheduler.timeline import Timeline
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, EpisodeSpec
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 
@@ -197,7 +197,7 @@ def measure(hosts: int, num_envs: int, rounds: int, per_host: int) -> Cost:
     launcher = SimulatedLauncher(arena, clock)
     names = [worker.name for worker in run_plan.env_workers]
     timeline = Timeline(num_envs=num_envs, env_workers=names, arena=arena, clock=clock)
-    supervisor = Supervisor(launcher, run_plan.cfg.faults, print, [timeline])  # pyright: ignore[reportArgumentType]
+    supervisor = Supervisor(launcher, run_plan.cfg.faults, print, timeline)  # pyright: ignore[reportArgumentType]
     init = WorkerInit(arena=arena.handle)
     acting = [WorkerSpec(name=f"rollout_{n}", entry="", init=init, component="rollout") for n in range(hosts)]
     policy = PolicyClient(supervisor, acting, timeout_s=60.0)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
 
@@ -42,21 +42,29 @@ def signal_at_parents_end(signum: int) -> None:
 
 
 @contextlib.contextmanager
+def set_environ(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables in the block, for processes that are started there."""
+    previous = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def mark_children(name: str) -> Iterator[None]:
     """Mark the processes started in the block, and their descendants, to be killed when this process ends.
 
     Children of a worker survive a killed worker. A separate process kills all marked processes when this process has
     ended, also after SIGKILL.
     """
-    previous = os.environ.get(_OWNER)
-    os.environ[_OWNER] = f"{_start_watchdog(os.getpid())[0]}/{name}"
-    try:
+    with set_environ({_OWNER: f"{_start_watchdog(os.getpid())[0]}/{name}"}):
         yield
-    finally:
-        if previous is None:
-            del os.environ[_OWNER]
-        else:
-            os.environ[_OWNER] = previous
 
 
 def kill_marked_children(name: str) -> None:

@@ -9,10 +9,10 @@ import os
 class Word(str):
     """A request without records."""
 
-    def reads(self) -> tuple[()]:
+    def get_read_access(self) -> tuple[()]:
         return ()
 
-    writes = reads
+    get_write_access = get_read_access
 
 
 class LightWorker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +9,17 @@ from toy_runs import toy_words
 
 from embodyrl.cluster.inline import InlineLauncher
 from embodyrl.cluster.local import LocalLauncher
-from embodyrl.cluster.protocol import ClusterSettings, Event, ProcessSettings
+from embodyrl.cluster.protocol import ClusterSettings, Event, Launcher
 from embodyrl.plan.config import load_config
 from embodyrl.plan.schema import Config
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
-class MixedLauncher:
-    settings = ProcessSettings
-    spans_hosts = False
-    in_process = False
+class MixedLauncher(Launcher):
     host = "127.0.0.1"
-    where = lost = ""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         self._local, self._inline = LocalLauncher(log_dir, cluster), InlineLauncher(log_dir, cluster)
-
-    @classmethod
-    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
-        return ""
-
-    @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
-        return LocalLauncher.nodes(cluster)
 
     def _of(self, worker: str) -> Any:
         return self._local if worker.startswith("env_") else self._inline

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
@@ -83,26 +82,18 @@ class StdSettings(GroupSettings, NormalizeSettings):
     """Use n - 1 instead of n in the denominator of a group's standard deviation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeScores:
-    """Episodes and further inputs from which an outcome estimator computes one advantage per episode."""
+def get_returns(episodes: Sequence[Episode]) -> list[float]:
+    """Return the undiscounted return of each episode, [E]."""
+    return [episode.episode_return for episode in episodes]
 
-    episodes: Sequence[Episode]
-    inputs: EstimatorInputs
 
-    @property
-    def returns(self) -> list[float]:
-        """Undiscounted return of each episode, [E]."""
-        return [episode.episode_return for episode in self.episodes]
-
-    @property
-    def groups(self) -> list[int]:
-        """Group id of each episode, [E]."""
-        return [episode.spec.group_id for episode in self.episodes]
+def get_groups(episodes: Sequence[Episode]) -> list[int]:
+    """Return the group id of each episode, [E]."""
+    return [episode.spec.group_id for episode in episodes]
 
 
 def build_outcome_estimator(
-    compute: Callable[[EpisodeScores, G], DoubleArray], settings: type[G]
+    compute: Callable[[Sequence[Episode], EstimatorInputs, G], DoubleArray], settings: type[G]
 ) -> AdvantageEstimator[G]:
     """Build an estimator in which all actions of an episode have the same advantage.
 
@@ -110,11 +101,8 @@ def build_outcome_estimator(
     """
 
     def compute_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, cfg: G) -> list[Credit]:
-        advantage = compute(EpisodeScores(episodes=episodes, inputs=inputs), cfg)
-        return [
-            broadcast_advantage(episode, episode_advantage)
-            for episode, episode_advantage in zip(episodes, advantage, strict=True)
-        ]
+        advantages = compute(episodes, inputs, cfg)
+        return [broadcast_advantage(episode, own) for episode, own in zip(episodes, advantages, strict=True)]
 
     return AdvantageEstimator(compute=compute_credits, settings=settings)
 
@@ -125,9 +113,10 @@ def broadcast_advantage(episode: Episode, advantage: float | DoubleArray) -> Cre
     return Credit(advantage=masked, returns=np.zeros((len(masked), 0), np.float32))
 
 
-def compute_grpo_advantages(outcomes: EpisodeScores, cfg: StdSettings) -> DoubleArray:
+def compute_grpo_advantages(episodes: Sequence[Episode], _: EstimatorInputs, cfg: StdSettings) -> DoubleArray:
     """Return the GRPO advantage of each episode (see `grpo`)."""
-    return grpo(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased)
+    returns, groups = get_returns(episodes), get_groups(episodes)
+    return grpo(returns, groups, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased)
 
 
 GRPO = build_outcome_estimator(compute_grpo_advantages, StdSettings)
@@ -221,20 +210,11 @@ def compute_gae_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: Ga
         tasks = [episode.spec.task_id if cfg.normalize_per_task else 0 for episode in episodes]
         task_by_row = np.repeat(tasks, np.diff(ends, prepend=0))
         for task in set(tasks):
-            whiten_masked([advantage], [credited_mask & (task_by_row == task)[:, None]])
+            mask = credited_mask & (task_by_row == task)[:, None]
+            advantage[mask] = whiten(advantage[mask])
     advantage, returns = np.where(valid, advantage, 0.0).astype(np.float32), returns.astype(np.float32)
     starts = [0, *ends.tolist()]
     return [Credit(advantage=advantage[a:b], returns=returns[a:b]) for a, b in pairwise(starts)]
-
-
-def whiten_masked(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
-    """Whiten the entries selected by `masks` in several arrays, in place, with one common mean and variance."""
-    if not parts:
-        return
-    flat = whiten(np.concatenate([part[m] for part, m in zip(parts, masks, strict=True)]))
-    ends = np.cumsum([int(m.sum()) for m in masks])
-    for part, mask, own in zip(parts, masks, np.split(flat, ends[:-1]), strict=True):
-        part[mask] = own
 
 
 def sum_rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:

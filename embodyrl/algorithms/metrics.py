@@ -31,11 +31,9 @@ def compute_batch_metrics(
         "train/groups_filtered": 1.0 - len({*selected_groups.tolist()}) / len(groups),
     }
     if selected:
-        episode_by_row = np.repeat(np.arange(len(selected)), [len(episode.valid) for episode in selected])
-        with_gradient = selected_groups[
-            np.bincount(episode_by_row[((advantages != 0) & valid).any(axis=1)], minlength=len(selected)) > 0
-        ]
-        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(with_gradient)) / len(groups)
+        group_by_row = np.repeat(selected_groups, [len(episode.valid) for episode in selected])
+        with_gradient = np.unique(group_by_row[((advantages != 0) & valid).any(axis=1)])
+        metrics["train/groups_without_signal"] = 1.0 - len(with_gradient) / len(groups)
         advantage = advantages[valid].astype(np.float64)
         metrics["train/advantage_mean"] = float(advantage.mean())
         metrics["train/advantage_std"] = float(advantage.std())
@@ -61,15 +59,17 @@ def compute_value_metrics(executed: np.ndarray, value: np.ndarray, returns: np.n
     }
 
 
-def count_batch_tokens(cost: IntArray, valid: BoolArray) -> dict[str, float]:
-    """Return the number of tokens of a text batch, and the mean and maximum length of its prompts.
+def count_batch_tokens(cost: IntArray, valid: BoolArray, seconds: float) -> dict[str, float]:
+    """Return the throughput of an update on a text batch, and the mean and maximum length of its prompts.
 
     Args:
         cost: [B] tokens of each sample; the tokens of its prompt include the chat template.
         valid: [B, K] True for the tokens of the reply.
+        seconds: duration of the update.
     """
     prompts = cost - valid.sum(1)
-    return {"tokens": float(cost.sum()), "prompt_len": float(prompts.mean()), "prompt_len_max": float(prompts.max())}
+    lengths = {"prompt_len": float(prompts.mean()), "prompt_len_max": float(prompts.max())}
+    return lengths | {"tokens_per_s": float(cost.sum()) / seconds}
 
 
 def compute_metrics(parts: Sequence[MetricInputs]) -> list[dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -214,11 +214,6 @@ class Algorithm:
         positive = valid & (batch.advantage[rows] > 0) & (self.settings.positive_nll_coef > 0)
         return LossWeights(policy=weight, value=equal_weights(counted), positive=equal_weights(positive))
 
-    def has_equal_weights(self, batch: PreparedBatch) -> bool:
-        """Return True if all actions of an optimizer step have the same loss weight."""
-        is_constant = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
-        return is_constant and bool(batch.valid.all())
-
     def correct(
         self, proximal: torch.Tensor, behavior: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
@@ -394,17 +389,14 @@ def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[Flo
             episode_values[episode.valid] if episode_values.shape == episode.valid.shape else episode_values
         )
         if (non_finite := executed_values[~np.isfinite(executed_values)]).size:
-            _raise_non_finite(episode, what, float(non_finite[0]))
-
-
-def _raise_non_finite(episode: Episode, quantity: str, value: float) -> Never:
-    spec = episode.spec
-    fix = (
-        "The simulator returned this value: check the environment with `embodyrl check-env`."
-        if quantity == "reward"
-        else "Likely cause: diverging rewards or value errors. Lower actor.optim.lr, its value_lr or env.reward_coef."
-    )
-    raise NonFiniteError(
-        f"{quantity} is {value} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
-        f"{spec.seed}, {episode.length} env steps); the weights are unchanged. {fix}"
-    )
+            spec = episode.spec
+            fix = (
+                "The simulator returned this value: check the environment with `embodyrl check-env`."
+                if what == "reward"
+                else "Likely cause: diverging rewards or value errors. Lower actor.optim.lr, its value_lr or "
+                "env.reward_coef."
+            )
+            raise NonFiniteError(
+                f"{what} is {float(non_finite[0])} in episode {spec.episode_id} (task {spec.task_id}, reset id "
+                f"{spec.reset_id}, seed {spec.seed}, {episode.length} env steps); the weights are unchanged. {fix}"
+            )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodyrl import parts
@@ -90,12 +90,6 @@ class LossInputs:
         """Return the tensors [B, ...] that are not None, by field name."""
         values = ((item.name, getattr(self, item.name)) for item in fields(self))
         return {name: value for name, value in values if value is not None}
-
-    def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
-        """Yield consecutive slices of the micro-batch with the given numbers of samples."""
-        parts = {name: value.split(list(sizes)) for name, value in self.tensors().items()}
-        for own in zip(*parts.values(), strict=True):
-            yield replace(self, **dict(zip(parts, own, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

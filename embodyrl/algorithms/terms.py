@@ -48,11 +48,6 @@ def k1(gap: Any) -> Any:
     return gap
 
 
-def absolute(gap: Any) -> Any:
-    """Estimate the KL as |d|, with d = `gap`: biased."""
-    return abs(gap)
-
-
 def k2(gap: Any) -> Any:
     """Estimate the KL as d^2 / 2, with d = `gap`: biased, but with the expected gradient of the true KL."""
     return 0.5 * gap**2
@@ -75,7 +70,7 @@ def k3_with_gradient_of_k2(gap: torch.Tensor) -> torch.Tensor:
 
 KL_ESTIMATORS: dict[str, Callable[[Any], Any]] = {
     "k1": k1,
-    "abs": absolute,
+    "abs": abs,  # biased
     "k2": k2,
     "low_var_kl": k3,
     "k3": k3,

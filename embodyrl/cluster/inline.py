@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from types import FrameType
 from embodyrl.channels.messages import Request
 from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.clock import RunClock
-from embodyrl.cluster.protocol import ON_THIS_HOST, ClusterSettings, Event, LauncherSettings, WorkerDied
+from embodyrl.cluster.protocol import ClusterSettings, Event, Launcher, LauncherSettings, WorkerDied
 from embodyrl.process_cleanup import kill_marked_children, mark_children
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 
@@ -88,14 +88,12 @@ class Deadline:
             faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _STACK_DUMP_DELAY_S, file=2)
 
 
-class InlineLauncher:
+class InlineLauncher(Launcher):
     """Launcher whose workers are objects in this process; requests run when the driver waits."""
 
     settings = LauncherSettings
-    spans_hosts = False
     in_process = True
     host = LOOPBACK
-    where = lost = ""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         keep_freed_memory()
@@ -105,16 +103,6 @@ class InlineLauncher:
         self._requests: deque[tuple[str, Request, float]] = deque()
         self._events: deque[Event] = deque()
         self._deadline = Deadline()
-
-    @classmethod
-    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
-        """Return an empty description of hosts, because all workers run on this host."""
-        return ""
-
-    @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """Assign all components to this host."""
-        return ON_THIS_HOST
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """Build a worker in this process."""

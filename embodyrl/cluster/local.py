@@ -23,7 +23,7 @@ from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
 from embodyrl.errors import ChannelClosed, ChannelTimeout
-from embodyrl.process_cleanup import kill_marked_children, mark_children
+from embodyrl.process_cleanup import kill_marked_children, mark_children, set_environ
 
 if TYPE_CHECKING:
     from embodyrl.channels.messages import Request
@@ -48,7 +48,6 @@ class _Handle(Handle):
 class LocalLauncher(OpenRequests[_Handle]):
     """Launcher of worker processes on this host, which detects deaths and missed deadlines within milliseconds."""
 
-    spans_hosts = False
     host = LOOPBACK
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
@@ -70,25 +69,18 @@ class LocalLauncher(OpenRequests[_Handle]):
         log = self._log_dir / f"{spec.name}.log"
         driver_end, worker_end = self._context.Pipe()
         process = self._context.Process(
-            target=worker_main, args=(worker_end, spec, str(log)), name=f"embodyrl:{spec.name}", daemon=True
+            target=worker_main, args=(worker_end, spec, log), name=f"embodyrl:{spec.name}", daemon=True
         )
-        # Libraries of the child read these variables at import, before our code runs.
-        previous = {key: os.environ.get(key) for key in spec.environ}
-        os.environ.update(spec.environ)
         # The resource tracker unblocks SIGINT when it starts, so start it first.
         resource_tracker.ensure_running()
         # The child inherits the mask: Ctrl-C during its imports would print a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with _guard_main_module(), mark_children(f"{self._owner}/{spec.name}"):
+            # Libraries of the child read the variables at import, before our code runs.
+            with _guard_main_module(), mark_children(f"{self._owner}/{spec.name}"), set_environ(spec.environ):
                 process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            for key, value in previous.items():
-                if value is None:
-                    os.environ.pop(key, None)
-                else:
-                    os.environ[key] = value
         # Close our copy; otherwise the pipe would stay open after the child's exit.
         worker_end.close()
         channel, limits = PipeChannel(driver_end), deque([timeout_s])

@@ -112,21 +112,28 @@ class Event:
     message: Message
 
 
+COMPONENTS = ("env", "rollout", "actor")
+ON_THIS_HOST: Mapping[str, tuple[int, ...]] = dict.fromkeys(COMPONENTS, (0,))
+
+
 class Launcher(Protocol):
-    """Interface of launchers, which run workers. Not thread-safe: only the driver's main thread calls a launcher."""
+    """Base class of launchers, which run workers. Not thread-safe: only the driver's main thread calls a launcher.
+
+    Attributes and methods that a launcher does not override are those of a launcher of processes on this host.
+    """
 
     host: str
     """Address at which workers reach the driver."""
-    where: str
+    where: str = ""
     """Names of the workers' hosts for messages; empty: all workers are on the driver's host."""
-    lost: str
+    lost: str = ""
     """Reason why no more workers can be started; empty: workers can be started."""
 
-    settings: ClassVar[type[LauncherSettings]]
+    settings: ClassVar[type[LauncherSettings]] = ProcessSettings
     """Settings class of the launcher's keys under `launcher`."""
-    spans_hosts: ClassVar[bool]
+    spans_hosts: ClassVar[bool] = False
     """True if the launcher uses the config section `cluster`, for runs on several hosts."""
-    in_process: ClassVar[bool]
+    in_process: ClassVar[bool] = False
     """True if workers are objects in the driver's process."""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None: ...
@@ -134,7 +141,7 @@ class Launcher(Protocol):
     @classmethod
     def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
         """Describe the hosts of a run before its start; an empty string: only this host."""
-        ...
+        return ""
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
@@ -145,7 +152,7 @@ class Launcher(Protocol):
         Raises:
             ConfigError: a component or a host does not exist.
         """
-        ...
+        return ON_THIS_HOST
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """Start a worker, or restart a dead worker; `WorkerReady` arrives as an event within `timeout_s`."""
@@ -163,7 +170,10 @@ class Launcher(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Interrupt the running request, if possible; called by the handler of the first stop signal."""
+        """Interrupt the running request, if possible; called by the handler of the first stop signal.
+
+        If workers run in other processes, only the driver's wait is interrupted, so there is nothing to do.
+        """
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """Stop all workers, by force if necessary; idempotent."""
@@ -184,8 +194,6 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
 
 
 T = TypeVar("T")
-COMPONENTS = ("env", "rollout", "actor")
-ON_THIS_HOST: Mapping[str, tuple[int, ...]] = dict.fromkeys(COMPONENTS, (0,))
 
 
 def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
@@ -212,28 +220,14 @@ class Handle:
 H = TypeVar("H", bound=Handle)
 
 
-class OpenRequests(Generic[H]):
+class OpenRequests(Launcher, Generic[H]):
     """Base class of launchers with worker processes, which tracks pending requests and their deadlines."""
-
-    settings = ProcessSettings
-    in_process = False
-    where = lost = ""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
         self._clock = RunClock()
         self._handles: dict[str, H] = {}
         self._events: deque[Event] = deque()
-
-    @classmethod
-    def describe_hosts(cls, cluster: ClusterSettings | None) -> str:
-        """Return an empty string: all workers run on this host."""
-        return ""
-
-    @classmethod
-    def nodes(cls, cluster: ClusterSettings | None, *, disaggregated: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """Return the nodes of each component: only this host."""
-        return ON_THIS_HOST
 
     def _add_request(self, worker: str, timeout_s: float) -> H:
         """Record a pending request of a worker, and return the worker's handle.
@@ -281,6 +275,3 @@ class OpenRequests(Generic[H]):
             raised=bool(traceback),
         )
         self._events.append(Event(worker=name, message=died))
-
-    def interrupt(self) -> None:
-        """Do nothing: workers run in other processes, so only the driver's wait is interrupted."""

@@ -4,12 +4,12 @@ import re
 import signal
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
 
 from embodyrl.channels.messages import Done, EnvReport, Request, WorkerReady
 from embodyrl.cluster.protocol import FaultSettings, Launcher, Message, OnEnvCrash, WorkerDied
+from embodyrl.cluster.timeline import Timeline
 from embodyrl.errors import (
     PARENT_EXITED,
     CheckpointError,
@@ -71,13 +71,8 @@ class StopRequest:
         def handle_status(signum: int, frame: object) -> None:
             self._status_requested = True
 
-        handlers = {
-            signal.SIGINT: handle_stop,
-            signal.SIGTERM: handle_stop,
-            signal.SIGHUP: handle_stop,
-            PARENT_EXITED: handle_stop,
-        }
-        handlers |= {signal.SIGUSR1: handle_status}
+        stop_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED)
+        handlers = {signal.SIGUSR1: handle_status, **dict.fromkeys(stop_signals, handle_stop)}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             del handlers[signal.SIGHUP]
         previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
@@ -93,37 +88,6 @@ Callback = Callable[[Message], None]
 _BACKOFF_S = 0.5
 
 
-class RequestObserver(Protocol):
-    """Interface of observers of all requests to workers and their replies, for example for traces."""
-
-    clock_metrics: frozenset[str]
-    """Names of `metrics` that depend on the speed of the machine."""
-
-    def begin(self) -> None:
-        """Start to collect the metrics of a new training step."""
-        ...
-
-    def on_request(self, worker: str, request: Request) -> None:
-        """Record that a request was sent to a worker."""
-        ...
-
-    def on_reply(self, worker: str, message: Message) -> None:
-        """Record the reply of a worker to its oldest request, or a message without a request."""
-        ...
-
-    def on_death(self, worker: str) -> None:
-        """Record the death of a worker."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the training step."""
-        ...
-
-    def close(self) -> None:
-        """Write the collected metrics or traces, after all workers have stopped."""
-        ...
-
-
 class Supervisor:
     """Supervisor of all workers, which also sends their requests; used only in the driver's main thread."""
 
@@ -132,12 +96,12 @@ class Supervisor:
         launcher: Launcher,
         faults: FaultSettings,
         log: Callable[[str], None],
-        observers: Sequence[RequestObserver] = (),
+        timeline: Timeline | None = None,
     ) -> None:
         self._launcher = launcher
         self._faults = faults
         self.log = log
-        self.observers = observers
+        self._timeline = timeline
         self._pending: dict[str, deque[tuple[Request, float]]] = defaultdict(deque)
         """Pending requests of each worker with their send times, oldest first."""
         self._specs: dict[str, WorkerSpec] = {}
@@ -178,8 +142,8 @@ class Supervisor:
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request; `pump` passes its reply to the worker's callback."""
         self._pending[worker].append((request, time.monotonic()))
-        for observer in self.observers:
-            observer.on_request(worker, request)
+        if self._timeline is not None:
+            self._timeline.on_request(worker, request)
         self._launcher.send(worker, request, timeout_s=timeout_s)
 
     def pump(self, timeout_s: float) -> None:
@@ -205,16 +169,16 @@ class Supervisor:
             if isinstance(event.message, WorkerDied):
                 self._check_stop()
                 self._pending[event.worker].clear()
-                for observer in self.observers:
-                    observer.on_death(event.worker)
+                if self._timeline is not None:
+                    self._timeline.on_death(event.worker)
                 self._on_worker_death(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self.starting.discard(event.worker)
             else:
                 if isinstance(event.message, Done | EnvReport) and self._pending[event.worker]:
                     self._pending[event.worker].popleft()
-                for observer in self.observers:
-                    observer.on_reply(event.worker, event.message)
+                if self._timeline is not None:
+                    self._timeline.on_reply(event.worker, event.message)
             self._callbacks[event.worker](event.message)
 
     def _describe_request(self, worker: str) -> str:
@@ -304,8 +268,10 @@ class Supervisor:
             self._defers_signals = previous
 
     def stop(self) -> None:
-        """Stop all workers."""
+        """Stop all workers, and then write the trace of their requests."""
         self._launcher.stop()
+        if self._timeline is not None:
+            self._timeline.close()
 
 
 def _build_worker_error(text: str, died: WorkerDied) -> EmbodyError:

@@ -1,14 +1,17 @@
 """Metrics of one training step, by name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from embodyrl.cluster.timeline import CLOCK_METRICS
 from embodyrl.monitor.intervals import Rate
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
-_CLOCK_DEPENDENT = frozenset(("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib"))
+_CLOCK_DEPENDENT = CLOCK_METRICS.union(
+    ("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib")
+)
 """Names of metrics that depend on the speed of the machine. In deterministic mode, `split_clock_metrics` renames the
 metrics to `time/*`, because comparisons of runs ignore the metrics `time/*`."""
 
@@ -81,10 +84,6 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
     return metrics
 
 
-def split_clock_metrics(metrics: Mapping[str, float], extra_names: Iterable[str] = ()) -> dict[str, float]:
-    """Rename metrics that depend on wall-clock time (deterministic mode) to `time/<name>`.
-
-    `extra_names` are names of further such metrics.
-    """
-    names = _CLOCK_DEPENDENT.union(extra_names)
-    return {f"time/{name}" if name in names else name: value for name, value in metrics.items()}
+def split_clock_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Rename metrics that depend on wall-clock time (deterministic mode) to `time/<name>`."""
+    return {f"time/{name}" if name in _CLOCK_DEPENDENT else name: value for name, value in metrics.items()}

@@ -214,9 +214,7 @@ class _Training:
         sampler = StepRollouts(self.run_plan, workers, algorithm)
         while (step := session.step) < session.total:
             started = time.perf_counter()
-            observers = workers.supervisor.observers
-            for observer in observers:
-                observer.begin()
+            workers.timeline.begin()
             rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
             self._check_rewards(rollout, workers, actors)
             if writer is not None:
@@ -243,9 +241,7 @@ class _Training:
                 publish_s = time.perf_counter() - published
             restarts = session.restarts + workers.supervisor.restarts
             metrics = rollout_metrics(rollout, self.run_plan.env, len(self.run_plan.env_workers), restarts)
-            metrics |= {
-                name: value for observer in observers for name, value in observer.metrics().items()
-            } | batch.metrics
+            metrics |= workers.timeline.metrics() | batch.metrics
             metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started
@@ -255,11 +251,8 @@ class _Training:
                     metrics |= self.last_eval.metrics() | {"time/validate": self.last_eval.wall_s}
             finally:
                 # The step is done and will not be repeated, even if its validation was interrupted.
-                clock_metrics = {name for observer in observers for name in observer.clock_metrics}
                 deterministic = self.cfg.runner.deterministic
-                self.monitor.log(
-                    session.step, split_clock_metrics(metrics, clock_metrics) if deterministic else metrics
-                )
+                self.monitor.log(session.step, split_clock_metrics(metrics) if deterministic else metrics)
             for line in self.check_step(session.step, metrics):
                 self.monitor.text(line)
             session.run_callback(self.on_step, metrics)

@@ -28,7 +28,7 @@ from embodyrl.data.tables import read_episodes, read_info, read_tasks
 from embodyrl.data.videos import VideoReader
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import available_bytes, available_cores, inside, read_small
-from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
+from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray, Observation
 
 _MEMORY_SHARE = 0.8
 """Maximum fraction of the free memory for decoded frames."""
@@ -90,6 +90,11 @@ class Demonstrations:
     def get_steps(self, episodes: Sequence[int]) -> IntArray:
         """Return the indices of all env steps of the given episodes."""
         return np.concatenate([np.arange(self.start[episode], self.stop[episode]) for episode in episodes])
+
+    def observations(self, steps: IntArray) -> Observation:
+        """Return the observations of `steps` [B]."""
+        instructions = tuple(str(text) for text in self.instruction[steps])
+        return Observation(images=self.images[steps], state=self.state[steps], instructions=instructions)
 
     def chunks(self, steps: IntArray, length: int) -> FloatArray:
         """Return the action chunks [B, K, A] that begin at `steps` [B], padded with the last action of the episode."""

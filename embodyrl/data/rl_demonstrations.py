@@ -10,7 +10,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.specs import PolicySpec, convert_gripper
-from embodyrl.types import IntArray
+from embodyrl.types import BoolArray, DoubleArray, IntArray
 
 
 def load_rl_demonstrations(folders: Sequence[str], policy: PolicySpec, *, executed: bool = False) -> Demonstrations:
@@ -30,3 +30,15 @@ def observed(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np
     instructions = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
     arrays = (demos.images[steps], demos.state[steps], instructions)
     return {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}
+
+
+def ends_with_success(demos: Demonstrations) -> BoolArray:
+    """Return a mask [E] of the episodes whose last action is their first success."""
+    counts = np.concatenate([[0], demos.success.cumsum()])
+    return (counts[demos.stop] - counts[demos.start] == 1) & demos.success[demos.stop - 1]
+
+
+def sum_rewards(demos: Demonstrations, start: IntArray, stop: IntArray) -> DoubleArray:
+    """Return the sum [n] of the rewards from step `start` to step `stop` (exclusive), [n] each."""
+    cumulative = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+    return cumulative[stop] - cumulative[start]

@@ -220,10 +220,8 @@ def _join_process_group(rank_info: RankInfo, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)  # the only visible GPU
     limit = timedelta(seconds=rank_info.timeout_s)
-    for library in (
-        "GLOO",
-        "NCCL",
-    ):  # by default, they listen on the interface of the host's name, or on all interfaces
+    for library in ("GLOO", "NCCL"):
+        # By default, they listen on the interface of the host's name, or on all interfaces.
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", find_interface(rank_info.host or LOOPBACK))
     host, port = rank_info.host, rank_info.port
     if rank_info.secret:

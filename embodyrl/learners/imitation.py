@@ -15,7 +15,7 @@ from embodyrl.data.augment import augment, draw_samples
 from embodyrl.data.settings import Objective
 from embodyrl.errors import ConfigError
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, split_micro_batches
+from embodyrl.learners.training import UpdateGenerator
 from embodyrl.policies.protocol import Policy, TextPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.text.messages import Message, join_messages, split_messages
@@ -72,7 +72,7 @@ class ImitationLearner(Learner):
         # Augmentation is seeded by sample and not by rank, so that images are the same on any number of ranks.
         augmentation = self._sample_augmentation(request.augment, len(records))
         step_result = yield from self._trainer.run_optimizer_step(
-            self._split_micro_batches(records),
+            self._trainer.split_micro_batches(len(records), self._count_tokens(records)),
             request.step,
             lambda rows: self._imitate(records[rows], None if augmentation is None else augmentation[:, rows]),
             lambda losses, rows: (losses.loss.sum() / len(records), None),
@@ -86,7 +86,7 @@ class ImitationLearner(Learner):
     @torch.no_grad()
     def _evaluate(self, records: IntArray) -> dict[str, float]:
         ranks, parts = self._trainer.ranks, []
-        for rows, counts in self._split_micro_batches(records):
+        for rows, counts in self._trainer.split_micro_batches(len(records), self._count_tokens(records)):
             losses = ranks.forward(lambda rows=rows: self._imitate(records[rows], None), last=True)
             if counts:
                 error = {} if losses.error is None else {"error": float(losses.error.sum())}
@@ -95,17 +95,13 @@ class ImitationLearner(Learner):
         parts = ranks.gather_metrics(parts)
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
-    def _split_micro_batches(self, records: IntArray) -> list[tuple[IntArray, bool]]:
-        """Split the positions in `records` into the micro-batches of this process (see `split_micro_batches`)."""
-        cfg = self._trainer.cfg
-        return split_micro_batches(
-            self._count_tokens(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs
-        )
+    def _count_tokens(self, records: IntArray) -> IntArray | None:
+        """Return the number of tokens in each sample's forward pass, including the padding of pairs of answers.
 
-    def _count_tokens(self, records: IntArray) -> IntArray:
-        """Return the number of tokens in each sample's forward pass, including the padding of pairs of answers."""
+        None: the number is not needed.
+        """
         if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
-            return np.ones(len(records), np.int64)
+            return None
         prompt_lengths = self._policy.prompt_lengths(read_observation(self._arena, records))
         if not self._objective.needs_text_pairs:
             return prompt_lengths + (self._get_targets(records)[:, :, 0] >= 0).sum(1)

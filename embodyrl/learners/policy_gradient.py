@@ -1,7 +1,6 @@
 """Learner of policy-gradient algorithms."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, mean_metrics, order_by_prompt, split_micro_batches
+from embodyrl.learners.training import UpdateGenerator, mean_metrics, order_by_prompt
 from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
 from embodyrl.policies.tensors import get_peak_memory, on_device
-from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
+from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
 MAX_COLLECTED_TOKENS = 2**18
@@ -39,10 +38,8 @@ class _Proximal:
 class _MicroBatch:
     """A micro-batch of B samples."""
 
-    observation: IntArray | Observation
-    """Observations, or record indices [B] from which the observations are read on demand."""
-    tokens: IntArray
-    """[B, L] sampled tokens."""
+    records: IntArray
+    """[B] record indices, from which observations and tokens are read before the forward pass."""
     inputs: LossInputs
     """Inputs of the loss function, in host memory."""
 
@@ -57,7 +54,7 @@ class PolicyGradientLearner(Learner):
         self._arena = context.arena
         assert context.algorithm is not None
         self._algorithm = context.algorithm
-        self._cfg = context.actor
+        self._cfg = trainer.cfg
         self._settings = context.algorithm.settings
         self._seed = context.seed
         self._reference = context.reference
@@ -120,13 +117,13 @@ class PolicyGradientLearner(Learner):
         pending: list[_StepResult] = []
         num_tokens, skipped, stopped = 0, 0, 0.0
         sizes = split_evenly(len(batch.records), self._cfg.global_batch_size, self._cfg.minibatches)
-        step_parts: Iterator[list[tuple[_MicroBatch, bool]]] = iter(())
+        samples_by_step: list[IntArray] = []
         for number in range(total := self._settings.update_epoch * len(sizes)):
             if number % len(sizes) == 0:
                 # The order depends only on seed, step and epoch, so it is equal on all ranks and after a resume.
                 order = _shuffle(len(batch.records), self._seed, step, number // len(sizes))
-                step_parts = self._plan_micro_batches(batch, proximal, np.split(order, np.cumsum(sizes[:-1])))
-            parts = next(step_parts)
+                samples_by_step = np.split(order, np.cumsum(sizes[:-1]))
+            parts = self._build_micro_batches(batch, proximal, samples_by_step[number % len(sizes)])
             if not parts:
                 continue
             step_result = yield from self._trainer.run_optimizer_step(
@@ -193,75 +190,34 @@ class PolicyGradientLearner(Learner):
             has_signal=True,
         )
 
-    def _plan_micro_batches(
-        self, batch: PreparedBatch, proximal: _Proximal, planned: list[IntArray]
-    ) -> Iterator[list[tuple[_MicroBatch, bool]]]:
-        """Yield the micro-batches of each optimizer step of an epoch; an empty list for a step without a gradient.
-
-        Samples without a gradient are skipped in the forward pass, but count in the weights of all samples. Inputs of
-        small networks are gathered once per epoch, because gathering each micro-batch would dominate the run time.
-        """
-        zero_gradient, has_equal_weights = (
-            self._algorithm.zero_gradient_mask(batch),
-            self._algorithm.has_equal_weights(batch),
-        )
-        weights: list[LossWeights] = []
-        samples_by_part: list[IntArray] = []
-        counts: list[list[bool]] = []
-        by_size: dict[int, LossWeights] = {}
-        for samples in planned:
-            # Weights include samples without a gradient, because these count in the denominators.
-            step_weights = by_size.get(len(samples)) or self._algorithm.weights(batch, samples)
-            if has_equal_weights:
-                by_size[len(samples)] = step_weights
-            if not len(useful := np.flatnonzero(~zero_gradient[samples])):
-                counts.append([])
-                continue
-            cost = self._arena[Record.cost].take(batch.records.take(samples.take(useful)))
-            if len(useful) > self._cfg.micro_batch_size and isinstance(self._policy, TextPolicy):
-                # A micro-batch computes equal prompts once, and is padded to its longest sample.
-                records = batch.records[samples[useful]]
-                order = order_by_prompt(self._arena[Record.instruction][records], cost)
-                useful, cost = useful[order], cost[order]
-            micro_batches = split_micro_batches(
-                cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs
-            )
-            counts.append([counted for _, counted in micro_batches])
-            for rows, _ in micro_batches:
-                samples_by_part.append(samples.take(useful.take(rows)))
-                weights.append(step_weights.rows(useful[rows]))
-        parts = iter(self._build_micro_batches(batch, proximal, samples_by_part, weights))
-        for counted in counts:
-            yield [(next(parts), counts_once) for counts_once in counted]
-
     def _build_micro_batches(
-        self, batch: PreparedBatch, proximal: _Proximal, samples_by_part: list[IntArray], weights: list[LossWeights]
-    ) -> Iterator[_MicroBatch]:
-        """Yield one micro-batch for each array of sample indices in `samples_by_part`, with its loss `weights`."""
-        if not samples_by_part:
-            return
-        samples, sizes = np.concatenate(samples_by_part), [len(rows) for rows in samples_by_part]
-        records = batch.records.take(samples)
-        observations = None if self._arena[Record.images].size else read_observation(self._arena, records)
-        tokens, start = self._arena[Record.tokens].take(records, 0), 0
-        for size, inputs in zip(sizes, self._build_inputs(batch, samples, weights, proximal).split(sizes), strict=True):
-            own = slice(start, start := start + size)
-            observation = records[own]
-            if observations is not None:
-                observation = Observation(
-                    images=observations.images[own],
-                    state=observations.state[own],
-                    instructions=observations.instructions[own],
-                )
-            yield _MicroBatch(observation=observation, tokens=tokens[own], inputs=inputs)
+        self, batch: PreparedBatch, proximal: _Proximal, samples: IntArray
+    ) -> list[tuple[_MicroBatch, bool]]:
+        """Return the micro-batches of an optimizer step with these samples; an empty list if there is no gradient.
+
+        Samples without a gradient are skipped in the forward pass, but count in the weights of all samples.
+        """
+        useful = np.flatnonzero(~self._algorithm.zero_gradient_mask(batch)[samples])
+        if not len(useful):
+            return []
+        cost = self._arena[Record.cost].take(batch.records.take(samples.take(useful)))
+        if len(useful) > self._cfg.micro_batch_size and isinstance(self._policy, TextPolicy):
+            # A micro-batch computes equal prompts once, and is padded to its longest sample.
+            records = batch.records[samples[useful]]
+            order = order_by_prompt(self._arena[Record.instruction][records], cost)
+            useful, cost = useful[order], cost[order]
+        # Weights include samples without a gradient, because these count in the denominators.
+        weights = self._algorithm.weights(batch, samples)
+        parts: list[tuple[_MicroBatch, bool]] = []
+        for part, counted in self._trainer.split_micro_batches(len(cost), cost):
+            rows = useful.take(part)
+            inputs = self._build_inputs(batch, samples.take(rows), weights.rows(rows), proximal)
+            parts.append((_MicroBatch(records=batch.records.take(samples.take(rows)), inputs=inputs), counted))
+        return parts
 
     def _score(self, part: _MicroBatch) -> PolicyScores:
-        observation = (
-            part.observation
-            if isinstance(part.observation, Observation)
-            else read_observation(self._arena, part.observation, resized=True)
-        )
-        return self._policy.score(observation, part.tokens)
+        observation = read_observation(self._arena, part.records, resized=True)
+        return self._policy.score(observation, self._arena[Record.tokens].take(part.records, 0))
 
     def _loss(self, scores: PolicyScores, part: _MicroBatch) -> tuple[torch.Tensor, MetricInputs]:
         inputs, device = part.inputs, scores.logprob.device
@@ -270,15 +226,11 @@ class PolicyGradientLearner(Learner):
         return self._algorithm.loss(scores, inputs)
 
     def _build_inputs(
-        self, batch: PreparedBatch, samples: IntArray, weights: list[LossWeights], proximal: _Proximal
+        self, batch: PreparedBatch, samples: IntArray, weights: LossWeights, proximal: _Proximal
     ) -> LossInputs:
         arena, records = self._arena, batch.records.take(samples)
         needs_behavior = self._settings.off_policy_masking_delta is not None
         tensor, rows = torch.from_numpy, torch.from_numpy(samples)
-        policy, value, positive = (
-            tensor(np.concatenate([getattr(loss_weights, name) for loss_weights in weights]))
-            for name in ("policy", "value", "positive")
-        )
         return LossInputs(
             old_logprob=proximal.logprob.index_select(0, rows),
             ref_logprob=tensor(arena[Record.ref_logprob].take(records, 0)) if self._reference is not None else None,
@@ -286,9 +238,9 @@ class PolicyGradientLearner(Learner):
             returns=tensor(batch.returns.take(samples, 0)),
             old_value=tensor(arena[Record.value].take(records, 0)),
             valid=tensor(batch.valid.take(samples, 0)),
-            weight=policy,
-            value_weight=value,
-            positive_weight=positive,
+            weight=tensor(weights.policy),
+            value_weight=tensor(weights.value),
+            positive_weight=tensor(weights.positive),
             behavior_logprob=tensor(arena[Record.logprob].take(records, 0)) if needs_behavior else None,
             correction=None if proximal.correction is None else proximal.correction.index_select(0, rows),
         )

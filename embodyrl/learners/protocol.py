@@ -8,7 +8,6 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.learners.settings import ActorSettings
 from embodyrl.learners.training import Trainer, UpdateGenerator
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import EnvSpec
@@ -23,7 +22,6 @@ class LearnerContext:
     arena: Arena
     algorithm: Algorithm | None
     """Policy-gradient or off-policy algorithm; None: SFT."""
-    actor: ActorSettings
     objective: Any = None
     """Settings of the SFT objective."""
     seed: int

@@ -1,7 +1,7 @@
 """Config keys for the actor."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -70,6 +70,11 @@ class OptimSettings(Settings):
     """Final learning rate as a fraction of lr, for linear, cosine and wsd."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
     """With schedule=wsd: fraction of the training steps, at the end of the run, in which the learning rate decays."""
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """Arguments of AdamW except the learning rate and the weight decay."""
+        return {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_eps}
 
     def problems(self) -> Iterator[str]:
         """Yield one error per contradiction between settings."""

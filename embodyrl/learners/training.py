@@ -1,7 +1,7 @@
 """Common parts of trainers: seeds, optimizer, schedule, and the state of a checkpoint."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,12 +55,7 @@ class Optimization:
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
         if value:
             groups.append({"params": value, "lr": optim.value_lr if value_rate else optim.lr})
-        self.optimizer = build_adam(
-            groups,
-            betas=(optim.adam_beta1, optim.adam_beta2),
-            eps=optim.adam_eps,
-            weight_decay=optim.weight_decay,
-        )
+        self.optimizer = build_adam(groups, weight_decay=optim.weight_decay, **optim.adam)
         self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
@@ -174,10 +169,8 @@ class Optimization:
                 f"{folder} contains other trained parameters than this run ({error}). A resumed run needs the same "
                 "algorithm.adv_type and adapters; to change them, start a new run with ckpt=THIS_RUN."
             ) from error
-        schedule = state["schedule"]
-        # Older checkpoints contain only the number of optimizer steps.
-        self._schedule.num_steps = int(schedule.get("taken", schedule.get("last_epoch", 0)))
-        self._schedule.warmup_end = float(schedule.get("warm_until", 0.0))
+        self._schedule.num_steps = int(state["schedule"]["taken"])
+        self._schedule.warmup_end = float(state["schedule"]["warm_until"])
         set_rng_state(state["rng"])
 
 
@@ -187,6 +180,30 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     # Groups are merged before loading, because torch moves the step count to the GPU depending on their `fused`.
     groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})
+
+
+def load_parts(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Load the states of networks and optimizers (see `load_optimizer`), by name."""
+    for name, part in parts.items():
+        if isinstance(part, torch.optim.Optimizer):
+            load_optimizer(part, state[name])
+        else:
+            part.load_state_dict(state[name])
+
+
+def backward(optimizer: torch.optim.Optimizer, loss: Tensor, limit: float | None = None) -> float:
+    """Compute the gradients of an optimizer's only group, and clip their norm to `limit`; return the norm before."""
+    optimizer.zero_grad()
+    loss.backward()
+    weights = optimizer.param_groups[0]["params"]
+    return float(torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit))
+
+
+@torch.no_grad()
+def update_targets(targets: torch.nn.Module, critics: torch.nn.Module, tau: float) -> None:
+    """Move the weights of the target critics towards the weights of the critics by the fraction `tau`."""
+    for target, weight in zip(targets.parameters(), critics.parameters(), strict=True):
+        target.lerp_(weight, tau)
 
 
 class Trainer:
@@ -269,6 +286,15 @@ class Trainer:
         if not math.isfinite(grad_norm):
             return self.reject_step(f"gradient norm {grad_norm}", weights_status=weights_status)
         return merge_metrics(step_losses) | {"grad_norm": grad_norm}, outputs
+
+    def split_micro_batches(self, count: int, cost: IntArray | None = None) -> list[tuple[IntArray, bool]]:
+        """Split `count` samples into this rank's micro-batches (see `split_micro_batches`).
+
+        `cost` [count]: tokens of each sample, for `max_tokens_per_mbs`; None: only `micro_batch_size` is a limit.
+        """
+        limit = None if cost is None else self.cfg.max_tokens_per_mbs
+        cost = np.ones(count, np.int64) if cost is None else cost
+        return split_micro_batches(cost, self.ranks.rank_info, self.cfg.micro_batch_size, limit)
 
     def update_statistics(self, arena: Arena, records: IntArray) -> None:
         """Update the observation statistics of a policy that normalizes observations."""
@@ -365,3 +391,9 @@ def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the steps that report the metric; the maximum for names that end in _max."""
     values = {name: [s[name] for s in steps if name in s] for name in dict.fromkeys(n for s in steps for n in s)}
     return {n: max(v) if n.endswith("_max") else math.fsum(v) / len(v) for n, v in values.items()}
+
+
+def summarize_updates(steps: list[dict[str, float]], count: int, lr: float) -> dict[str, float]:
+    """Return the mean metrics of the optimizer steps; all other steps of the `count` updates were skipped."""
+    counts = {"optimizer_steps": float(len(steps)), "skipped_nonfinite": float(count - len(steps))}
+    return counts | {"lr": lr} | mean_metrics(steps)

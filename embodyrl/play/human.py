@@ -24,7 +24,6 @@ from embodyrl.play.recording import Recording
 from embodyrl.play.request_handlers import RequestHandlers
 from embodyrl.play.scene import Scene
 from embodyrl.play.start import page
-from embodyrl.types import Observation
 from embodyrl.web_pages.loopback import LoopbackServer
 
 _NO_LIMIT = 100_000
@@ -162,7 +161,6 @@ def compute_uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: in
     if not spec.takes_noise:
         return 0.0
     steps = np.arange(demos.start[episode], demos.stop[episode], spec.num_action_chunks)
-    instructions = tuple(map(str, demos.instruction[steps]))
-    observation = Observation(images=demos.images[steps], state=demos.state[steps], instructions=instructions)
+    observation = demos.observations(steps)
     noise = np.random.default_rng(episode).random((_SAMPLES, len(steps), spec.tokens_per_chunk), np.float32)
     return float(np.stack([policy.decide(observation, noise=sample).actions for sample in noise]).std(axis=0).mean())

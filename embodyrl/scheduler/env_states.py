@@ -36,8 +36,6 @@ class Phase:
     """The env worker executes the environment's action chunk."""
 
 
-_MAX_LOOP_LENGTH = 16
-"""Number of environments up to which a loop is faster than array operations."""
 COPIED_FIELDS: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
@@ -88,8 +86,9 @@ class EnvStates:
         # Bytes and an array of the same memory: searching a few bytes is faster than comparing arrays.
         self._phases = bytearray(count)
         self.phase = np.frombuffer(self._phases, np.int8)
-        self.min_version, self.noise_seed, self.chunks, self._remaining_quota = np.zeros((4, count), np.int64)
-        # `min_version`: minimum weight version for actions; `chunks`: number of executed chunks.
+        self.min_version, self.noise_seed, self.chunks, self._quota = np.zeros((4, count), np.int64)
+        # `min_version`: minimum weight version for actions; `chunks`: number of executed chunks; `_quota`: number of
+        # chunks after which the running episode is cut.
         self._started, (self.keeps, self.stale, self.solved) = np.zeros(count), np.zeros((3, count), np.bool_)
         # `stale`: the worker died while the policy was reading the environment's record; `solved`: the goal was already
         # reached when the running episode began.
@@ -104,8 +103,6 @@ class EnvStates:
 
     def in_phase(self, phase: int, rows: range) -> IntArray:
         """Return the indices of the environments in `rows` whose phase is `phase`."""
-        if len(rows) <= _MAX_LOOP_LENGTH:
-            return np.array([row for row in rows if self._phases[row] == phase], np.int64)
         return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
 
     def get_running_episodes(self, rows: Sequence[int]) -> set[tuple[EpisodeSpec, int]]:
@@ -120,21 +117,15 @@ class EnvStates:
     def assign(self, rows: IntArray, rollout: Rollout) -> None:
         """Assign the rollout's next episodes to environments; `begin` starts the episodes."""
         specs = rollout.start_episodes(rows)
-        self._remaining_quota[rows], self.min_version[rows], self.keeps[rows] = (
-            rollout.get_remaining_quota(rows),
-            rollout.min_version,
-            rollout.keep,
-        )
+        self._quota[rows] = rollout.remaining_quota[rows]
+        self.min_version[rows], self.keeps[rows] = rollout.min_version, rollout.keep
         self.noise_seed[rows] = [spec.noise_seed for spec in specs]
         for row, spec in zip(rows.tolist(), specs, strict=True):
             env_index = self.each[row]
             # The simulator contains a cut episode that is not continued: a reset drops it.
             env_index.cut_episode = env_index.cut_episode if rollout.continues else None
-            env_index.rollout, env_index.episode, env_index.earlier = (
-                rollout,
-                spec,
-                env_index.cut_episode and env_index.cut_episode.executed,
-            )
+            env_index.rollout, env_index.episode = rollout, spec
+            env_index.earlier = env_index.cut_episode and env_index.cut_episode.executed
             if env_index.earlier is not None:
                 # The simulator continues from the earlier start; the action noise is that of this plan.
                 first_part = env_index.earlier.spec
@@ -202,7 +193,6 @@ class EnvStates:
         # The observation's record now describes the whole chunk: actions and results are in the same record.
         self._executed[rows, self.chunks[rows]] = self.current[rows]
         self.chunks[rows] += 1
-        self._remaining_quota[rows] -= 1
         if len(copied := rows[~self.keeps[rows]]):
             records = get_record_indices(self.current[copied])
             # Copy before the records are freed: they may be reallocated immediately.
@@ -210,7 +200,7 @@ class EnvStates:
             for row, *values in zip(copied.tolist(), *columns, strict=True):
                 self.each[row].copies.append(values)
             self._arena.free(self.current[copied])
-        return np.asarray(self._remaining_quota[rows] == 0)
+        return np.asarray(self.chunks[rows] == self._quota[rows])
 
     def finish(
         self,
@@ -242,8 +232,9 @@ class EnvStates:
         }
         outcome_rows = zip(*(values.tolist() for values in outcomes.values()), strict=True)
         bootstraps = np.zeros((len(rows), self._num_bootstraps), np.float32)
-        quotas, starts = self._remaining_quota[rows] + lengths, sizes.cumsum() - sizes
-        per_episode_lists = (values.tolist() for values in (lengths, quotas, counts, starts, sizes))
+        per_episode_lists = (
+            values.tolist() for values in (lengths, self._quota[rows], counts, sizes.cumsum() - sizes, sizes)
+        )
         episodes = []
         for i, (outcome, length, quota, count, start, size) in enumerate(
             zip(outcome_rows, *per_episode_lists, strict=True)
@@ -269,7 +260,7 @@ class EnvStates:
             )
             episodes.append((rollout, episode, record_refs[start : start + size]))
             # Before the environment is idle: `Rollout.ended` uses the remaining quota to start the next wave.
-            rollout.use_quota(env_index.index, length)
+            rollout.remaining_quota[env_index.index] -= length
             self._set_idle(env_index)
         return episodes
 

@@ -197,11 +197,7 @@ class PolicyClient:
 
     def _get_ready_processes(self) -> list[str]:
         """Return the names of acting processes that are alive and have the current weights."""
-        return (
-            [name for name in self._rollout_names if name not in self._unanswered]
-            if self._unanswered
-            else self._rollout_names
-        )
+        return [name for name in self._rollout_names if name not in self._unanswered]
 
     def _fill_buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
         trained = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
@@ -328,7 +324,6 @@ class EventLoop:
 
 
 ALGORITHM_FILE = "algorithm.json"
-_TOKEN_COUNT_FIELDS = (Record.cost, Record.valid)
 
 
 class Actors:
@@ -382,15 +377,12 @@ class Actors:
             open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in partial_episodes if e.cut),
             in_parts=self._in_parts,
         )
-        tokens = (
-            count_batch_tokens(*(self._arena[name][batch.records] for name in _TOKEN_COUNT_FIELDS))
-            if self._is_text
-            else {}
-        )
         done = self._loop.call(request)
-        if tokens:
-            tokens["tokens_per_s"] = tokens.pop("tokens") / done.seconds
-        return done.metrics | tokens | {"seconds": done.seconds}
+        metrics = done.metrics | {"seconds": done.seconds}
+        if self._is_text:
+            cost, valid = self._arena[Record.cost][batch.records], self._arena[Record.valid][batch.records]
+            metrics |= count_batch_tokens(cost, valid, done.seconds)
+        return metrics
 
     def save(self, folder: Path) -> None:
         """Write the policy, the training state and the algorithm's state to `folder`."""

@@ -148,16 +148,14 @@ class Rollout:
     def select_startable(self, rows: IntArray) -> IntArray:
         """Return the idle environments that can start an episode, if those in `rows` start in this order."""
         rows = rows[rows < self.plan.num_envs]
-        rows = rows[self._remaining_quota[rows] > 0]
+        rows = rows[self.remaining_quota[rows] > 0]
         return rows[self._num_queued[rows] > 0] if len(self._queues) > 1 else rows[: self._num_queued[0]]
 
     def peek(self, env_index: int) -> EpisodeSpec | None:
         """Return the next episode of this environment, if any."""
-        return (
-            self._queues[self._get_queue_index(env_index)].head
-            if len(self.select_startable(np.array([env_index])))
-            else None
-        )
+        if not len(self.select_startable(np.array([env_index]))):
+            return None
+        return self._queues[self._get_queue_index(env_index)].head
 
     def start_episodes(self, rows: IntArray) -> list[EpisodeSpec]:
         """Start the next episode of each environment in `rows` (see `select_startable`)."""
@@ -172,14 +170,6 @@ class Rollout:
             self._num_queued[queue := self._get_queue_index(env_index)] += 1
             self._queues[queue].requeue(spec)
             self.queue_version += 1
-
-    def use_quota(self, env_index: int, chunks: int) -> None:
-        """Subtract the chunk steps of an ended episode from the environment's quota."""
-        self._remaining_quota[env_index] -= chunks
-
-    def get_remaining_quota(self, rows: IntArray) -> IntArray:
-        """Return the number of remaining chunk steps of idle environments in this wave; without a quota, about 2^62."""
-        return self._remaining_quota[rows]
 
     def on_episode_end(self) -> None:
         """Count an episode that ended or was dropped; after the last episode of a wave, start the next wave."""
@@ -207,7 +197,6 @@ class Rollout:
         self._queues = [EpisodeQueue(queue) for queue in wave.queues]
         self._num_queued = np.array([len(queue) for queue in wave.queues])
         self.queue_version += 1
-        # Quotas apply to one wave.
-        self._remaining_quota = np.full(
-            self.plan.num_envs, _NO_QUOTA if wave.quota_chunks is None else wave.quota_chunks
-        )
+        quota = _NO_QUOTA if wave.quota_chunks is None else wave.quota_chunks
+        self.remaining_quota = np.full(self.plan.num_envs, quota)
+        """[N] number of chunk steps that each idle environment has left in this wave."""

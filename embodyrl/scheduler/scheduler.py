@@ -177,10 +177,9 @@ class RolloutScheduler(EventLoop):
         rows = np.concatenate([_NO_ROWS, *(acted for _, acted, _ in assignments)])
         if len(rows):
             self._envs.step(rows)
-        sources, targets, offset = self._envs.current[rows], self._envs.target[rows], 0
         for key, acted, resets in assignments:
-            own = slice(offset, offset := offset + len(acted))
-            request = self._stages.start_request(key, acted, sources[own], targets[own], resets)
+            sources, targets = self._envs.current[acted], self._envs.target[acted]
+            request = self._stages.start_request(key, acted, sources, targets, resets)
             # The environments of a worker may run sequentially, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 

@@ -17,6 +17,7 @@ from embodyrl.channels.rendezvous import Rendezvous, open_rendezvous
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
+from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import RunPlan
@@ -24,7 +25,6 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.scheduler import RolloutScheduler
-from embodyrl.scheduler.timeline import open_timeline
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
@@ -232,11 +232,9 @@ class RunningWorkers:
                 self.close()
 
     def close(self) -> None:
-        """Stop all workers, close the observers and free the arena."""
+        """Stop all workers and free the arena."""
         # Workers first: no process may write into freed memory.
         self.supervisor.stop()
-        for observer in self.supervisor.observers:
-            observer.close()
         self.policy.close()
         self.rendezvous.close()
         self.arena.close()
@@ -247,6 +245,7 @@ class RolloutWorkers(RunningWorkers):
     """Running worker processes of a run that executes episodes, and their scheduler."""
 
     scheduler: RolloutScheduler
+    timeline: Timeline
 
 
 def start_workers(
@@ -260,10 +259,15 @@ def start_workers(
     """Create the arena, start all workers and wait until they are ready; `progress` is called while waiting."""
     cfg = run_plan.cfg
     arena = Arena.create(run_plan.layout, run_plan.capacity, suggest_fewer_records(run_plan))
-    names = [worker.name for worker in run_plan.env_workers]
-    observers = [open_timeline(run_plan, arena, log_dir)]
+    timeline = Timeline(
+        num_envs=run_plan.num_envs,
+        env_workers=[worker.name for worker in run_plan.env_workers],
+        arena=arena,
+        trace=log_dir / "trace.json" if cfg.runner.trace or cfg.runner.profile else None,
+        profiled_step=cfg.runner.profile,
+    )
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
-    supervisor = Supervisor(launcher, cfg.faults, log, observers)
+    supervisor = Supervisor(launcher, cfg.faults, log, timeline)
     # One bucket is filled while the other is read.
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
     # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
@@ -272,9 +276,14 @@ def start_workers(
     policy = PolicyClient(supervisor, specs, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
     scheduler = RolloutScheduler(supervisor, arena, policy, run_plan)
     workers = RolloutWorkers(
-        supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, rendezvous=rendezvous
+        supervisor=supervisor,
+        arena=arena,
+        scheduler=scheduler,
+        policy=policy,
+        rendezvous=rendezvous,
+        timeline=timeline,
     )
-    envs = [build_env_spec(run_plan, arena, number) for number in range(len(names))]
+    envs = [build_env_spec(run_plan, arena, number) for number in range(len(run_plan.env_workers))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, specs, callbacks, progress)
     return workers

@@ -62,7 +62,6 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
         arena=arena,
         algorithm=algorithm,
         objective=init.objective,
-        actor=init.actor,
         seed=init.seed,
         env=init.request.env,
         goal_env=init.env,

@@ -1,7 +1,7 @@
 """Env worker: runs action chunks and writes observations directly into the arena."""
 
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,8 +13,7 @@ from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRe
 from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
-from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.types import FloatArray
+from embodyrl.errors import EnvError
 from embodyrl.workers.lifecycle import WorkerInit
 from embodyrl.workers.recording.recordings import Mp4Recordings
 
@@ -43,7 +42,7 @@ class EnvWorker:
         self._init = init
         self._arena = init.open_arena()
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
-        self._recordings: Mp4Recordings | None = None
+        self._recordings = Mp4Recordings(self._env, init.video)
         self._problems: list[Recording] = []
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
@@ -80,7 +79,7 @@ class EnvWorker:
     def _step(self, request: EnvRequest) -> list[Recording]:
         arena, env_indices = self._arena, np.asarray(request.env_indices, np.int64).tolist()
         records = arena.read(request.sources)
-        record_frame = self._record_frame if self._recorded else None
+        record_frame = self._record_frame if self._recordings.env_indices else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
         if self._init.scripted or self._init.labeled:
             policy_actions = None if self._init.scripted else arena[Record.action][records, :length]
@@ -94,39 +93,28 @@ class EnvWorker:
                 cast(TextEnv, self._env).set_replies(env_indices, replies, arena[Record.cut_off][records])
             # The policy wrote the actions into the record of the observation.
             result = self._env.step_chunk(env_indices, arena[Record.action][records, :length], after_step=record_frame)
-        rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
-            if rest:
-                # The record may be reused: clear the results of unexecuted actions.
-                arena[name][records, length:] = 0
-                arena[name][records, :length] = getattr(result, name)
-            else:
-                arena[name][records] = getattr(result, name)
+            # The record may be reused: clear the results of unexecuted actions.
+            arena[name][records, length:] = 0
+            arena[name][records, :length] = getattr(result, name)
         self._reward_errors = result.reward_errors
         arena[Record.components][records] = 0 if result.components is None else result.components
         # Also for episodes that have just ended: a truncated one is bootstrapped from its final observation.
         self._observe(env_indices, request.targets)
-        if self._recordings is None:
-            return []
-        done = [
-            env_index
-            for env_index, done in zip(env_indices, result.done, strict=True)
-            if done and env_index in self._recorded
-        ]
-        return [self._recordings.end(env_index) for env_index in done]
+        ended = [env_index for env_index, done in zip(env_indices, result.done, strict=True) if done]
+        return [self._recordings.end(env_index) for env_index in ended if env_index in self._recordings.env_indices]
 
     def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
         """Start episodes; return the environments whose goal is already reached before the first action."""
-        if self._recordings is not None:
-            for request in requests:
-                self._recordings.discard(request.env_index)  # the episode was cut
+        for request in requests:
+            self._recordings.discard(request.env_index)  # the episode was cut
         env_indices = [request.env_index for request in requests]
         self._env.reset(env_indices, [request.start for request in requests])
         if not self._is_conversation:
             self._read_instructions(env_indices)
         for request in requests:
-            if request.video_stem is not None:
-                self._start_recording(request)
+            if request.video_stem is not None and (problem := self._recordings.begin(request)):
+                self._problems.append(problem)
         self._observe(env_indices, [request.target for request in requests])
         return self._env.solved_at_reset(env_indices) if isinstance(self._env, ReportsSolvedStarts) else ()
 
@@ -140,7 +128,11 @@ class EnvWorker:
             states = state.take(records, 0)
             if not np.isfinite(states).all():
                 row = int(np.flatnonzero(~np.isfinite(states).all(axis=1))[0])
-                raise EnvError(_format_non_finite_error(self._env, env_indices[row], states[row]))
+                env, env_index = self._env, env_indices[row]
+                raise EnvError(
+                    f"env '{env.spec.name}', environment {env_index} ('{env.instruction(env_index)}'): state "
+                    f"{states[row].tolist()}; expected finite numbers. Likely cause: the physics diverged."
+                )
             if self._is_conversation:
                 self._read_instructions(env_indices)
             arena[Record.instruction][records] = self._instructions.take(env_indices, 0)
@@ -152,37 +144,16 @@ class EnvWorker:
         encoded = {text: encode_instruction(text, width) for text in {*texts}}
         self._instructions[env_indices] = [encoded[text] for text in texts]
 
-    @property
-    def _recorded(self) -> Set[int]:
-        return frozenset() if self._recordings is None else self._recordings.env_indices
-
-    def _start_recording(self, request: ResetRequest) -> None:
-        try:
-            self._recordings = self._recordings or Mp4Recordings(self._env, self._init.video)
-            problem = self._recordings.begin(request)
-        except EmbodyError as error:
-            problem = Recording(env_index=request.env_index, path=None, problem=str(error))
-        self._problems += [problem] if problem else []
-
     def _record_frame(self, env_index: int, success: bool) -> None:
         started = time.perf_counter()
-        if self._recordings is not None and (problem := self._recordings.add(env_index, success)):
+        if problem := self._recordings.add(env_index, success):
             self._problems.append(problem)
         self._render_s += time.perf_counter() - started
 
     def close(self) -> None:
         """Stop recordings and free the simulators."""
-        for env_index in [*self._recorded]:
-            assert self._recordings is not None
+        for env_index in [*self._recordings.env_indices]:
             self._recordings.discard(env_index)
         self._env.close()
         if self._init.shared_arena is None:
             self._arena.close()
-
-
-def _format_non_finite_error(env: Env, env_index: int, state: FloatArray) -> str:
-    return (
-        f"env '{env.spec.name}', environment {env_index} ('{env.instruction(env_index)}'): state {state.tolist()}; "
-        "expected finite "
-        f"numbers. Likely cause: the physics diverged."
-    )

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import signal
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from embodyrl.algorithms.settings import AlgorithmSettings
@@ -129,8 +129,7 @@ class WorkerSpec:
 
     def build(self) -> Worker:
         """Import the entry and build the worker in this process."""
-        module, _, attribute = self.entry.partition(":")
-        return getattr(importlib.import_module(module), attribute)(self.init)
+        return resolve_name(self.entry)(self.init)
 
 
 def describe_failure(error: BaseException) -> WorkerFailed:
@@ -143,23 +142,21 @@ def describe_failure(error: BaseException) -> WorkerFailed:
     return WorkerFailed(error=text, traceback=traceback.format_exc(), exit_code=code)
 
 
-def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) -> None:
+def worker_main(connection: Connection, spec: WorkerSpec, log: Path) -> None:
     """Run a worker; entry point of a spawned process."""
     channel = PipeChannel(connection)
     worker: Worker | None = None
-    profiler = None if log_path is None else Profiler(spec.name, Path(log_path).parent)
+    profiler = Profiler(spec.name, log.parent)
     code = 0
     try:
-        _set_up_process(spec, log_path)
+        _set_up_process(spec, log)
         worker = spec.build()
         channel.put(worker.ready())
         while (request := channel.get(_IDLE_LIMIT_S)) is not None:
-            if profiler is not None:
-                profiler.update()
+            profiler.update()
             for reply in worker.handle(request):
                 channel.put(reply)
-            if log_path is not None:
-                cap_log(Path(log_path))
+            cap_log(log)
     except ChannelClosed:
         pass  # the driver is dead: no process to report to
     except BaseException as error:  # process boundary: report every error, then exit
@@ -174,8 +171,7 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     # Destructors of renderers print errors; everything is saved.
     skip_destructors(code)
     try:
-        if profiler is not None:
-            profiler.close()
+        profiler.close()
         if worker is not None:
             worker.close()
     finally:
@@ -183,16 +179,13 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
         sys.stderr.flush()
 
 
-def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
+def _set_up_process(spec: WorkerSpec, log: Path) -> None:
     end_children_at_exit()
-    os.environ.update(spec.environ)
-    if log_path is not None:
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
-        sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
-        sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
+    sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
     # Ctrl-C, SIGTERM of a batch system and SIGHUP reach every process of the run. Only the driver handles them; it
     # needs the workers to save a checkpoint.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED):

@@ -230,12 +230,7 @@ class PolicyInference:
             assert isinstance(policy, ResizesImages)
             observation = replace(observation, images=policy.resize(observation.images))
         output = policy.act(observation, noise=noise, temperature=request.temperature)
-        batch_rows = rows if request.padded_size else slice(None)
-        actions, logprob, value = (
-            np.array(output.actions[batch_rows]),
-            output.logprob[batch_rows],
-            output.value[batch_rows],
-        )
+        actions, logprob, value = output.actions[rows], output.logprob[rows], output.value[rows]
         for quantity, values in (("action", actions), ("log-probability", logprob), ("value", value)):
             if not np.isfinite(values).all():
                 raise NonFiniteError(
@@ -252,13 +247,13 @@ class PolicyInference:
                 int(row): _RunningChunk(int(seed), int(step), chunk_actions)
                 for row, seed, step, chunk_actions in new_chunks
             }
-        arena[Record.tokens][records] = output.tokens[batch_rows]
+        arena[Record.tokens][records] = output.tokens[rows]
         arena[Record.logprob][records] = logprob
         arena[Record.value][records] = value
         arena[Record.version][records] = request.version
         if arena[Record.resized].size:
-            arena[Record.resized][records] = observation.images[batch_rows]
-        arena[Record.cost][records] = 1 if output.cost is None else output.cost[batch_rows]
+            arena[Record.resized][records] = observation.images[rows]
+        arena[Record.cost][records] = 1 if output.cost is None else output.cost[rows]
         if width := arena[Record.reply].shape[1]:
             assert output.cut_off is not None
             arena[Record.reply][records] = np.stack([encode_reply(output.replies[row], width) for row in rows])

@@ -67,13 +67,3 @@ def test_clip_cov_skips_tokens_clipped_by_ppo():
         clipped = LOSSES.get("clip_cov").compute(given, cfg.loss).clipped.flatten()
         assert clipped[0]
         assert clipped[1:].sum() == 1 + (LOSSES.get("ppo_clip").compute(given, cfg.loss).clipped.flatten()[1:].sum())
-
-
-def test_samples_are_weighted_by_executed_actions():
-    """Equal numbers of samples have equal weights only if all actions were executed."""
-    algorithm = Algorithm(algorithm_of(group_size=2))
-    whole = algorithm.prepare([make_episode([[1.0, 0.0]]), make_episode([[0.0, 0.0]], episode_id=1, first_record=1)])
-    assert algorithm.has_equal_weights(whole)
-    ragged = algorithm.prepare(groups((1.0, 0.0)))
-    assert not algorithm.has_equal_weights(ragged)
-    assert not Algorithm(algorithm_of(group_size=2, loss_agg_func="seq-mean-token-mean")).has_equal_weights(whole)

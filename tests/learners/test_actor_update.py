@@ -336,7 +336,7 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
     assert isinstance(learner, PolicyGradientLearner)
     batch = learner._build_batch(get_record_indices(actor.record_refs), np.arange(RECORDS))
     proximal = returned(learner._compute_proximal(batch))
-    (parts,) = learner._plan_micro_batches(batch, proximal, [np.arange(RECORDS)])
+    parts = learner._build_micro_batches(batch, proximal, np.arange(RECORDS))
     found = []
     for more in ([], [(parts[0][0], False)]):
         step = learner._trainer.run_optimizer_step([*parts, *more], 0.0, learner._score, learner._loss)
@@ -354,8 +354,9 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     assert isinstance(learner, PolicyGradientLearner)
     batch = learner._build_batch(records, np.arange(RECORDS))
     planned = [np.array([1, 3, 5]), np.array([2, 4, 0])]
-    steps = [*learner._plan_micro_batches(batch, returned(learner._compute_proximal(batch)), planned)]
-    found = [[np.flatnonzero(np.isin(records, part.observation)).tolist() for part, _ in parts] for parts in steps]
+    proximal = returned(learner._compute_proximal(batch))
+    steps = [learner._build_micro_batches(batch, proximal, samples) for samples in planned]
+    found = [[np.flatnonzero(np.isin(records, part.records)).tolist() for part, _ in parts] for parts in steps]
     assert found == [[[3], [1, 5]], [[0], [2]]]
 
 

@@ -40,9 +40,8 @@ class IqlSettings(BufferSettings, DiscountSettings):
         return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample, expectile {self.expectile:g}"
 
 
-def compute_zero_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: IqlSettings) -> list[Credit]:
+def compute_zero_credits(episodes: Sequence[Episode], _: EstimatorInputs, _cfg: IqlSettings) -> list[Credit]:
     """Return zero advantages, because training does not use the policy's own episodes."""
-    del cfg
     return [Credit(advantage=np.zeros_like(e.reward), returns=np.zeros_like(e.value)) for e in episodes]
 
 

@@ -11,10 +11,12 @@ from embodyrl.algorithms.estimators import (
     StdSettings,
     broadcast_advantage,
     gae,
+    get_groups,
+    get_returns,
     grpo,
     select_credited_steps,
     sum_rewards,
-    whiten_masked,
+    whiten,
 )
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
 from embodyrl.algorithms.settings import CreditSettings, DiscountSettings, GroupSettings
@@ -59,11 +61,8 @@ def _compute_gigpo_credits(episodes: Sequence[Episode], inputs: EstimatorInputs,
 
     The step advantage is relative to the other visits of the same state.
     """
-    groups = [episode.spec.group_id for episode in episodes]
-    normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
-    episode_level = grpo(
-        [episode.episode_return for episode in episodes], groups, normalize=normalize, unbiased=unbiased
-    )
+    groups, normalize, unbiased = get_groups(episodes), cfg.normalize_advantages, cfg.std_unbiased
+    episode_level = grpo(get_returns(episodes), groups, normalize=normalize, unbiased=unbiased)
     executed_steps: list[BoolArray] = [np.asarray(e.valid.any(axis=1)) for e in episodes]
     returns_to_go = [
         compute_returns_to_go(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
@@ -113,24 +112,24 @@ def compute_remax_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, 
 
 
 def compute_reinforce_pp_baseline_credits(
-    episodes: Sequence[Episode], _: EstimatorInputs, cfg: GroupSettings
+    episodes: Sequence[Episode], _: EstimatorInputs, _cfg: GroupSettings
 ) -> list[Credit]:
     """Return R minus the group mean, whitened over all executed actions of the batch (arXiv 2501.03262).
 
     Longer episodes have more weight in the mean and variance.
     """
-    del cfg
-    groups = [episode.spec.group_id for episode in episodes]
-    centered = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
+    centered = grpo(get_returns(episodes), get_groups(episodes), normalize=False)
     masks = [episode.valid for episode in episodes]
-    return _whiten_credits(
-        episodes, [np.where(mask, advantage, 0.0) for mask, advantage in zip(masks, centered, strict=True)], masks
-    )
+    parts = [np.where(mask, advantage, 0.0) for mask, advantage in zip(masks, centered, strict=True)]
+    return _whiten_credits(episodes, parts, masks)
 
 
 def _whiten_credits(episodes: Sequence[Episode], parts: list[DoubleArray], masks: Sequence[BoolArray]) -> list[Credit]:
-    whiten_masked(parts, masks)
-    return [broadcast_advantage(episode, part) for episode, part in zip(episodes, parts, strict=True)]
+    """Whiten the entries in `masks` of all episodes together."""
+    advantage, mask = np.concatenate(parts), np.concatenate(masks)
+    advantage[mask] = whiten(advantage[mask])
+    whitened = np.split(advantage, np.cumsum([len(part) for part in parts])[:-1])
+    return [broadcast_advantage(episode, part) for episode, part in zip(episodes, whitened, strict=True)]
 
 
 def _compute_returns_to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> DoubleArray:

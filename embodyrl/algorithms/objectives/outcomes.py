@@ -7,9 +7,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.algorithms.estimators import EpisodeScores, apply_by_group, build_outcome_estimator, grpo, whiten
+from embodyrl.algorithms.estimators import (
+    apply_by_group,
+    build_outcome_estimator,
+    get_groups,
+    get_returns,
+    grpo,
+    whiten,
+)
+from embodyrl.algorithms.protocol import EstimatorInputs
 from embodyrl.algorithms.settings import GroupSettings, NormalizeSettings, TruncatedEpisodes
-from embodyrl.types import DoubleArray
+from embodyrl.types import DoubleArray, Episode
 
 
 def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
@@ -93,28 +101,26 @@ class GdpoSettings(GroupSettings):
             )
 
 
-def _compute_gdpo(outcomes: EpisodeScores, _: GdpoSettings) -> DoubleArray:
+def _compute_gdpo(episodes: Sequence[Episode], inputs: EstimatorInputs, _: GdpoSettings) -> DoubleArray:
     """Return the `gdpo` advantages; without reward components, the return is the only component."""
-    weights = outcomes.inputs.part_weights
-    if not weights:
-        return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])
-    return gdpo([episode.components.sum(axis=0) for episode in outcomes.episodes], outcomes.groups, weights)
+    if not inputs.part_weights:
+        return gdpo(np.asarray(get_returns(episodes))[:, None], get_groups(episodes), [1.0])
+    return gdpo([episode.components.sum(axis=0) for episode in episodes], get_groups(episodes), inputs.part_weights)
 
 
-RLOO = build_outcome_estimator(lambda outcomes, _: rloo(outcomes.returns, outcomes.groups), GroupSettings)
+RLOO = build_outcome_estimator(lambda episodes, *_: rloo(get_returns(episodes), get_groups(episodes)), GroupSettings)
 
 
 OPO = build_outcome_estimator(
-    lambda outcomes, _: opo(outcomes.returns, outcomes.groups, [episode.length for episode in outcomes.episodes]),
-    GroupSettings,
+    lambda episodes, *_: opo(get_returns(episodes), get_groups(episodes), [e.length for e in episodes]), GroupSettings
 )
 
 
-GPG = build_outcome_estimator(lambda outcomes, _: gpg(outcomes.returns, outcomes.groups), GroupSettings)
+GPG = build_outcome_estimator(lambda episodes, *_: gpg(get_returns(episodes), get_groups(episodes)), GroupSettings)
 
 
 PASS_AT_K = build_outcome_estimator(
-    lambda outcomes, cfg: pass_at_k(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages),
+    lambda episodes, _, cfg: pass_at_k(get_returns(episodes), get_groups(episodes), normalize=cfg.normalize_advantages),
     PassAtKSettings,
 )
 

@@ -71,9 +71,8 @@ class ReplaySettings(CriticSettings):
         return self.hindsight_goals > 0
 
 
-def compute_sac_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: CriticSettings) -> list[Credit]:
+def compute_sac_credits(episodes: Sequence[Episode], _: EstimatorInputs, _cfg: CriticSettings) -> list[Credit]:
     """Return the rewards in place of advantages, because the replay buffer stores rewards."""
-    del cfg
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
 
 

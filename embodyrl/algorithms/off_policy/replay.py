@@ -121,7 +121,6 @@ class ReplayBuffer:
         count = len(arrays["ahead"])
         # A full ring begins at `next`. In chronological order, the newest frames are last.
         order = np.roll(np.arange(count), -state["next"]) if count == state["size"] else np.arange(count)
-        arrays.setdefault("left", np.zeros(count, np.int64))  # older checkpoints have no episode ends
         self._arrays = {name: np.ascontiguousarray(array[order[-self._size :]]) for name, array in arrays.items()}
         self._count = min(count, self._size)
         self._next = self._count % self._size

@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,13 +16,7 @@ from typing import Any
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import LoadWeightsRequest, Reply, Request, WorkerFailed
 from embodyrl.channels.rendezvous import LOOPBACK
-from embodyrl.cluster.protocol import (
-    ClusterSettings,
-    Event,
-    Handle,
-    OpenRequests,
-    place_rank,
-)
+from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests, place_rank
 from embodyrl.cluster.ray_cluster import nodes as ray_nodes
 from embodyrl.cluster.ray_cluster.nodes import Node, ray
 from embodyrl.cluster.ray_cluster.placement import parse_placement
@@ -186,7 +180,7 @@ class RayLauncher(OpenRequests[_Handle]):
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
         node_numbers = self._placement[spec.component]
-        self._update_live_nodes()
+        self._update_live_nodes(ray_nodes.list_live_nodes)
         if self.lost:
             return
         usable = self._get_usable_nodes()
@@ -261,7 +255,7 @@ class RayLauncher(OpenRequests[_Handle]):
                 self._receive_reply(oldest[reference], reference)
         elif not self._events:
             time.sleep(min(timeout_s, 0.01))
-        self._check_nodes()
+        self._update_live_nodes(self._node_monitor.poll)
         for name in self._find_late_workers():
             late = self._handles[name]
             self._remove_worker(
@@ -269,33 +263,23 @@ class RayLauncher(OpenRequests[_Handle]):
             )
         return self._pop_events()
 
-    def _check_nodes(self) -> None:
-        """Report the workers of lost hosts as dead, because Ray does not always report lost actors."""
-        if self.lost:
-            return
+    def _update_live_nodes(self, list_nodes: Callable[[], dict[str, Node] | None]) -> None:
+        """Update the live nodes if `list_nodes` returns a new list, and report the workers of lost hosts as dead.
+
+        Ray does not always report lost actors.
+        """
         try:
-            live = self._node_monitor.poll()
+            live = None if self.lost else list_nodes()
         except WorkerError as error:
             self.lost = str(error)
             return
         if live is None:
             return
-        self._set_live_nodes(live)
-        for name in [name for name, handle in self._handles.items() if handle.node.id not in live]:
-            self._remove_worker_of_lost_host(name)
-
-    def _update_live_nodes(self) -> None:
-        """Update the list of live nodes before a worker is placed."""
-        try:
-            if not self.lost:
-                self._set_live_nodes(ray_nodes.list_live_nodes())
-        except WorkerError as error:
-            self.lost = str(error)
-
-    def _set_live_nodes(self, live: dict[str, Node]) -> None:
         self._live_nodes = live
         if len(usable := self._get_usable_nodes()) < self._min_nodes:
             self.lost = f"only {len(usable)} of {len(self._nodes)} hosts are left (cluster.min_nodes={self._min_nodes})"
+        for name in [name for name, handle in self._handles.items() if handle.node.id not in live]:
+            self._remove_worker_of_lost_host(name)
 
     def _remove_worker_of_lost_host(self, name: str, log: str = "") -> None:
         node = self._handles[name].node

@@ -1,6 +1,7 @@
 """Learner of implicit Q-learning: critics on precomputed features, and advantage-weighted SFT of the policy."""
 
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -10,19 +11,28 @@ from embodyrl.algorithms.iql.estimator import IqlSettings
 from embodyrl.algorithms.iql.losses import advantage_weights
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
+from embodyrl.data.reader import Demonstrations
 from embodyrl.data.rl_demonstrations import load_rl_demonstrations
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.learners.iql.features import HasFeatures, compute_features, observations
 from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UNCHANGED, UpdateGenerator, mean_metrics, split_micro_batches
-from embodyrl.policies.protocol import LearnsStatistics, mark_weights_changed
+from embodyrl.learners.training import UNCHANGED, UpdateGenerator, summarize_updates
+from embodyrl.policies.protocol import LearnsStatistics, Policy, mark_weights_changed
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import ImitationLoss, IntArray
+from embodyrl.types import ROWS_AT_A_TIME, ImitationLoss, IntArray, Observation
 
 CRITICS = "critics"
 """Name of the checkpoint file with the critics and the value network."""
+
+
+@runtime_checkable
+class HasFeatures(Policy, Protocol):
+    """Interface of a policy that computes features of observations as inputs of critics."""
+
+    def features(self, obs: Observation) -> Tensor:
+        """Return features [B, F] of observations, without gradients."""
+        ...
 
 
 class IqlLearner(Learner):
@@ -33,7 +43,7 @@ class IqlLearner(Learner):
         settings = context.algorithm.settings
         assert isinstance(settings, IqlSettings)
         self._trainer, self._policy, self._seed = context.trainer, context.trainer.policy, context.seed
-        self._settings, self._batch_size = settings, context.actor.global_batch_size
+        self._settings, self._batch_size = settings, context.trainer.cfg.global_batch_size
         if not isinstance(self._policy, HasFeatures):
             raise ConfigError(
                 f"adv_type 'iql': model '{self._policy.spec.name}' has no features for critics. Choose another model."
@@ -50,16 +60,16 @@ class IqlLearner(Learner):
                 "Lower model.num_action_chunks."
             )
         with torch.no_grad():
-            features = compute_features(self._policy, self._demos)
+            features = _compute_features(self._policy, self._demos)
         chunks = self._demos.chunks(np.arange(len(self._demos.action)), spec.num_action_chunks)
         actions = on_device(chunks.reshape(len(chunks), -1), features.device)
-        self._values = IqlValues(features, actions, settings, context.actor.optim, context.seed)
+        self._values = IqlValues(features, actions, settings, context.trainer.cfg.optim, context.seed)
         self._device = features.device
 
     def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Run `updates_per_sample` updates for each chunk of the request; return metrics averaged over the updates."""
         if request.step == 0 and isinstance(self._policy, LearnsStatistics):
-            self._policy.update_statistics(observations(self._demos, np.arange(len(self._demos.action))))
+            self._policy.update_statistics(self._demos.observations(np.arange(len(self._demos.action))))
             mark_weights_changed(self._policy.module)
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x1C1]))
         count = max(1, round(self._settings.updates_per_sample * len(request.record_refs)))
@@ -78,7 +88,7 @@ class IqlLearner(Learner):
             weights, metrics = result
             frames = self._steps.start[indices]
             step_result = yield from self._trainer.run_optimizer_step(
-                self._split_micro_batches(),
+                self._trainer.split_micro_batches(self._batch_size),
                 request.step + done / count,
                 lambda rows, frames=frames: self._imitate(frames[rows]),
                 lambda losses, rows, weights=weights: ((weights[rows] * losses.loss).sum() / self._batch_size, None),
@@ -88,8 +98,7 @@ class IqlLearner(Learner):
                 steps.append(step_result[0] | metrics)
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
-        result = {"optimizer_steps": float(len(steps)), "skipped_nonfinite": float(count - len(steps))}
-        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+        return summarize_updates(steps, count, self._trainer.optimization.lr)
 
     def _evaluate(self, indices: IntArray) -> tuple[Tensor, dict[str, float]] | str:
         """Update the critics on the transitions `indices` [B]; return the advantage weights [B] and metrics.
@@ -109,13 +118,7 @@ class IqlLearner(Learner):
 
     def _imitate(self, frames: IntArray) -> ImitationLoss:
         """Return the SFT losses of the chunks that start at `frames`."""
-        obs = observations(self._demos, frames)
-        return self._policy.imitate(obs, self._demos.chunks(frames, self._horizon))
-
-    def _split_micro_batches(self) -> list[tuple[IntArray, bool]]:
-        """Return the batch indices of each micro-batch of this process (see `split_micro_batches`)."""
-        costs = np.ones(self._batch_size, np.int64)
-        return split_micro_batches(costs, self._trainer.ranks.rank_info, self._trainer.cfg.micro_batch_size, None)
+        return self._policy.imitate(self._demos.observations(frames), self._demos.chunks(frames, self._horizon))
 
     def save(self, folder: Path) -> None:
         """Save the critics, the value network, their optimizers, and the features of the data."""
@@ -130,3 +133,13 @@ class IqlLearner(Learner):
                 f"{folder} was written with different critics or data ({error}): a resumed run needs the same "
                 "algorithm.demonstrations, algorithm.critic_width and model. To change them, start a new run."
             ) from error
+
+
+def _compute_features(policy: HasFeatures, demos: Demonstrations) -> Tensor:
+    """Return the policy's features of all frames, concatenated with the state: [N, F]."""
+    parts: list[Tensor] = []
+    for start in range(0, len(demos.action), ROWS_AT_A_TIME):
+        obs = demos.observations(np.arange(start, min(start + ROWS_AT_A_TIME, len(demos.action))))
+        features = policy.features(obs).float()
+        parts.append(torch.cat([features, torch.from_numpy(obs.state).to(features)], 1))
+    return torch.cat(parts)

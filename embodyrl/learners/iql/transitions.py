@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embodyrl.data.reader import Demonstrations, join_demonstrations
+from embodyrl.data.rl_demonstrations import ends_with_success, sum_rewards
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 
@@ -30,9 +31,7 @@ def find_terminal_episodes(demos: Demonstrations) -> BoolArray:
     because all episodes that a time limit truncates have the same length.
     """
     length = demos.stop - demos.start
-    success_counts = np.concatenate([[0], demos.success.cumsum()])
-    ends_with_success = (success_counts[demos.stop] - success_counts[demos.start] == 1) & demos.success[demos.stop - 1]
-    return ends_with_success | (length < length.max(initial=0))
+    return ends_with_success(demos) | (length < length.max(initial=0))
 
 
 def build_transitions(
@@ -42,18 +41,15 @@ def build_transitions(
 
     A chunk without a next observation is omitted, unless the episode ends in a terminal state.
     """
-    demos, is_terminal = (
-        join_demonstrations(list(parts)),
-        np.concatenate([find_terminal_episodes(part) for part in parts]),
-    )
-    cumulative_reward = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+    demos = join_demonstrations(list(parts))
+    is_terminal = np.concatenate([find_terminal_episodes(part) for part in parts])
     columns = []
     for start, stop, terminal in zip(demos.start.tolist(), demos.stop.tolist(), is_terminal.tolist(), strict=True):
         frames = np.arange(start, stop if terminal else max(start, stop - length))
         end = np.minimum(frames + length, stop)
-        reward = reward_scale * (cumulative_reward[end] - cumulative_reward[frames])
-        columns.append((frames, np.minimum(end, stop - 1), reward, np.where(end < stop, gamma, 0.0)))
-    start, after, reward, discount = (np.concatenate(column) for column in zip(*columns, strict=True))
+        columns.append((frames, end, np.minimum(end, stop - 1), np.where(end < stop, gamma, 0.0)))
+    start, end, after, discount = (np.concatenate(column) for column in zip(*columns, strict=True))
+    reward = reward_scale * sum_rewards(demos, start, end)
     return demos, DataTransitions(
         start=start, after=after, reward=reward.astype(np.float32), discount=discount.astype(np.float32)
     )

@@ -10,7 +10,7 @@ from embodyrl.algorithms.iql.estimator import IqlSettings
 from embodyrl.algorithms.iql.losses import critic_loss, expectile_loss
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.settings import OptimSettings
-from embodyrl.learners.training import load_optimizer
+from embodyrl.learners.training import backward, load_parts, update_targets
 from embodyrl.policies.soft_actor.critics import Critics
 
 MINIMUM_SCALE = 1e-3
@@ -39,9 +39,8 @@ class IqlValues:
         self.critics, self.targets = (build(2, states + width, 0) for _ in range(2))
         self.targets.requires_grad_(False)
         self.value = build(1, states, 1)
-        adam: dict[str, Any] = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_eps}
         self._optimizers = {
-            name: build_adam([{"params": [*net.parameters()]}], lr=optim.value_lr, weight_decay=0.0, **adam)
+            name: build_adam([{"params": [*net.parameters()]}], lr=optim.value_lr, weight_decay=0.0, **optim.adam)
             for name, net in (("critics", self.critics), ("value", self.value))
         }
 
@@ -72,9 +71,7 @@ class IqlValues:
         loss = critic_loss(estimate, reward, discount, next_value)
         if not self._run_optimizer_step("critics", loss):
             return "critics"
-        with torch.no_grad():
-            for target_parameter, parameter in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
-                target_parameter.lerp_(parameter, self._settings.tau)
+        update_targets(self.targets, self.critics, self._settings.tau)
         metrics = {"value_loss": value_loss.item(), "critic_loss": loss.item(), "value": estimate.mean().item()}
         return advantage, metrics
 
@@ -83,14 +80,9 @@ class IqlValues:
 
     def _run_optimizer_step(self, name: str, loss: Tensor) -> bool:
         """Take one optimizer step of a network; return False, without a step, if loss or gradient is not finite."""
-        optimizer = self._optimizers[name]
-        optimizer.zero_grad()
-        if not math.isfinite(loss.item()):
-            return False
-        loss.backward()
-        limit = math.inf if self._clip is None else self._clip
-        if finite := bool(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], limit).isfinite()):
-            optimizer.step()
+        finite = math.isfinite(loss.item()) and math.isfinite(backward(self._optimizers[name], loss, self._clip))
+        if finite:
+            self._optimizers[name].step()
         return finite
 
     def state(self) -> dict[str, Any]:
@@ -107,11 +99,7 @@ class IqlValues:
             raise ValueError(
                 f"the features have shape {[*state['features'].shape]} instead of {[*self._features.shape]}"
             )
-        for name, part in self._parts().items():
-            if name in self._optimizers:
-                load_optimizer(self._optimizers[name], state[name])
-            else:
-                part.load_state_dict(state[name])
+        load_parts(self._parts(), state)
         self._features = state["features"].to(self._features)
 
     def _parts(self) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from embodyrl.channels.arena import Fields, read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
+from embodyrl.data.rl_demonstrations import ends_with_success, load_rl_demonstrations, observed, sum_rewards
 from embodyrl.errors import CheckpointError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, load_optimizer, mean_metrics
+from embodyrl.learners.training import UpdateGenerator, load_parts, summarize_updates
 from embodyrl.policies.soft_actor.protocol import CriticPolicy
 from embodyrl.types import IntArray
 
@@ -38,12 +38,12 @@ class CriticLearner(Learner, Generic[P, C]):
 
     def __init__(self, context: LearnerContext, policy: P, settings: C, encoder: Sequence[nn.Parameter] = ()) -> None:
         """Build critics, their optimizer and the buffer; the critic loss also trains `encoder`."""
-        self._trainer, self._policy, self._arena = context.trainer, policy, context.arena
-        self._settings, self._seed = settings, context.seed
-        self._batch_size, self._optim = context.actor.global_batch_size, context.actor.optim
+        trainer, seed = context.trainer, context.seed
+        self._trainer, self._policy, self._arena = trainer, policy, context.arena
+        self._settings, self._seed = settings, seed
+        self._batch_size, self._optim = trainer.cfg.global_batch_size, trainer.cfg.optim
         self._critics, self._targets = (
-            policy.build_critics(settings.critics, context.seed, layer_norm=settings.critic_layer_norm)
-            for _ in range(2)
+            policy.build_critics(settings.critics, seed, layer_norm=settings.critic_layer_norm) for _ in range(2)
         )
         # Target critics are built with the seed of the critics, so that they start as copies.
         self._targets.requires_grad_(False)
@@ -56,8 +56,7 @@ class CriticLearner(Learner, Generic[P, C]):
         """Buffer indices of all transitions in the current update."""
 
     def _build_adam(self, weights: list[Tensor], lr: float) -> torch.optim.Optimizer:
-        betas = self._optim.adam_beta1, self._optim.adam_beta2
-        return build_adam([{"params": weights}], lr=lr, betas=betas, eps=self._optim.adam_eps, weight_decay=0.0)
+        return build_adam([{"params": weights}], lr=lr, **self._optim.adam | {"weight_decay": 0.0})
 
     def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:
         """Store the observations, run `updates_per_sample` updates for each new chunk, and yield after each update.
@@ -80,8 +79,7 @@ class CriticLearner(Learner, Generic[P, C]):
             updates_policy &= request.step >= self._settings.critic_warmup
             if metrics := (yield from self._run_update(rng, request.step, updates_policy=updates_policy)):
                 steps.append(metrics)
-        result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
-        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+        return result | summarize_updates(steps, count, self._trainer.optimization.lr)
 
     @abstractmethod
     def _run_update(
@@ -94,22 +92,6 @@ class CriticLearner(Learner, Generic[P, C]):
         # Only a few critics are used, because the minimum of all critics would be far too low.
         return rng.permutation(self._settings.critics)[: self._settings.critics_in_target]
 
-    def _backward(self, name: str, loss: Tensor) -> float:
-        """Compute the gradients for one optimizer, clip critic gradients, and return the norm before clipping."""
-        optimizer = self._optimizers[name]
-        optimizer.zero_grad()
-        loss.backward()
-        limit = self._optim.value_clip_grad if name == "critics" else None
-        weights = optimizer.param_groups[0]["params"]
-        if limit is not None:
-            return float(torch.nn.utils.clip_grad_norm_(weights, limit))
-        return float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
-
-    @torch.no_grad()
-    def _update_targets(self) -> None:
-        for target_parameter, parameter in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
-            target_parameter.lerp_(parameter, self._settings.tau)
-
     def _store(self, request: UpdateRequest) -> IntArray:
         """Add the records of finished and interrupted episodes to the buffer; return the records."""
         arena, finals = self._arena, dict(request.finals)
@@ -117,9 +99,8 @@ class CriticLearner(Learner, Generic[P, C]):
         episode = np.asarray(request.episode, dtype=np.int64)
         # Records of an episode are consecutive.
         ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
-        final_record_refs = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
-        final_records = arena.read([record_ref for _, record_ref in final_record_refs])
-        positions = [end for end, _ in final_record_refs]
+        positions = [end for end in ends if int(episode[end - 1]) in finals]
+        final_records = arena.read([finals[int(episode[end - 1])] for end in positions])
         records = np.insert(chunk_records, positions, final_records)
         is_action = np.insert(np.ones(len(chunk_records), np.bool_), positions, False)
         valid = arena[Record.valid][records]
@@ -168,10 +149,6 @@ class CriticLearner(Learner, Generic[P, C]):
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
         episode = np.repeat(np.arange(len(pairs)), [-(-(b - a) // length) for a, b in pairs])
         stop = np.minimum(steps + length, demos.stop[episode])
-        cumulative_reward = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
-        success_counts = np.concatenate([[0], demos.success.cumsum()])
-        # True if the episode has exactly one success so far, in the last step of the chunk.
-        ends_with_success = (success_counts[stop] - success_counts[demos.start[episode]] == 1) & demos.success[stop - 1]
         observations, actions, indices = (
             observed(demos, steps, width),
             demos.chunks(steps, length),
@@ -184,11 +161,9 @@ class CriticLearner(Learner, Generic[P, C]):
         return Frames(
             seen=self._compute_stored_features(observations, indices) if self._policy.frozen else observations,
             action=torch.cat(normalized).numpy(),
-            reward=(self._settings.reward_scale * (cumulative_reward[stop] - cumulative_reward[steps])).astype(
-                np.float32
-            ),
+            reward=(self._settings.reward_scale * sum_rewards(demos, steps, stop)).astype(np.float32),
             acted=np.ones(len(steps), np.bool_),
-            terminated=ends_with_success & (stop == demos.stop[episode]),
+            terminated=ends_with_success(demos)[episode] & (stop == demos.stop[episode]),
             episode=episode,
         )
 
@@ -213,11 +188,7 @@ class CriticLearner(Learner, Generic[P, C]):
         """Restore the state written by `save`."""
         state = load_state(folder, CRITICS)
         try:
-            for name, part in self._get_modules().items():
-                if name in self._optimizers:
-                    load_optimizer(self._optimizers[name], state[name])
-                else:
-                    part.load_state_dict(state[name])
+            load_parts(self._get_modules(), state)
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} was written with different critics ({error}): a resumed run needs the same "

@@ -15,7 +15,7 @@ from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
 from embodyrl.learners.imitation import encode_reply_batch
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, mean_metrics, split_micro_batches
+from embodyrl.learners.training import UpdateGenerator, summarize_updates
 from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation
@@ -32,7 +32,7 @@ class FilteredLearner(Learner):
         settings = context.algorithm.settings
         assert isinstance(settings, FilteredSettings)
         self._trainer, self._policy, self._arena = context.trainer, context.trainer.policy, context.arena
-        self._settings, self._batch_size, self._seed = settings, context.actor.global_batch_size, context.seed
+        self._settings, self._batch_size, self._seed = settings, context.trainer.cfg.global_batch_size, context.seed
         self._gripper = context.env.action.gripper
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
@@ -71,7 +71,7 @@ class FilteredLearner(Learner):
         for done in range(count):
             batch = self._sample_batch(rng, stored, num_demonstrations)
             step_result = yield from self._trainer.run_optimizer_step(
-                self._split_micro_batches(*batch),
+                self._trainer.split_micro_batches(self._batch_size, self._count_tokens(*batch)),
                 request.step + done / count,
                 lambda rows, batch=batch: self._imitate(batch, rows),
                 lambda losses, _: (losses.loss.sum() / self._batch_size, None),
@@ -86,8 +86,7 @@ class FilteredLearner(Learner):
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
         self._trainer.ranks.reshard()
-        result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
-        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+        return result | summarize_updates(steps, count, self._trainer.optimization.lr)
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -99,12 +98,11 @@ class FilteredLearner(Learner):
         if self._weights:
             mark_weights_changed(self._policy.module)
 
-    def _split_micro_batches(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
-        """Return the batch indices of each micro-batch of this process (see `split_micro_batches`)."""
-        cfg, costs = self._trainer.cfg, np.ones(self._batch_size, np.int64)
-        if cfg.max_tokens_per_mbs is not None and isinstance(self._policy, TextPolicy):
-            costs = self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)
-        return split_micro_batches(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
+    def _count_tokens(self, obs: Observation, actions: FloatArray) -> IntArray | None:
+        """Return the number of tokens of each sample; None: the number is not needed."""
+        if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
+            return None
+        return self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)
 
     def _sample_batch(
         self, rng: np.random.Generator, stored: IntArray, num_demonstrations: int

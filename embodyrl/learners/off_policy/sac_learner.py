@@ -20,7 +20,7 @@ from embodyrl.data.augment import shift
 from embodyrl.learners.off_policy.critic_learner import FEATURES, CriticLearner
 from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
 from embodyrl.learners.protocol import LearnerContext
-from embodyrl.learners.training import UpdateGenerator
+from embodyrl.learners.training import UpdateGenerator, backward, update_targets
 from embodyrl.policies.soft_actor.protocol import SoftActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
@@ -103,7 +103,10 @@ class SacLearner(CriticLearner[SoftActor, ReplaySettings]):
         if not math.isfinite(loss.item() + alpha_loss.item()):
             self._trainer.reject_step(f"loss {loss.item()} of the critics")
             return {}
-        norms = {name: self._backward(name, term) for name, term in (("critics", loss), ("alpha", alpha_loss))}
+        norms = {
+            "critics": backward(self._optimizers["critics"], loss, self._optim.value_clip_grad),
+            "alpha": backward(self._optimizers["alpha"], alpha_loss),
+        }
         if non_finite := [name for name, norm in norms.items() if not math.isfinite(norm)]:
             self._trainer.reject_step(f"gradient norm {norms[non_finite[0]]} of the {non_finite[0]}")
             return {}
@@ -123,7 +126,7 @@ class SacLearner(CriticLearner[SoftActor, ReplaySettings]):
                 )
                 return {}
             metrics |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
-        self._update_targets()
+        update_targets(self._targets, self._critics, self._settings.tau)
         return metrics | {"alpha": alpha.item()}
 
     def _actor_loss(self, features: Tensor, sampled_action: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
@@ -169,8 +172,6 @@ class SacLearner(CriticLearner[SoftActor, ReplaySettings]):
         return super()._get_replay_state() | {OPEN: self._open.state()}
 
     def _load_replay_state(self, state: dict[str, Any]) -> None:
-        if "action" in state and state["action"].ndim == 3:  # in older checkpoints, in the environment's units
-            state["action"] = self._policy.normalize(state["action"], None).cpu().numpy()
         unfinished = state.pop(OPEN, None)
         super()._load_replay_state(state)
         if unfinished:

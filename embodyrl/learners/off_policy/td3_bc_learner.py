@@ -16,7 +16,7 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.learners.off_policy.critic_learner import CriticLearner
 from embodyrl.learners.protocol import LearnerContext
-from embodyrl.learners.training import UpdateGenerator, split_micro_batches
+from embodyrl.learners.training import UpdateGenerator, backward, update_targets
 from embodyrl.policies.soft_actor.protocol import RegressionActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ImitationLoss, IntArray
@@ -97,12 +97,12 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
             target = td3_target(reward, discount, self._targets(features[batch.after], next_action)[target_critics])
         value = self._critics(features[batch.indices], action)
         loss = critic_loss(value, target)
-        norm = self._backward("critics", loss)
+        norm = backward(self._optimizers["critics"], loss, self._optim.value_clip_grad)
         if not math.isfinite(loss.item() + norm):
             self._trainer.reject_step(f"loss {loss.item()} or gradient norm {norm} of the critics")
             return {}
         self._optimizers["critics"].step()
-        self._update_targets()
+        update_targets(self._targets, self._critics, self._settings.tau)
         return {"value_loss": loss.item(), "value": value.mean().item()}
 
     def _update_policy(self, rows: IntArray, features: Tensor, step: int) -> UpdateGenerator[dict[str, float] | None]:
@@ -119,9 +119,8 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
             loss = policy_loss(value, scale, chunk, targets[part], imitated[part], self._settings.bc_weight)
             return ImitationLoss(loss=loss, accuracy=value.detach())
 
-        costs, cfg = np.ones(len(rows), np.int64), self._trainer.cfg
         result = yield from self._trainer.run_optimizer_step(
-            split_micro_batches(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, None),
+            self._trainer.split_micro_batches(len(rows)),
             float(step),
             compute,
             lambda losses, _: (losses.loss.sum() / len(rows), None),

@@ -102,7 +102,7 @@ def test_run_continues_after_losing_an_env_node(tmp_path, two_nodes):
 def test_output_of_a_crashed_worker_is_kept(tmp_path, two_nodes):
     from embodyrl.cluster.ray_cluster.launcher import RayLauncher
 
-    assert RayLauncher.preview(ClusterSettings(num_nodes=2)).count(f"{socket.gethostname()} (") == 2
+    assert RayLauncher.describe_hosts(ClusterSettings(num_nodes=2)).count(f"{socket.gethostname()} (") == 2
     named = dict.fromkeys(("rollout", "actor"), 0) | {"env": f"{socket.gethostname()},1"}
     launcher = RayLauncher(tmp_path, ClusterSettings(num_nodes=2, component_placement=named))
     assert launcher.where.count(f"{socket.gethostname()} (") == 2

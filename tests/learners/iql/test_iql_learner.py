@@ -247,7 +247,6 @@ def test_iql_imitates_all_predicted_actions(host):
             trainer=learner._trainer,
             arena=actor._arena,
             algorithm=Algorithm(learner._settings),
-            actor=learner._trainer.cfg,
             seed=0,
             env=toy_spec(1),
         )

@@ -299,7 +299,7 @@ def test_token_budget_counts_prompts_and_replies(tmp_path):
         obs = Observation(images=empty, state=state, instructions=tuple(prompts))
         actions = np.where(np.arange(32) < replies[:, None], 5.0, -1.0)[:, :, None].astype(np.float32)
         costs = np.array([len(prompt) for prompt in host.policy.reader(obs)]) + replies
-        found = actor._split_micro_batches(obs, actions)
+        found = actor._trainer.split_micro_batches(6, actor._count_tokens(obs, actions))
     assert sorted(np.concatenate([rows for rows, _ in found]).tolist()) == list(range(6))
     assert all(len(rows) * costs[rows].max() <= 40 for rows, _ in found)
     assert len(found) == 4, "32, 32, two of at most 16 and the rest"

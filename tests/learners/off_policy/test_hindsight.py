@@ -134,19 +134,6 @@ def test_overwritten_replay_buffer_does_not_mix_episodes(build):
         assert states[source, 4] == states[found.indices[row], 4] == states[found.after[row], 4]
 
 
-def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
-    """The checkpoint does not contain the ends of episodes."""
-    hindsight, buffer = build("Walk"), ReplayBuffer(100, GAMMA, 1)
-    buffer.add(episode(3, 0))
-    kept = buffer.state()
-    del kept["left"]
-    again = ReplayBuffer(100, GAMMA, 1)
-    again.load_state(kept)
-    again.add(episode(3, 1))
-    found = hindsight.relabel(again.transitions(np.tile(again.starts, 20)), np.random.default_rng(0))
-    assert set(found.indices[found.relabeled]) == set(again.starts[3:])
-
-
 def test_parts_of_a_continued_episode_are_joined_at_its_end():
     """Mutants: the last frame of a part is duplicated; frames without continuation are lost; parts are reordered."""
     whole = [episode(6, 0), episode(5, 1, terminated=True), episode(4, 2)]

@@ -11,7 +11,7 @@ from toy_runs import rows, train_toy
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Field, RecordLayout
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, ResetRequest, UpdateRequest
-from embodyrl.scheduler.timeline import CLOCK_METRICS, Timeline
+from embodyrl.cluster.timeline import CLOCK_METRICS, Timeline
 
 
 class Clock:

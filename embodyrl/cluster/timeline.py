@@ -1,9 +1,10 @@
 """Busy time of workers, measured in the driver: utilization metrics, and a trace for Perfetto."""
 
 import json
+import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Request, UpdateRequest
 from embodyrl.cluster.protocol import Message
 from embodyrl.files import natural_sort_key, write_atomically
-from embodyrl.plan.run_plan import RunPlan
 from embodyrl.workers.profiling import Profiler, read_profiles
 
 _TRACE_LIMIT = 500_000
@@ -24,6 +24,7 @@ CLOCK_METRICS = frozenset(
     f"rollout/{name}"
     for name in ("slot_occupancy", "policy_busy", "env_busy", "policy_waits_for_env", "env_waits_for_policy")
 )
+"""Names of metrics that depend on the speed of the machine."""
 
 
 class Span(NamedTuple):
@@ -39,13 +40,11 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records a span for each request, for utilization metrics and a trace (see `RequestObserver`).
+    """Records a span for each request to a worker, for utilization metrics and a trace.
 
     A worker runs one request at a time, so a span starts when the previous span ends. The trace of a profiled step
     (runner.profile) also contains Python functions and torch operators.
     """
-
-    clock_metrics = CLOCK_METRICS
 
     def __init__(
         self,
@@ -137,29 +136,19 @@ class Timeline:
             for span in self._step
             if span.start < end
         ]
-        wall, workers = max(end - start, 1e-9), len(self._env_workers)
-        env = {
-            worker: [(span.start, span.end) for span in spans_of_step if span.worker == worker]
-            for worker in self._env_workers
-        }
-        # As a union: seconds of processes that act in parallel must not exceed wall-clock time.
-        inference = _merge_intervals((span.start, span.end) for span in spans_of_step if span.name == "infer")
-        busy = [span for span in spans_of_step if span.name == "infer" or span.worker in env]
-        any_env = _merge_intervals(span for spans in env.values() for span in spans)
-        idle = [
-            _total_length(_merge_intervals([*env[worker], *inference])) - _total_length(_merge_intervals(env[worker]))
-            for worker in self._env_workers
-        ]
+        wall = max(end - start, 1e-9)
+        inference = [span for span in spans_of_step if span.name == "infer"]
+        by_worker = {worker: [s for s in spans_of_step if s.worker == worker] for worker in self._env_workers}
+        env = [span for spans in by_worker.values() for span in spans]
+        env_s = sum(_busy_time(spans) for spans in by_worker.values())
+        env_or_policy_s = sum(_busy_time([*spans, *inference]) for spans in by_worker.values())
         return result | {
-            "rollout/slot_occupancy": sum(span.size * (span.end - span.start) for span in busy)
+            "rollout/slot_occupancy": sum(s.size * (s.end - s.start) for s in [*inference, *env])
             / (self._num_envs * wall),
-            "rollout/policy_busy": _total_length(inference) / wall,
-            "rollout/env_busy": sum(_total_length(spans) for spans in env.values()) / (workers * wall),
-            "rollout/policy_waits_for_env": (
-                _total_length(_merge_intervals([*any_env, *inference])) - _total_length(inference)
-            )
-            / wall,
-            "rollout/env_waits_for_policy": sum(idle) / (workers * wall),
+            "rollout/policy_busy": _busy_time(inference) / wall,
+            "rollout/env_busy": env_s / (len(by_worker) * wall),
+            "rollout/policy_waits_for_env": (_busy_time([*env, *inference]) - _busy_time(inference)) / wall,
+            "rollout/env_waits_for_policy": (env_or_policy_s - env_s) / (len(by_worker) * wall),
         }
 
     def close(self) -> None:
@@ -200,26 +189,10 @@ def _count_items(request: Request) -> int:
     return sum(len(access.record_refs) for access in request.get_read_access())
 
 
-def _merge_intervals(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of time intervals, as disjoint intervals in ascending order."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _total_length(spans: Iterable[tuple[float, float]]) -> float:
-    return sum(end - start for start, end in spans)
-
-
-def open_timeline(run_plan: RunPlan, arena: Arena, log_dir: Path) -> Timeline:
-    """Return the timeline of a run, with a trace file if `runner.trace` or `runner.profile` is set."""
-    names = [worker.name for worker in run_plan.env_workers]
-    runner = run_plan.cfg.runner
-    trace = log_dir / "trace.json" if runner.trace or runner.profile else None
-    return Timeline(
-        num_envs=run_plan.num_envs, env_workers=names, arena=arena, trace=trace, profiled_step=runner.profile
-    )
+def _busy_time(spans: Sequence[Span]) -> float:
+    """Return the time in which at least one span was active, which never exceeds wall-clock time."""
+    total, covered_until = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, covered_until))
+        covered_until = max(covered_until, span.end)
+    return total
