@@ -20,7 +20,7 @@ from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_episodes, read_tasks
 from embodyrl.data.writer import get_episode_paths
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
-from embodyrl.files import read_json
+from embodyrl.files import read_json, read_parquet
 from embodyrl.policies.inputs import describe_gripper
 from embodyrl.types import EnvSpec
 
@@ -105,7 +105,7 @@ def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     names = _list_task_names(rows)
-    if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(names), check_metadata=True):
+    if not read_parquet(root / layout.TASKS_PATH).equals(layout.tasks_table(names), check_metadata=True):
         yield f"{layout.TASKS_PATH} does not list the {len(names)} instructions of the episodes in order."
 
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
-from embodyrl.data.tables import DATA_FILE, VALUE_BYTES, find_file, get_data_path, read_table
+from embodyrl.data.tables import DATA_FILE, find_file, get_data_path
 from embodyrl.errors import EmbodyError
-from embodyrl.files import available_bytes, visible_files
+from embodyrl.files import VALUE_BYTES, available_bytes, read_parquet, visible_files
 from embodyrl.types import FloatArray, IntArray
 
 _RESOLUTION = 1e-3
@@ -133,7 +133,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
                 f"{path} has no column '{missing[0]}', which the data set declares. Columns: {', '.join(present)}. "
                 "Download the data set again."
             )
-        return read_table(path, columns)
+        return read_parquet(path, columns)
     except (OSError, pa.ArrowException) as error:
         with contextlib.suppress(OSError), open(path, "rb") as file:
             if file.read(len(_LFS)) == _LFS:

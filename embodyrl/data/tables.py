@@ -9,12 +9,11 @@ import itertools
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from embodyrl.data.layout import (
     CHUNKS_SIZE,
@@ -26,7 +25,7 @@ from embodyrl.data.layout import (
     is_embodyrl_dataset,
 )
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.files import available_bytes, inside, natural_sort_key, read_json, read_lines
+from embodyrl.files import inside, natural_sort_key, read_json, read_lines, read_parquet
 
 ONE_FILE_PER_EPISODE = "v2.1"
 VERSIONS = (ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
@@ -37,8 +36,6 @@ _EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
 _LEROBOT_TASK = ("task", "__index_level_0__")
 """Names of the instruction column: lerobot stores a pandas index, with or without a name."""
 _FETCH = "Download the data set again."
-VALUE_BYTES = 32
-"""Assumed size of one value of a table with its copies, in bytes."""
 _NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
 
 
@@ -107,7 +104,7 @@ def _read_stored_episodes(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=natural_sort_key):
         try:
-            rows += read_table(find_file(root, path.relative_to(root))).to_pylist()
+            rows += read_parquet(find_file(root, path.relative_to(root))).to_pylist()
         except (OSError, pa.ArrowException) as error:
             raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
     return sorted(rows, key=lambda row: row["episode_index"])
@@ -170,7 +167,7 @@ def read_tasks(root: Path) -> dict[int, str]:
         return _check_tasks(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH
     try:
-        table = read_table(find_file(root, path.relative_to(root)))
+        table = read_parquet(find_file(root, path.relative_to(root)))
     except FileNotFoundError:
         raise EmbodyError(f"{path} is missing. {_FETCH}") from None
     except (OSError, pa.ArrowException) as error:
@@ -223,24 +220,6 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
                 )
         rows.append(row)
     return rows
-
-
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a Parquet file, or some of its columns. A small file can contain any number of equal values.
-
-    Raises:
-        ArrowException: the file is damaged, or its values need more than a quarter of the free memory.
-    """
-    file, limit = pq.read_metadata(path), available_bytes() // 4
-    chunks = [file.row_group(i).column(k) for i in range(file.num_row_groups) for k in range(file.num_columns)]
-    size = sum(
-        max(chunk.total_uncompressed_size, VALUE_BYTES * chunk.num_values)
-        for chunk in chunks
-        if columns is None or any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns)
-    )
-    if size > limit:
-        raise pa.ArrowInvalid(f"it unpacks to more than {limit >> 20} MiB, a quarter of the free memory")
-    return pq.read_table(path, columns=None if columns is None else list(columns))
 
 
 def find_file(root: Path, name: str | Path) -> Path:

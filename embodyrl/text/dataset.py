@@ -15,7 +15,7 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.files import LONGEST_LINE, available_bytes, inside, read_lines, visible_files
+from embodyrl.files import LONGEST_LINE, inside, read_lines, read_parquet, visible_files
 from embodyrl.registry import load, takes
 from embodyrl.text.chat import (
     ChatTemplate,
@@ -44,8 +44,6 @@ _COUNTED_ROWS = 1000
 """Maximum number of rows that are checked for unknown tokens."""
 _PATTERN_S = 1.0
 """Maximum CPU time for data.answer_pattern in one row, in seconds."""
-_VALUE_BYTES = 32
-"""Assumed minimum size of a Python object for one value of a column, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -262,24 +260,25 @@ def _read_rows(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
                 f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
             ) from error
     source = resolve_asset(path) / (cfg.subset or "")
-    try:
-        files = [inside(source, file.relative_to(source)) for file in visible_files(source, *SUFFIXES)]
-    except ValueError as error:
-        raise ConfigError(f"data.path={path}: {error}. Copy the file into the folder.") from error
-    files = files if source.is_dir() else [source]
-    if not files or not files[0].is_file():
+    files = [source] if source.is_file() else visible_files(source, *SUFFIXES)
+    if not files:
         raise ConfigError(
             f"data.path={path}: {source} does not exist, or contains no "
             f"{' or '.join(SUFFIXES)} files. Correct the path."
         )
+    try:
+        for file in files if source.is_dir() else ():
+            inside(source, file.relative_to(source))
+    except ValueError as error:
+        raise ConfigError(f"data.path={path}: {error}. Copy the file into the folder.") from error
     if split is not None:
-        names = {candidate: (candidate.name, *candidate.relative_to(source).parent.parts) for candidate in files}
-        parts = {
-            candidate: {re.split(r"[-._]", name)[0] for name in components} for candidate, components in names.items()
+        prefixes = {
+            file: {re.split(r"[-._]", name)[0] for name in (file.name, *file.relative_to(source).parent.parts)}
+            for file in files
         }
-        files = [candidate for candidate in files if split in parts[candidate]]
+        files = [file for file in files if split in prefixes[file]]
         if not files:
-            known = ", ".join(sorted(set().union(*parts.values())))
+            known = ", ".join(sorted(set().union(*prefixes.values())))
             raise ConfigError(
                 f"data.path={path} has no split '{split}'. Names of its files and folders begin with {known}."
             )
@@ -290,12 +289,12 @@ def _read_file(file: Path) -> list[Any]:
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} has the unsupported suffix '{file.suffix}'. Use a {' or '.join(SUFFIXES)} file.")
     if file.suffix == ".parquet":
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException
 
         try:
-            return _read_parquet(parquet.ParquetFile(file), file)
-        except (ArrowInvalid, OSError) as error:
-            raise ConfigError(f"{file} is not a readable Parquet file: {error}. Download the file again.") from error
+            return read_parquet(file).to_pylist()
+        except (ArrowException, OSError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}. Download the file again, or split it.") from error
     rows = []
     # `splitlines` would also split at U+2028 and other line separators in a text. Some editors write a byte order mark
     # at the start of a file.
@@ -314,48 +313,6 @@ def _read_file(file: Path) -> list[Any]:
             start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
             raise ConfigError(f"{file}, line {number} is not JSON ({error}): {start!r}. Correct the line.") from error
     return rows
-
-
-def _read_parquet(source: Any, file: Path) -> list[Any]:
-    """Read the rows of a Parquet file with a memory limit, because small files can decompress to any size.
-
-    Raises:
-        ConfigError: the rows need more than a quarter of the free memory.
-    """
-    limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
-    values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
-    sizes = [group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns)]
-    size = max(sum(sizes), sum(group.total_byte_size for group in groups))
-    columns: dict[str, list[Any]] = {}
-    try:
-        # One column at a time: sizes in the file may be wrong, and a batch of all columns is larger.
-        for name in source.schema_arrow.names if max(size, _VALUE_BYTES * values) <= limit else ():
-            columns[name] = []
-            for batch in source.iter_batches(64, columns=[name]):
-                column = batch.column(name)
-                size += column.nbytes + _VALUE_BYTES * len(column) + _count_expanded_bytes(column)
-                if size > limit:
-                    raise MemoryError
-                columns[name] += column.to_pylist()
-        if columns and {*map(len, columns.values())} == {source.metadata.num_rows}:
-            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    except MemoryError:
-        pass  # reported below
-    raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory. Split the file.")
-
-
-def _count_expanded_bytes(column: Any) -> int:
-    """Return the number of bytes that are added when a dictionary-encoded column is expanded to one value per row."""
-    import pyarrow as pa
-    import pyarrow.compute as compute  # type: ignore[import-untyped]
-
-    if not pa.types.is_dictionary(column.type):
-        return 0
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    if not any(kind(column.type.value_type) for kind in kinds):
-        return len(column) * column.dictionary.nbytes
-    lengths: Any = compute.binary_length(column.dictionary)  # type: ignore[attr-defined]
-    return compute.sum(lengths.take(column.indices)).as_py() or 0  # type: ignore[attr-defined]
 
 
 def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:

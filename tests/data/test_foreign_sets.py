@@ -16,9 +16,9 @@ import pytest
 from demos import card, demonstration
 from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
+from embodyrl import files
 from embodyrl.commands.sft_setup import load_inputs
 from embodyrl.data import rows as data_rows
-from embodyrl.data import tables as data_tables
 from embodyrl.data.cards import read_card
 from embodyrl.data.layout import OWN
 from embodyrl.data.reader import Demonstrations, load_demonstrations
@@ -287,7 +287,7 @@ def test_more_rows_than_fit_into_memory_are_rejected(tmp_path: Path, monkeypatch
     rows = table.take(np.zeros(400_000 // split, np.int64))
     for number in range(split):
         pq.write_table(rows, root / f"data/chunk-000/file-{number:03d}.parquet", compression="zstd")
-    for module in (data_rows, data_tables):
+    for module in (data_rows, files):
         monkeypatch.setattr(module, "available_bytes", lambda: 200 << 20)
     with pytest.raises(EmbodyError, match="unpacks to more than 50 MiB" if split == 1 else "has too many rows"):
         load_demonstrations(root)
