@@ -170,6 +170,30 @@ def read_lines(path: Path) -> Iterator[bytes]:
                     return
 
 
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line of a JSON Lines file, possibly from an untrusted source.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is malformed, or longer than `LONGEST_LINE`; the message contains its number.
+    """
+    # Unlike `splitlines`, this does not split at U+2028 and other line separators in a text.
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        if len(line) == LONGEST_LINE:
+            raise ValueError(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
+        try:
+            # Some editors write a byte order mark at the start of a file.
+            value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            if b"\\ud" in line.lower():
+                json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not a character
+        except (ValueError, RecursionError) as error:
+            start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
+            raise ValueError(f"line {number} is not JSON ({error}): {start!r}") from error
+        yield number, value
+
+
 VALUE_BYTES = 32
 """Assumed size of one value of a table with its copies, in bytes."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
-from embodyrl.data.tables import DATA_FILE, find_file, get_data_path
+from embodyrl.data.tables import DATA_FILE, find_file, get_data_path, reading
 from embodyrl.errors import EmbodyError
 from embodyrl.files import VALUE_BYTES, available_bytes, read_parquet, visible_files
 from embodyrl.types import FloatArray, IntArray
 
 _RESOLUTION = 1e-3
 """Maximum distance between adjacent float32 values of a column, as a fraction of the column's range."""
-_LFS = b"version https://git-lfs"
 INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -126,7 +124,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
     Raises:
         EmbodyError: the file is damaged, or lacks a column.
     """
-    try:
+    with reading(path):
         present = pq.read_schema(path).names
         if missing := [name for name in columns if name not in present]:
             raise EmbodyError(
@@ -134,12 +132,6 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
                 "Download the data set again."
             )
         return read_parquet(path, columns)
-    except (OSError, pa.ArrowException) as error:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if file.read(len(_LFS)) == _LFS:
-                raise EmbodyError(f"{path} is a Git LFS pointer. Fetch the files: git lfs pull.") from None
-        reason = str(error).rstrip(".")
-        raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
 
 
 def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = None) -> FloatArray:

@@ -1,6 +1,5 @@
 """Rows of text tasks, with optional images, from JSON Lines or Parquet files, folders, or user functions."""
 
-import json
 import re
 import signal
 import threading
@@ -15,7 +14,7 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.files import LONGEST_LINE, inside, read_lines, read_parquet, visible_files
+from embodyrl.files import inside, read_json_lines, read_parquet, visible_files
 from embodyrl.registry import load, takes
 from embodyrl.text.chat import (
     ChatTemplate,
@@ -295,24 +294,10 @@ def _read_file(file: Path) -> list[Any]:
             return read_parquet(file).to_pylist()
         except (ArrowException, OSError) as error:
             raise ConfigError(f"{file} cannot be read: {error}. Download the file again, or split it.") from error
-    rows = []
-    # `splitlines` would also split at U+2028 and other line separators in a text. Some editors write a byte order mark
-    # at the start of a file.
-    for number, line in enumerate(read_lines(file), start=1):
-        if not line.strip():
-            continue
-        if len(line) == LONGEST_LINE:
-            raise ConfigError(
-                f"{file}, line {number} is longer than {LONGEST_LINE >> 20} MiB. Shorten or remove the row."
-            )
-        try:
-            rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
-            if b"\\ud" in line.lower():
-                json.dumps(rows[-1], ensure_ascii=False).encode()  # half of a surrogate pair is not a character
-        except (ValueError, RecursionError) as error:
-            start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
-            raise ConfigError(f"{file}, line {number} is not JSON ({error}): {start!r}. Correct the line.") from error
-    return rows
+    try:
+        return [row for _, row in read_json_lines(file)]
+    except ValueError as error:
+        raise ConfigError(f"{file}, {error}. Correct or remove the line.") from error
 
 
 def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:

@@ -23,7 +23,7 @@ from embodyrl.data.conversion.source import (
 )
 from embodyrl.data.conversion.tfrecord import Feature, parse_example, read_records
 from embodyrl.data.frames import decode_png, image_size
-from embodyrl.data.tables import find_file
+from embodyrl.data.tables import find_file, reading
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
 
@@ -254,9 +254,5 @@ def _list_shard_names(info: Mapping[str, Any], split: Mapping[str, Any], count: 
 
 
 def _read_json(path: Path) -> Any:
-    try:
+    with reading(path):
         return read_json(path)
-    except FileNotFoundError:
-        raise EmbodyError(f"{path} is missing. Download the data set again.") from None
-    except (OSError, ValueError) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Download the data set again.") from error
