@@ -84,12 +84,12 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
     try:
         tasks = list(dict.fromkeys(row["tasks"][0] for row in writer.episodes))
         first = 1 + max((row["embodyrl/trial"] for row in writer.episodes), default=-1)
-        progress(first, plan.episodes)
+        progress(first, plan.description.episodes)
         for raw in source.episodes(first, list(plan.keys)):
             demonstration = _build_demonstration(raw, plan, data, tasks)
             if demonstration is not None:
                 writer.append(demonstration)
-            progress(raw.number + 1, plan.episodes)
+            progress(raw.number + 1, plan.description.episodes)
         writer.flush()
     finally:
         writer.close()
@@ -110,7 +110,7 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         episodes=num_converted,
         frames=writer.num_frames,
         tasks=len(tasks),
-        left_out=plan.episodes - num_converted,
+        left_out=plan.description.episodes - num_converted,
     )
 
 

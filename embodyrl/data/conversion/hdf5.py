@@ -111,7 +111,7 @@ class Hdf5Source:
                 "data.instruction."
             )
         shared = {key: json.loads(value) for key, (value, _) in self._declared.items()}
-        self._description = Description(
+        self.description = Description(
             kind=f"HDF5, {len(files)} files",
             name=source.stem.removesuffix("_demo"),
             episodes=len(self._episodes),
@@ -137,11 +137,6 @@ class Hdf5Source:
                     "different "
                     "conventions to separate data sets."
                 )
-
-    @property
-    def description(self) -> Description:
-        """Format, size, columns and conventions of the files."""
-        return self._description
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on (see `Source.episodes`)."""

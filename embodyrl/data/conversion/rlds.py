@@ -83,7 +83,7 @@ class RldsSource:
         is_libero = _LIBERO_NAME.match(name) is not None and _LIBERO.keys() <= self._columns.keys()
         # By the format's rules, the last step has no action; OpenVLA's copies of LIBERO store an action there.
         self._drops_last = not is_libero and _LAST in self._columns
-        self._description = Description(
+        self.description = Description(
             kind="RLDS",
             name=name,
             episodes=sum(self._lengths),
@@ -111,11 +111,6 @@ class RldsSource:
                 stored = features.get(f"{_STEPS}/{name}")
                 if isinstance(stored, list) and stored:
                     self._columns[name] = Column(Kind.image, (*image_size(stored[0]), 3))
-
-    @property
-    def description(self) -> Description:
-        """Name, size, columns and conventions of the data set."""
-        return self._description
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on (see `Source.episodes`)."""

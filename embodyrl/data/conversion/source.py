@@ -86,10 +86,8 @@ class RawEpisode:
 class Source(Protocol):
     """Interface of a data set to convert, which yields its episodes in order."""
 
-    @property
-    def description(self) -> Description:
-        """Format, size, columns and conventions of the data set."""
-        ...
+    description: Description
+    """Format, size, columns and conventions of the data set."""
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on, in order; only one episode is in memory.
