@@ -22,10 +22,11 @@ from embodyrl.data.conversion.source import (
     plain_shape,
 )
 from embodyrl.data.conversion.tfrecord import Feature, parse_example, read_records
-from embodyrl.data.frames import decode_png, image_size
+from embodyrl.data.frames import decode_png
 from embodyrl.data.tables import find_file, reading
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
+from embodyrl.text.images import LazyImage
 
 INFO, FEATURES = "dataset_info.json", "features.json"
 _STEPS = "steps"
@@ -96,21 +97,18 @@ class RldsSource:
 
     def _measure_images(self) -> None:
         """Set the size of image columns without a declared size to the size of the first image."""
-        if not (
-            unknown := [
-                name for name, column in self._columns.items() if column.kind is Kind.image and 0 in column.shape
-            ]
-        ):
+        unknown = [name for name, column in self._columns.items() if column.kind is Kind.image and 0 in column.shape]
+        if not unknown:
             return
-        path = next(
-            (shard for shard, length in zip(self._shards, self._lengths, strict=True) if length), self._shards[0]
-        )
+        with_records = (shard for shard, length in zip(self._shards, self._lengths, strict=True) if length)
+        path = next(with_records, self._shards[0])
         for content in itertools.islice(read_records(path), 1):
             features = _parse(f"{path}, record 0", content)
             for name in unknown:
                 stored = features.get(f"{_STEPS}/{name}")
                 if isinstance(stored, list) and stored:
-                    self._columns[name] = Column(Kind.image, (*image_size(stored[0]), 3))
+                    size = LazyImage(stored[0], f"{path}, record 0, {_STEPS}/{name}").size
+                    self._columns[name] = Column(Kind.image, (*size, 3))
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on (see `Source.episodes`)."""
