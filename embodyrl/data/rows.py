@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,15 +221,3 @@ def _find_lossy(values: npt.NDArray[Any]) -> set[int]:
         return set()
     value_range, step = np.ptp(exact, axis=0), np.spacing(_to_float32(np.abs(exact).max(axis=0)))
     return set(np.flatnonzero((value_range > 0) & (step > _RESOLUTION * value_range)).tolist())
-
-
-def find_non_finite(
-    rows: Rows, episodes: Sequence[dict[str, Any]], columns: dict[str, FloatArray]
-) -> Iterator[tuple[int, int, str]]:
-    """Yield episode number, step and a description for each row with a non-finite value in a column."""
-    for name, values in columns.items():
-        for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
-            index = int(rows.indices["episode_index"][row])
-            start = next(e["dataset_from_index"] for e in episodes if e["episode_index"] == index)
-            dimension = int(np.flatnonzero(~np.isfinite(values[row]))[0])
-            yield index, row - start, f"{name}[{dimension}] is {values[row, dimension]}"
