@@ -30,6 +30,11 @@ class TextRow:
     """Name of a group; consecutive rows of a group are not divided between training and validation."""
 
 
+def build_row(question: str, reference: str) -> TextRow:
+    """Return a row with one user message."""
+    return TextRow(messages=(Message(role="user", content=question),), reference=reference)
+
+
 def place_images(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
     """Replace image placeholders in messages with the image sizes, in a format that `split_images` parses.
 

@@ -1,11 +1,10 @@
 """Word problems in the style of GSM8K, generated from templates; some numbers occur only in validation."""
 
-import operator
 import random
 from dataclasses import dataclass
 
-from embodyrl.text.conversation import TextRow
-from embodyrl.text.messages import Message
+from embodyrl.text.conversation import TextRow, build_row
+from embodyrl.text.tasks import OPERATIONS
 
 ROWS, HELD_OUT_ROWS = 2000, 500
 _INSTRUCTION = 'Think step by step, and write the answer after "####".'
@@ -14,7 +13,6 @@ _LARGEST, _STEP, _RESERVED = 40, 5, 3
 
 Numbers n with n mod 5 = 3 occur only in validation, and all other numbers only in training."""
 _TRIES = 100
-_SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
 _THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
 
@@ -101,9 +99,7 @@ def _build_rows(rows: int, seed: int, *, held_out: bool) -> list[TextRow]:
         if result > 0:
             question = story.text.format(a=a, b=b, c=c, name=name, other=other, things=rng.choice(_THINGS))
             reference = "\n".join((*steps, f"#### {result}"))
-            rows_by_question[question] = TextRow(
-                messages=(Message(role="user", content=f"{question}\n{_INSTRUCTION}"),), reference=reference
-            )
+            rows_by_question[question] = build_row(f"{question}\n{_INSTRUCTION}", reference)
     return list(rows_by_question.values())
 
 
@@ -112,6 +108,6 @@ def _solve(steps: str, numbers: dict[str, int]) -> tuple[list[str], int]:
     variables, lines, result = dict(numbers), list[str](), 0
     for name, step in zip("xyzw", steps.split("; "), strict=False):
         left, sign, right = step.split()
-        result = variables[name] = _SIGNS[sign](variables[left], variables[right])
+        result = variables[name] = OPERATIONS[sign](variables[left], variables[right])
         lines.append(f"{variables[left]} {sign} {variables[right]} = {result}")
     return lines, result
