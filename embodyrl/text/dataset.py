@@ -376,9 +376,8 @@ def render_prompt(row: TextRow, template: ChatTemplate | None, removed_tokens: C
     texts = ["".join(p for p in split_images(m.content) if isinstance(p, str)) for m in row.messages]
     texts = [remove_control_tokens(text, removed_tokens) for text in texts]
     if template is not None:
-        for as_parts in (True,) if row.pictures else (False, True):
-            contents = [[{"type": "text", "text": text}] if as_parts else text for text in texts]
-            turns = [{"role": m.role, "content": content} for m, content in zip(row.messages, contents, strict=True)]
+        turns = [{"role": m.role, "content": text} for m, text in zip(row.messages, texts, strict=True)]
+        for parts in (True,) if row.pictures else (False, True):
             with suppress(RejectedMessages):  # the check of the policy reports invalid roles
-                return template.render(turns)
+                return template.render(turns, parts=parts)
     return "".join(texts)
