@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embodyrl.findings import Finding
+
 MEMORY, FOLDER_BYTES = 512 * 2**20, 128 * 2**20
 SECONDS = 4.0
 _GRACE_S = 10.0
@@ -129,7 +131,7 @@ def python_tool(code: str) -> str:
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; return True and the end of its output, or False and the last line of its error.
 
-    See `describe_confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
+    See `probe_sandbox` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
     temporary folder for at most 64 files of at most 1 MiB each. The program has no environment variables, input,
     network, child processes or threads.
     """
@@ -211,16 +213,18 @@ def build_escape_program() -> str:
     return _ESCAPE_PRELUDE + "".join(blocks)
 
 
-def describe_confinement() -> tuple[bool, str]:
-    """Return True if programs run in separate namespaces, and a description of the describe_confinement."""
+def probe_sandbox() -> Finding:
+    """Check how generated programs (reward `code`, tool `python`) are confined, for `embodyrl doctor`."""
     user = "as a separate user" if os.getuid() == 0 else "as you"
     succeeded, output = run_python(build_escape_program(), seconds=SECONDS)
     reached = output.splitlines() if succeeded else [f"an unknown part of the system: the check failed with {output!r}"]
     access = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
     if _get_bubblewrap_command():
-        return True, f"bubblewrap (no network, only libraries readable) and limits, {access}, {user}"
+        text = f"bubblewrap (no network, only libraries readable) and limits, {access}, {user}"
+        return Finding("sandbox", "ok", text)
     reason = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
-    return False, f"limits of time, memory, output and processes, {access}, {user}; bubblewrap {reason}"
+    text = f"limits of time, memory, output and processes, {access}, {user}; bubblewrap {reason}"
+    return Finding("sandbox", "warn", text, "apt-get install bubblewrap")
 
 
 @functools.cache

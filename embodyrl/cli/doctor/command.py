@@ -21,7 +21,7 @@ from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.saved import changed_settings
 from embodyrl.plan.schema import Config
-from embodyrl.text.probe import probe_sandbox
+from embodyrl.text.sandbox import probe_sandbox
 from embodyrl.version import __version__
 
 
