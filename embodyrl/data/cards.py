@@ -99,8 +99,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise EmbodyError(
             f"{path} cannot be read ({format_reason(error)}). Download or collect the data set again, or choose "
-            "another "
-            "folder."
+            "another folder."
         ) from error
     set_keys = [f"data.{key}" for key in _THIRD_PARTY_KEYS if getattr(data, key) != getattr(PLAIN, key)]
     # Copies and conversions of other programs' data may lack these conventions.
@@ -131,8 +130,7 @@ def _build_third_party_card(root: Path, info: dict[str, Any], data: Demonstratio
         sizes_text = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
         raise ConfigError(
             f"data.path={root}: the image columns differ in size or type ({sizes_text}). Select columns of one size "
-            "and "
-            "type with data.cameras={name: column, ...}."
+            "and type with data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
     vectors = [

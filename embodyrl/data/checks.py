@@ -183,8 +183,7 @@ def _check_rows(
     if len(mismatches):
         yield (
             f"episode {number}: its row {mismatches[0]} has episode_index "
-            f"{indices['episode_index'][mismatches[0]]}; the rows and "
-            "the table of episodes do not match."
+            f"{indices['episode_index'][mismatches[0]]}; the rows and the table of episodes do not match."
         )
         return
     steps = np.arange(row["length"])

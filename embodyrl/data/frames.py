@@ -150,8 +150,7 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None
                 if frame.shape != outs[num_decoded].shape:
                     raise EmbodyError(
                         f"{path} has frames of shape {frame.shape}, but the data set declares "
-                        f"{outs[num_decoded].shape}. "
-                        "Encode the video again."
+                        f"{outs[num_decoded].shape}. Encode the video again."
                     )
                 outs[num_decoded][...] = frame
                 num_decoded += 1
@@ -163,6 +162,5 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None
     if num_decoded < len(outs):
         raise EmbodyError(
             f"{path} contains {frame_number} frames, but the data set declares {int(numbers[-1]) + 1}. Download or "
-            "collect "
-            "the data set again."
+            "collect the data set again."
         )

@@ -142,8 +142,7 @@ class VideoReader:
                 raise EmbodyError(
                     f"{path} has {len(frames)} frames, which is not the number of steps, and step {step} of episode "
                     f"{index} at {times[step]:.3f} s is {deviation[step]:.2f} steps from the nearest frame. Encode "
-                    "the video "
-                    "with one frame per step."
+                    "the video with one frame per step."
                 )
             previous_owner = owner[numbers]
             if len(shared := np.flatnonzero((previous_owner >= 0) & (previous_owner != index))):

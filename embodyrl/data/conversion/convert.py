@@ -171,8 +171,7 @@ def _build_demonstration(
         if len(invalid):
             raise EmbodyError(
                 f"{raw.where}: {name} of step {invalid[0]} is {values[invalid[0]].tolist()}, expected finite "
-                "numbers. Correct "
-                "the data, or set data.skip_nonfinite=true to skip such episodes."
+                "numbers. Correct the data, or set data.skip_nonfinite=true to skip such episodes."
             )
     success, instruction = _get_success(raw, plan, reward), _get_instruction(raw, plan, data)
     check_gripper(raw.where, env.action.gripper, action)

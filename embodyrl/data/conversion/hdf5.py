@@ -134,8 +134,7 @@ class Hdf5Source:
             if other != encoded:
                 raise ConfigError(
                     f"{where} has {key} {encoded:.200}, but {other_episode} has {other:.200}. Convert files with "
-                    "different "
-                    "conventions to separate data sets."
+                    "different conventions to separate data sets."
                 )
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
