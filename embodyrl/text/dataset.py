@@ -33,7 +33,7 @@ from embodyrl.text.conversation import (
     place_images,
     read_texts,
 )
-from embodyrl.text.images import LazyImage, read_images
+from embodyrl.text.images import read_images
 from embodyrl.text.messages import IMAGE_PLACEHOLDER, join_messages, split_images
 from embodyrl.text.settings import PairSettings, RowSettings, is_function
 from embodyrl.types import IntArray
@@ -302,15 +302,30 @@ def _read_file(file: Path) -> list[Any]:
 
 def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
     if isinstance(raw, TextRow):
-        if isinstance(cfg, PairSettings) and raw.rejected is None:
+        row, pictures = raw, raw.pictures
+        if isinstance(cfg, PairSettings) and row.rejected is None:
             raise ConfigError(f"{where}: the rejected answer is missing. Set TextRow(..., rejected=...).")
-        try:
-            raw = replace(raw, messages=complete_messages(raw.messages, cfg))
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}. Correct the rows, or set data.prompt_key.") from error
-        return _add_images(raw, read_images(raw.pictures, folder, where, cfg.max_image_edge), where)
-    if not isinstance(raw, Mapping):
+    elif isinstance(raw, Mapping):
+        row = _read_columns(raw, cfg, where)
+        pictures = None if cfg.image_key is None else get_column_value(raw, cfg.image_key)
+    else:
         raise ConfigError(f"{where}: a row must be an object with columns, but is {str(raw)[:60]!r}.")
+    images = read_images(pictures, folder, where, cfg.max_image_edge)
+    try:
+        messages = complete_messages(row.messages, cfg)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}. Correct the rows, or set data.prompt_key.") from error
+    try:
+        messages = place_images(messages, [image.size for image in images])
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: {error}. Use one {IMAGE_PLACEHOLDER} per image, or none to place the images first."
+        ) from error
+    return replace(row, messages=messages, pictures=images)
+
+
+def _read_columns(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> TextRow:
+    """Return the row in the columns of a data set, without its images."""
     columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
     columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
     columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
@@ -321,22 +336,17 @@ def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> T
             raise ConfigError(
                 f"{where}: there is no column '{key}'. Set data.{option} to one of {', '.join(map(str, raw))}."
             )
-    messages, reference, rejected = read_texts(raw, cfg, where)
-    if cfg.answer_pattern is not None:
-        match = _search(cfg.answer_pattern, reference, where)
-        matched = match and match[1 if match.re.groups else 0]
-        if matched is None:
-            raise ConfigError(
-                f"{where}: column '{cfg.answer_key}' does not match data.answer_pattern={cfg.answer_pattern!r}: "
-                f"{reference[-60:]!r}. Correct the row or the pattern."
-            )
-        reference = matched.strip()
-    text_row = TextRow(messages=messages, reference=reference, rejected=rejected)
-    if cfg.image_key is None:
-        return text_row
-    return _add_images(
-        text_row, read_images(get_column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where
-    )
+    row = read_texts(raw, cfg, where)
+    if cfg.answer_pattern is None:
+        return row
+    match = _search(cfg.answer_pattern, row.reference, where)
+    matched = match and match[1 if match.re.groups else 0]
+    if matched is None:
+        raise ConfigError(
+            f"{where}: column '{cfg.answer_key}' does not match data.answer_pattern={cfg.answer_pattern!r}: "
+            f"{row.reference[-60:]!r}. Correct the row or the pattern."
+        )
+    return replace(row, reference=matched.strip())
 
 
 def _search(pattern: str, text: str, where: str) -> re.Match[str] | None:
@@ -358,17 +368,6 @@ def _search(pattern: str, text: str, where: str) -> re.Match[str] | None:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, previous)
-
-
-def _add_images(row: TextRow, pictures: tuple[LazyImage, ...], where: str) -> TextRow:
-    """Return the row with `pictures` as images, and with the image sizes in its messages."""
-    try:
-        messages = place_images(row.messages, [image.size for image in pictures])
-    except ValueError as error:
-        raise ConfigError(
-            f"{where}: {error}. Use one {IMAGE_PLACEHOLDER} per image, or none to place the images first."
-        ) from error
-    return replace(row, messages=messages, pictures=pictures)
 
 
 def render_prompt(row: TextRow, template: ChatTemplate | None, removed_tokens: Collection[str]) -> str:

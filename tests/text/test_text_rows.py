@@ -144,7 +144,7 @@ def test_overlong_prompts_are_skipped(tmp_path: Path):
         ({"answer": "no mark"}, "row 4: column 'answer' does not match data.answer_pattern"),
         ({"answer": "####"}, "row 4: column 'answer' does not match data.answer_pattern"),
         ({"answer": None}, "row 4: column 'answer' is empty"),
-        ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
+        ({"question": 5}, "row 4, column 'question': '5' is neither text nor a list"),
     ],
 )
 def test_invalid_row_error_names_the_row(tmp_path: Path, change: dict, message: str):
