@@ -40,11 +40,6 @@ PLAIN = DemonstrationSettings()
 """Default settings, for data sets that contain the description of their environment."""
 
 
-def camera_column(data: DemonstrationSettings, camera: str) -> str:
-    """Return the name of the column with the images of a camera."""
-    return data.cameras.get(camera, image_key(camera))
-
-
 def get_gripper(open_and_closed: Sequence[float] | None, index: int, width: int) -> GripperConvention | None:
     """Return the gripper convention of the settings, for actions of `width` numbers.
 

@@ -19,13 +19,7 @@ from pydantic import TypeAdapter
 
 from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
-from embodyrl.types import (
-    BoolArray,
-    ByteArray,
-    EnvSpec,
-    FloatArray,
-    IntArray,
-)
+from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray
 
 CODEBASE_VERSION = "v3.0"
 CHUNKS_SIZE = 1000

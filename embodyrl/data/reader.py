@@ -11,18 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.data import layout
-from embodyrl.data.cards import PLAIN, camera_column, stored_card
+from embodyrl.data.cards import PLAIN, stored_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.executed_actions import executed_actions
 from embodyrl.data.frames import decode_png
 from embodyrl.data.layout import Card
-from embodyrl.data.rows import (
-    Rows,
-    find_rows,
-    read_columns,
-    read_success,
-    read_vectors,
-)
+from embodyrl.data.rows import Rows, find_rows, read_columns, read_success, read_vectors
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_episodes, read_info, read_tasks
 from embodyrl.data.videos import VideoReader
@@ -117,7 +111,8 @@ class Demonstrations:
         A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
         same env step of their episodes, up to the length of the shorter episode.
         """
-        outcomes = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
+        steps = {e: slice(self.start[e], self.stop[e]) for e in episodes}
+        outcomes = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in steps.items()}
         pairs = [
             np.stack([self.start[e] + offsets, self.start[other] + offsets], axis=1)
             for e in episodes
@@ -126,9 +121,6 @@ class Demonstrations:
             for offsets in [np.arange(0, min(self.stop[i] - self.start[i] for i in (e, other)), length)]
         ]
         return np.concatenate([np.zeros((0, 2), np.int64), *pairs])
-
-    def _slices(self, episodes: Sequence[int]) -> list[tuple[int, slice]]:
-        return [(episode, slice(self.start[episode], self.stop[episode])) for episode in episodes]
 
 
 def load_demonstrations(
@@ -280,7 +272,7 @@ def _read_frames(
     _require_memory(root, int(np.prod(shape)))
     # Decode in place: stacking a list of frames would take twice the memory.
     images = np.empty(shape, np.uint8)
-    columns = [camera_column(data, camera) for camera in card.env.cameras.names]
+    columns = [data.cameras.get(camera, layout.image_key(camera)) for camera in card.env.cameras.names]
     if card.video:
         for camera, column in enumerate(columns):
             videos.read(column, episodes, images[:, camera])

@@ -56,7 +56,8 @@ class DatasetWriter:
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
         self._values_by_key, self._pixels = self._read_existing()
         self._episodes = [_remove_statistics(row) for row in self._episodes]
-        self._files = 1 + max((_get_file_number(row) for row in self._episodes), default=-1)
+        places = ((row["data/chunk_index"], row["data/file_index"]) for row in self._episodes)
+        self._files = 1 + max((chunk * layout.CHUNKS_SIZE + file for chunk, file in places), default=-1)
         self._batch: list[Future[_PendingEpisode]] = []
         self._batch_bytes = 0
         self._pool = ThreadPoolExecutor(_NUM_ENCODER_THREADS, thread_name_prefix="encoder")
@@ -288,10 +289,6 @@ def get_episode_paths(card: Card, row: dict[str, Any]) -> list[str]:
 def _remove_statistics(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of meta/episodes without its statistics, which are large."""
     return {name: value for name, value in row.items() if not name.startswith((_HISTOGRAM_PREFIX, "stats/"))}
-
-
-def _get_file_number(row: dict[str, Any]) -> int:
-    return row["data/chunk_index"] * layout.CHUNKS_SIZE + row["data/file_index"]
 
 
 def _add_histograms(

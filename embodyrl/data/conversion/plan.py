@@ -86,12 +86,7 @@ def plan_conversion(description: Description, data: ConversionSettings, origin: 
         without=tuple(str(target) for target, missing in is_missing.items() if missing),
         collected=collected | {"skip_nonfinite": data.skip_nonfinite},
     )
-    return Plan(
-        description=description,
-        keys=keys,
-        card=card,
-        assumes_fps=not (data.fps or description.fps),
-    )
+    return Plan(description=description, keys=keys, card=card, assumes_fps=not (data.fps or description.fps))
 
 
 def _assign_columns(description: Description, data: ConversionSettings) -> dict[str, str]:

@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.data.conversion.settings import ConversionSettings
-from embodyrl.data.conversion.source import (
-    Column,
-    Conventions,
-    Description,
-    Kind,
-    RawEpisode,
-    libero_keys,
-    plain_shape,
-)
+from embodyrl.data.conversion.source import Column, Conventions, Description, Kind, RawEpisode
 from embodyrl.data.conversion.tfrecord import Feature, parse_example, read_records
 from embodyrl.data.frames import decode_png
 from embodyrl.data.tables import find_file, reading
@@ -31,17 +23,17 @@ from embodyrl.text.images import LazyImage
 INFO, FEATURES = "dataset_info.json", "features.json"
 _STEPS = "steps"
 _INSTRUCTION, _LAST = "language_instruction", "is_last"
-_LIBERO = libero_keys(
-    "observation/image",
-    "observation/wrist_image",
-    ["observation/state"],
-    "action",
-    reward="reward",
-    task=_INSTRUCTION,
-)
+_COMMON = {"action": "action", "observation/state": "observation.state", "reward": "next.reward", _INSTRUCTION: "task"}
+_LIBERO = {
+    "observation/image": "observation.images.agentview",
+    "observation/wrist_image": "observation.images.robot0_eye_in_hand",
+    "observation/state": "observation.state",
+    "action": "action",
+    "reward": "next.reward",
+    _INSTRUCTION: "task",
+}
 _LIBERO_NAME = re.compile("liber_?o")
 """Prefix of LIBERO data sets; TensorFlow Datasets converts the class name LIBERO_10 to liber_o10."""
-_COMMON = {"action": "action", "observation/state": "observation.state", "reward": "next.reward", _INSTRUCTION: "task"}
 _LEAVES = {"image": Kind.image, "tensor": Kind.numbers, "text": Kind.text}
 
 
@@ -204,7 +196,7 @@ def _list_columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str
         return
     leaf, kind = feature[name], _LEAVES[name]
     sizes = (leaf.get("shape") or {}).get("dimensions", ())
-    shape, dtype = plain_shape([-1 if size is None else size for size in sizes]), leaf.get("dtype")
+    shape, dtype = tuple(-1 if size is None else int(size) for size in sizes), leaf.get("dtype")
     if name == "tensor" and dtype in ("string", "object"):
         kind = Kind.text
     if kind is Kind.image and any(size < 1 for size in shape[:2] or (0,)):
