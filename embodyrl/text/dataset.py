@@ -225,9 +225,8 @@ def _warnings(
     matches = [
         (place, token)
         for place, row in zip(places.tolist(), rows, strict=True)
-        for token in [token for token in removed_tokens if any(token in message.content for message in row.messages)][
-            :1
-        ]
+        for token in removed_tokens
+        if any(token in message.content for message in row.messages)
     ]
     checked_rows = rows[:_COUNTED_ROWS]
     if vocabulary is not None:
@@ -238,8 +237,8 @@ def _warnings(
         yield from find_unknown_token_warnings(texts, vocabulary, template=template)
     if matches:
         place, token = matches[0]
-        first = f"row {place + 1}, {token}"
-        yield f"{len(matches)} rows contain control tokens of the model, which are removed (first: {first})"
+        first, count = f"row {place + 1}, {token}", len({row for row, _ in matches})
+        yield f"{count} rows contain control tokens of the model, which are removed (first: {first})"
 
 
 def contains_text_rows(path: str) -> bool:

@@ -136,11 +136,8 @@ class RldsSource:
                     )
             except (ValueError, EmbodyError) as error:
                 cause = str(error).partition(". ")[0]
-                raise EmbodyError(
-                    f"{where}: {_STEPS}/{name}: {cause}. Download this file again, or write images of one size."
-                    if column.kind is Kind.image
-                    else f"{where}: {_STEPS}/{name}: {cause}. Download this file again."
-                ) from error
+                fix = ", or write images of one size" if column.kind is Kind.image else ""
+                raise EmbodyError(f"{where}: {_STEPS}/{name}: {cause}. Download this file again{fix}.") from error
         last = np.asarray(features.get(f"{_STEPS}/{_LAST}", ())).astype(np.bool_) if self._drops_last else np.zeros(0)
         if last[:-1].any():
             raise EmbodyError(
