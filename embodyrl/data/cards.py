@@ -103,10 +103,8 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     if set_keys and unknown.issuperset(set_keys):
         gripper = get_gripper(data.gripper, data.gripper_index, card.env.action.dim)
         rotation_deg = data.image_rotation_deg or card.env.cameras.rotation_deg
-        action, cameras = (
-            replace(card.env.action, gripper=gripper),
-            replace(card.env.cameras, rotation_deg=rotation_deg),
-        )
+        action = replace(card.env.action, gripper=gripper)
+        cameras = replace(card.env.cameras, rotation_deg=rotation_deg)
         return replace(card, env=replace(card.env, action=action, cameras=cameras))
     if set_keys:
         raise ConfigError(

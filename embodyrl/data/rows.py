@@ -50,13 +50,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
             episode.
     """
     has_file_per_episode = any(DATA_FILE in row for row in episodes)
-    listed = (
-        [row[DATA_FILE] for row in episodes]
-        if has_file_per_episode
-        else map(get_data_path, episodes)
-        if is_embodyrl_dataset(root)
-        else ()
-    )
+    listed = map(get_data_path, episodes) if has_file_per_episode or is_embodyrl_dataset(root) else ()
     names = dict.fromkeys(listed) or [path.relative_to(root) for path in visible_files(root / "data", ".parquet")]
     files = tuple(find_file(root, name) for name in names)
     if not files:
@@ -78,11 +72,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         for name in INDEX_COLUMNS
     }
     file = np.repeat(np.arange(len(files)), lengths)
-    order = (
-        np.lexsort((indices["frame_index"], file))
-        if has_file_per_episode
-        else np.argsort(indices["index"], kind="stable")
-    )
+    order = np.lexsort((indices["frame_index"], file) if has_file_per_episode else (indices["index"],))
     sorted_values = {name: values[order] for name, values in indices.items()}
     # Data of other programs may lack deleted episodes; the checks report a repeated index.
     has_file_per_episode = has_file_per_episode or (

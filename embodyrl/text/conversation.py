@@ -30,9 +30,10 @@ class TextRow:
     """Name of a group; consecutive rows of a group are not divided between training and validation."""
 
 
-def build_row(question: str, reference: str) -> TextRow:
-    """Return a row with one user message."""
-    return TextRow(messages=(Message(role="user", content=question),), reference=reference)
+def build_row(question: str, reference: str, *, examples: Sequence[Message] = (), group: str | None = None) -> TextRow:
+    """Return a row whose last message is a question of the user."""
+    messages = (*examples, Message(role="user", content=question))
+    return TextRow(messages=messages, reference=reference, group=group)
 
 
 def place_images(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:

@@ -230,10 +230,8 @@ def _warnings(
     ]
     checked_rows = rows[:_COUNTED_ROWS]
     if vocabulary is not None:
-        texts = [
-            *(render_prompt(row, template, removed_tokens) for row in checked_rows),
-            *(row.reference for row in checked_rows),
-        ]
+        texts = [render_prompt(row, template, removed_tokens) for row in checked_rows]
+        texts += [row.reference for row in checked_rows]
         yield from find_unknown_token_warnings(texts, vocabulary, template=template)
     if matches:
         place, token = matches[0]

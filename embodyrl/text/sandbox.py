@@ -165,11 +165,9 @@ def _execute(
 ) -> list[tuple[bool, int | None, str]]:
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
     modules = {f"{__package__}.{path.stem}": path.read_text(encoding="utf-8") for path in _MODULES}
+    readable = [str(path) for path in _list_readable_paths() if path.exists()]
     request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
-    request |= {
-        "seconds": seconds_per_test,
-        "readable": [str(path) for path in _list_readable_paths() if path.exists()],
-    }
+    request |= {"seconds": seconds_per_test, "readable": readable}
     lifeline, write_end = os.pipe()  # its other end closes with this process, however that ends
     with tempfile.TemporaryFile("w+", encoding="utf-8") as tests_file:
         json.dump([test if isinstance(test, str) else dict(test) for test in tests], tests_file)
@@ -237,13 +235,8 @@ def _get_bubblewrap_command() -> tuple[str, ...]:
     mounts = f"--dev /dev --proc /proc --size {FOLDER_BYTES} --tmpfs {tempfile.gettempdir()}"
     command = [shutil.which("bwrap") or "bwrap", *mounts.split(), *["--unshare-pid", "--unshare-net", "--chdir", "/"]]
     python = Path(sys.executable)
-    interpreter_paths = [
-        python.parent,
-        python.resolve().parent,
-        Path(sys.prefix, "pyvenv.cfg"),
-        Path(sys.base_prefix, "bin"),
-    ]
-    for path in [*_list_readable_paths(), *interpreter_paths]:
+    environment = [Path(sys.prefix, "pyvenv.cfg"), Path(sys.base_prefix, "bin")]
+    for path in [*_list_readable_paths(), python.parent, python.resolve().parent, *environment]:
         # Create parent folders, because folders created by a mount would have the private permissions of the original.
         command += [argument for parent in [*path.parents][-2::-1] for argument in ("--dir", str(parent))]
         command += ["--ro-bind-try", str(path), str(path)]

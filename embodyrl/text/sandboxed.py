@@ -177,13 +177,8 @@ def _run_test(
 
     _request_program(programs, os.path.join(folder, "program"), [stdin, stdout, stdout, request_read, reply_write])
     test_folder = os.path.join(folder, "test")
-    pid = _fork(
-        request,
-        test_folder,
-        _assign_user(test_folder),
-        [stdin, stderr, stderr, reply_read, request_write, result_write],
-        verify,
-    )
+    test_files = [stdin, stderr, stderr, reply_read, request_write, result_write]
+    pid = _fork(request, test_folder, _assign_user(test_folder), test_files, verify)
     for descriptor in (request_read, request_write, reply_read, reply_write, result_write):
         os.close(descriptor)
     try:

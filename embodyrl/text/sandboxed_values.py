@@ -146,14 +146,10 @@ class Values:
             container[:] = array.array(more[0], items) if kind is array.array else items
         else:
             container.clear()
-            update = (
-                kind.extend
-                if kind is collections.deque
-                else dict.update
-                if kind is collections.Counter
-                else kind.update
-            )
-            update(container, items)
+            if kind is collections.deque:
+                container.extend(items)
+            else:
+                kind.update(container, items)  # an empty Counter does not add counts
 
     def pack(self, value):
         """Encode a value as JSON: plain data by value, containers and other objects as numeric reference ids."""

@@ -135,11 +135,7 @@ def build_pair_rows(
     pairs = [pair for pair in combinations_with_replacement(numbers, 2) if pair not in left_out]
     random.Random(seed).shuffle(pairs)
     return [
-        TextRow(
-            messages=(*examples, Message(role="user", content=f"What is {a} {sign} {b}?")),
-            reference=str(OPERATIONS[sign](a, b)),
-            group=f"{min(a, b)} {max(a, b)}",
-        )
-        for first, second in pairs
-        for a, b in dict.fromkeys([(first, second), (second, first)])
+        build_row(f"What is {a} {sign} {b}?", str(OPERATIONS[sign](a, b)), examples=examples, group=f"{low} {high}")
+        for low, high in pairs
+        for a, b in dict.fromkeys([(low, high), (high, low)])
     ]

@@ -158,10 +158,8 @@ def _build_demonstration(
     if not raw.last_has_action:
         raw, length = _drop_last_step(raw, plan), length - 1
     env = plan.card.env
-    action, state = (
-        _concatenate_columns(raw, plan, Target.action, length),
-        _concatenate_columns(raw, plan, Target.state, length),
-    )
+    action = _concatenate_columns(raw, plan, Target.action, length)
+    state = _concatenate_columns(raw, plan, Target.state, length)
     reward = _concatenate_columns(raw, plan, Target.reward, length)
     reward = reward[:, 0] if reward.shape[1] else np.zeros(length, np.float32)
     for name, values in ((Target.action, action), (Target.state, state), (Target.reward, reward[:, None])):
