@@ -133,7 +133,6 @@ def open_rows(
     name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
     all_rows = _load_rows(rows, json_answers)
-    conversations = [row.messages for row in all_rows]
     row_indices, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     removed_tokens = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
@@ -142,38 +141,32 @@ def open_rows(
         row_indices = row_indices[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
         turn_tokens = count_turn_tokens(tokenizer, template=template)
-    # Rows of a separate validation source are last and are the held-out rows.
-    num_training, single = len(rows._raw[0][1]), len(rows._raw) == 1
-    held_out = (
-        _shrink_to_whole_groups(all_rows, row_indices, round(cfg.val_share * len(row_indices)))
-        if single
-        else int((row_indices >= num_training).sum())
-    )
-    if len(row_indices) - held_out < 1:
+    kept = [all_rows[i] for i in row_indices]
+    if len(rows._raw) == 1:
+        held_out = _shrink_to_whole_groups(kept, round(cfg.val_share * len(kept)))
+    else:  # rows of a separate validation source are last and are the held-out rows
+        held_out = int((row_indices >= len(rows._raw[0][1])).sum())
+    if held_out >= len(kept):
         raise ConfigError(
             f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise data.max_prompt_length "
             "or lower data.val_share."
         )
-    first_held_out = len(row_indices) - held_out
-    training_prompts = {conversations[i] for i in row_indices[:first_held_out]}
-    image_sizes = [[picture.size for picture in all_rows[i].pictures] for i in row_indices]
+    first_held_out = len(kept) - held_out
+    training_prompts = {row.messages for row in kept[:first_held_out]}
+    image_sizes = [[picture.size for picture in row.pictures] for row in kept]
     sizes = [size for row in image_sizes for size in row] or [(0, 0)]
     return replace(
         rows,
         row_indices=row_indices if len(row_indices) < rows.total else None,
         held_out=held_out,
-        repeated=sum(
-            conversations[i] in training_prompts and not all_rows[i].pictures for i in row_indices[first_held_out:]
-        ),
-        prompt_bytes=max(len(join_messages(conversations[i]).encode()) for i in row_indices),
+        repeated=sum(row.messages in training_prompts and not row.pictures for row in kept[first_held_out:]),
+        prompt_bytes=max(len(join_messages(row.messages).encode()) for row in kept),
         prompt_tokens=prompt_tokens,
         turn_tokens=turn_tokens,
         pictures=max(map(len, image_sizes)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
-        roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in row_indices)),
-        warnings=tuple(
-            _warnings([all_rows[i] for i in row_indices], row_indices, removed_tokens, vocabulary, template)
-        ),
+        roles=tuple(dict.fromkeys(tuple(m.role for m in row.messages) for row in kept)),
+        warnings=tuple(_warnings(kept, row_indices, removed_tokens, vocabulary, template)),
     )
 
 
@@ -204,15 +197,14 @@ def _require_text(rows: TextRows, key: str) -> None:
                 )
 
 
-def _shrink_to_whole_groups(rows: Sequence[TextRow], row_indices: IntArray, held_out: int) -> int:
+def _shrink_to_whole_groups(rows: Sequence[TextRow], held_out: int) -> int:
     """Return the number of validation rows, reduced so that no group has rows in training and validation."""
-    first_held_out = len(row_indices) - held_out
-    while 0 < first_held_out < len(row_indices):
-        previous_group, next_group = (rows[i].group for i in row_indices[first_held_out - 1 : first_held_out + 1])
-        if next_group is None or previous_group != next_group:
+    while 0 < held_out < len(rows):
+        group = rows[-held_out].group
+        if group is None or group != rows[-held_out - 1].group:
             break
-        first_held_out += 1
-    return len(row_indices) - first_held_out
+        held_out -= 1
+    return held_out
 
 
 def _warnings(
