@@ -89,9 +89,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
             f"{root} is {folder_text}. Set the folder of a data set, or collect one: embodyrl collect env=... "
             f"{shlex.quote(f'collect.out={root}')}."
         ) from None
-    except KeyError as error:
-        raise EmbodyError(f"{path} has no field {error}. Download or collect the data set again.") from error
-    except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise EmbodyError(
             f"{path} cannot be read ({format_reason(error)}). Download or collect the data set again, or choose "
             "another folder."

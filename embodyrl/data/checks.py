@@ -55,9 +55,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
             problems += part(root, card, rows)
         except EmbodyError as error:
             problems.append(f"{name}: {error}")
-        except KeyError as error:
-            problems.append(f"{root}: {name} has no column or field {error}.")
-        except (OSError, pa.ArrowException, TypeError, ValueError, AttributeError) as error:
+        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
             problems.append(f"{root}: {name} cannot be read: {format_reason(error)}.")
     return problems
 
