@@ -50,7 +50,10 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
             episode.
     """
     has_file_per_episode = any(DATA_FILE in row for row in episodes)
-    listed = map(get_data_path, episodes) if has_file_per_episode or is_embodyrl_dataset(root) else ()
+    if has_file_per_episode:
+        listed = [row[DATA_FILE] for row in episodes]
+    else:
+        listed = map(get_data_path, episodes) if is_embodyrl_dataset(root) else ()
     names = dict.fromkeys(listed) or [path.relative_to(root) for path in visible_files(root / "data", ".parquet")]
     files = tuple(find_file(root, name) for name in names)
     if not files:

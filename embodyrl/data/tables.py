@@ -76,8 +76,6 @@ def get_video_path(episode: Mapping[str, Any], column: str) -> str:
 
 def get_data_path(episode: Mapping[str, Any]) -> str:
     """Return the path of an episode's data file, relative to the data set, from the episode's row of meta/episodes."""
-    if DATA_FILE in episode:
-        return episode[DATA_FILE]
     return DATA_PATH.format(chunk_index=episode["data/chunk_index"], file_index=episode["data/file_index"])
 
 
