@@ -141,32 +141,32 @@ def open_rows(
         row_indices = row_indices[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
         turn_tokens = count_turn_tokens(tokenizer, template=template)
-    kept = [all_rows[i] for i in row_indices]
+    remaining = [all_rows[i] for i in row_indices]
     if len(rows._raw) == 1:
-        held_out = _shrink_to_whole_groups(kept, round(cfg.val_share * len(kept)))
+        held_out = _shrink_to_whole_groups(remaining, round(cfg.val_share * len(remaining)))
     else:  # rows of a separate validation source are last and are the held-out rows
         held_out = int((row_indices >= len(rows._raw[0][1])).sum())
-    if held_out >= len(kept):
+    if held_out >= len(remaining):
         raise ConfigError(
             f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise data.max_prompt_length "
             "or lower data.val_share."
         )
-    first_held_out = len(kept) - held_out
-    training_prompts = {row.messages for row in kept[:first_held_out]}
-    image_sizes = [[picture.size for picture in row.pictures] for row in kept]
+    first_held_out = len(remaining) - held_out
+    training_prompts = {row.messages for row in remaining[:first_held_out]}
+    image_sizes = [[picture.size for picture in row.pictures] for row in remaining]
     sizes = [size for row in image_sizes for size in row] or [(0, 0)]
     return replace(
         rows,
         row_indices=row_indices if len(row_indices) < rows.total else None,
         held_out=held_out,
-        repeated=sum(row.messages in training_prompts and not row.pictures for row in kept[first_held_out:]),
-        prompt_bytes=max(len(join_messages(row.messages).encode()) for row in kept),
+        repeated=sum(row.messages in training_prompts and not row.pictures for row in remaining[first_held_out:]),
+        prompt_bytes=max(len(join_messages(row.messages).encode()) for row in remaining),
         prompt_tokens=prompt_tokens,
         turn_tokens=turn_tokens,
         pictures=max(map(len, image_sizes)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
-        roles=tuple(dict.fromkeys(tuple(m.role for m in row.messages) for row in kept)),
-        warnings=tuple(_warnings(kept, row_indices, removed_tokens, vocabulary, template)),
+        roles=tuple(dict.fromkeys(tuple(m.role for m in row.messages) for row in remaining)),
+        warnings=tuple(_warnings(remaining, row_indices, removed_tokens, vocabulary, template)),
     )
 
 
