@@ -192,7 +192,9 @@ def _find_skipped(
         EmbodyError: such episodes exist and `data.skip_nonfinite` is false.
     """
     invalid = [
-        (name, row) for name, values in numbers.items() for row in np.flatnonzero(~np.isfinite(values).all(axis=1))
+        (name, row)
+        for name, values in numbers.items()
+        for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist()
     ]
     skipped = {int(rows.indices["episode_index"][row]) for _, row in invalid}
     if invalid and not skip:
