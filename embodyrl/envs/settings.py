@@ -17,6 +17,8 @@ RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 _IS_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
 _IS_DELAY_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
 _ARE_TASK_IDS = valid_if(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
+SEEDS = 100_000
+"""Number of initial states of an environment whose reset ids are seeds."""
 RewardFactor = Annotated[
     float, Field(ge=-(10**6), le=10**6), valid_if(bool), Constraint("different from 0 (0 removes every reward)")
 ]

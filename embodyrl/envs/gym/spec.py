@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.settings import SEEDS
 from embodyrl.errors import ConfigError
 from embodyrl.types import (
     ActionSpec,
@@ -21,9 +22,6 @@ from embodyrl.types import (
 
 if TYPE_CHECKING:
     from embodyrl.envs.gym.properties import Probe
-
-SEEDS = 100_000
-"""Number of reset ids; each reset id is the seed of an episode."""
 
 
 def describe_in_process(cfg: GymSettings, renders: bool) -> EnvSpec:

@@ -9,13 +9,13 @@ from embodyrl.envs.maniskill.settings import (
     BRIDGE_EPISODES,
     EE_DELTA_POSE,
     EXPERT_TASKS,
-    SEEDS,
     ManiSkillSettings,
     ObsMode,
     SimBackend,
     get_instruction,
 )
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import SEEDS
 from embodyrl.envs.sim_checks import find_camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError

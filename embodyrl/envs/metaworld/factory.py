@@ -9,6 +9,7 @@ from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import SEEDS
 from embodyrl.envs.sim_checks import find_camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
@@ -16,8 +17,6 @@ from embodyrl.registry import closest
 from embodyrl.specs import EnvCosts
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
 
-SEEDS = 100_000
-"""Number of initial states of each task; the number of a state is the seed of its goal and object positions."""
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
 
 _LIBRARY_BYTES, _SIMULATOR_BYTES, _IDLE_BYTES = 64 << 20, {False: 30 << 20, True: 96 << 20}, 2 << 30
