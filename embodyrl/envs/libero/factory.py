@@ -129,25 +129,9 @@ def _get_instructions(tasks: list[tuple[str, int]], instructions: list[str], cou
     return tuple((change and change.instruction) or default for change, default in changes)
 
 
-class ExpertGrasps(StrEnum):
-    """Rule by which the scripted expert selects a grasp."""
-
-    varied = "varied"
-    nearest = "nearest"
-
-
-class SettleGripper(StrEnum):
-    """Gripper command in the settling steps."""
-
-    open = "open"
-    hold = "hold"
-
-
-class TextureColorspace(StrEnum):
-    """Interpretation of the colors of texture files."""
-
-    linear = "linear"
-    auto = "auto"
+ExpertGrasps = StrEnum("ExpertGrasps", ["varied", "nearest"])
+SettleGripper = StrEnum("SettleGripper", ["open", "hold"])
+TextureColorspace = StrEnum("TextureColorspace", ["linear", "auto"])
 
 
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
