@@ -179,6 +179,11 @@ class InitParams(Settings):
     camera_names: list[str] = ["agentview"]
     """Cameras to render for the policy, in the order of its image inputs; each camera costs rendering time."""
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of every camera image in pixels."""
+        return self.camera_heights, self.camera_widths
+
 
 class CameraSettings(Settings):
     """Config keys for an environment with cameras."""

@@ -250,11 +250,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
                 suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (), unnorm_key=f"{base}_no_noops"
             ),
             states_per_task=(count,) * len(tasks),
-            cameras=CameraSpec(
-                names=tuple(cfg.init_params.camera_names),
-                size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
-                rotation_deg=180,
-            ),
+            cameras=CameraSpec(names=tuple(cfg.init_params.camera_names), size=cfg.init_params.size, rotation_deg=180),
             state_dim=STATE_DIM,
             max_episode_steps=HORIZONS[base],
             expert=ExpertSpec(

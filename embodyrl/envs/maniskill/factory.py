@@ -21,7 +21,6 @@ from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 from embodyrl.types import (
-    ActionKind,
     ActionSpec,
     BenchmarkSpec,
     CameraSpec,
@@ -111,7 +110,6 @@ def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
                 f"env.init_params.camera_names: env.id={name} has no camera '{camera}'."
                 f"{closest(camera, description.cameras)} Cameras: {', '.join(description.cameras)}."
             )
-    height, width = cfg.init_params.camera_heights, cfg.init_params.camera_widths
     uses_poses = description.control_mode == EE_DELTA_POSE
     gripper = GripperConvention(open=1.0, closed=-1.0) if description.has_gripper else None
     controls = None
@@ -125,13 +123,12 @@ def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
             dim=len(description.action_low),
             gripper=gripper,
             controls=controls,
-            kind=ActionKind.box,
             low=description.action_low,
             high=description.action_high,
         ),
         tasks=(get_instruction(name),),
         states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
-        cameras=CameraSpec(names=cameras, size=(height, width) if cameras else (0, 0)),
+        cameras=CameraSpec(names=cameras, size=cfg.init_params.size if cameras else (0, 0)),
         state_dim=description.state_dim,
         benchmark=BenchmarkSpec(unnorm_key="bridge_orig" if is_bridge else "maniskill" if uses_poses else None),
         max_episode_steps=description.max_episode_steps or cfg.longest_episode,

@@ -15,7 +15,7 @@ from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
 from embodyrl.specs import EnvCosts
-from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
 
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
 
@@ -55,15 +55,12 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
                 dim=4,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0)),
                 controls=build_arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), gripper=gripper),
-                kind=ActionKind.box,
-                low=(-1.0,) * 4,
-                high=(1.0,) * 4,
             ),
             tasks=tuple(TASKS[name] for name in names),
             states_per_task=(SEEDS,) * len(names),
             cameras=CameraSpec(
                 names=tuple(params.camera_names) if cfg.pixels else (),
-                size=(params.camera_heights, params.camera_widths) if cfg.pixels else (0, 0),
+                size=params.size if cfg.pixels else (0, 0),
                 rotation_deg=180 if cfg.pixels else 0,  # its cameras are mounted upside down
                 needed=cfg.pixels,
             ),

@@ -89,11 +89,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
                 suites=tuple(get_suite_name(axis) for axis, _ in tasks) if context.suites else (), unnorm_key="tabletop"
             ),
             states_per_task=(STATES_PER_TASK,) * len(tasks),
-            cameras=CameraSpec(
-                names=tuple(cfg.init_params.camera_names),
-                size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
-                needed=True,
-            ),
+            cameras=CameraSpec(names=tuple(cfg.init_params.camera_names), size=cfg.init_params.size, needed=True),
             state_dim=STATE_DIM,
             max_episode_steps=HORIZON,
             expert=ExpertSpec(tasks=tuple(range(len(tasks)))),
