@@ -200,7 +200,7 @@ class Expert:
 
         # Use the actual position in the hand: an object is rarely held at its center.
         grasp_offset = self._get_offset(goal.subject)
-        yield from self._carry(goal, grasp_offset, lambda: carry_height, tolerance=0.012, limit=90)
+        yield from self._carry(goal, grasp_offset, lambda: carry_height, limit=90)
         yield from self._carry(
             goal,
             grasp_offset,
@@ -211,10 +211,8 @@ class Expert:
                     carry_height - self._scene.hand[2],
                 )
             ),
-            tolerance=0.012,
             limit=40,
-            speed=0.6,
-            until_rest=True,
+            lowers=True,
         )
         if not self._is_lost(goal.subject, grasp_offset):
             for _ in range(_OPEN_STEPS):
@@ -266,24 +264,22 @@ class Expert:
         grasp_offset: DoubleArray,
         height: Callable[[], float],
         *,
-        tolerance: float,
         limit: int,
-        speed: float = 1.0,
-        until_rest: bool = False,
+        lowers: bool = False,
     ) -> ActionIterator:
-        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`until_rest`)."""
+        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`lowers`)."""
 
         def get_target() -> DoubleArray:
             return np.array([*(self._scene.get_position(goal.target) + self._get_offset(goal.subject)[:2]), height()])
 
-        moves = self._move(get_target, CLOSED, tolerance=tolerance, limit=limit, speed=speed)
+        moves = self._move(get_target, CLOSED, tolerance=0.012, limit=limit, speed=0.6 if lowers else 1.0)
         heights: deque[float] = deque(maxlen=_REST_STEPS)
         for action in moves:
             yield action
             if self._is_lost(goal.subject, grasp_offset):
                 return
             heights.append(self._scene.get_box(goal.subject).bottom)
-            if until_rest and len(heights) == _REST_STEPS and heights[0] - heights[-1] < _REST_DISTANCE:
+            if lowers and len(heights) == _REST_STEPS and heights[0] - heights[-1] < _REST_DISTANCE:
                 return
 
     def _get_offset(self, subject: str) -> DoubleArray:
