@@ -1,12 +1,13 @@
 """Config keys that environments share; the keys of a single environment are declared in its folder."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
 from embodyrl.config.settings import ChangesStateIds, Constraint, Count, Positive, Settings, valid_if
+from embodyrl.registry import closest
 
 if TYPE_CHECKING:
     from embodyrl.types import EnvSpec
@@ -131,6 +132,13 @@ class EnvSettings(Settings):
         """Return the settings without an inference delay."""
         return self.model_copy(update={"control": ControlSettings()}) if self.delay[1] else self
 
+    def task_problems(self, count: int, explanation: str) -> Iterator[str]:
+        """Yield an error for each split with task ids outside 0..count-1; `explanation` explains the ids."""
+        for split, values in self.splits.items():
+            invalid = [task for task in values.task_ids or () if not 0 <= task < count]
+            if invalid:
+                yield f"env.{split}.task_ids: {invalid} must be in 0..{count - 1} ({explanation})."
+
     @property
     def longest_episode(self) -> int:
         """Largest `max_episode_steps` of the splits."""
@@ -189,6 +197,18 @@ class CameraSettings(Settings):
     """Config keys for an environment with cameras."""
 
     init_params: InitParams = InitParams()
+
+    def camera_problems(self, available: Collection[str] | None = None) -> Iterator[str]:
+        """Yield errors about selected cameras that occur twice or are not in `available`."""
+        names = self.init_params.camera_names
+        for name in names:
+            if available is not None and name not in available:
+                yield (
+                    f"env.init_params.camera_names: '{name}' is not a camera of this environment."
+                    f"{closest(name, available)} Known: {', '.join(available)}."
+                )
+        if len(set(names)) < len(names):
+            yield f"env.init_params.camera_names={list(names)} contains a camera twice. Remove the duplicate."
 
     def with_cameras(self, names: Sequence[str]) -> Self:
         """Return the settings with the given cameras only."""

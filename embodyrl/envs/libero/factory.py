@@ -14,7 +14,6 @@ from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, get_variant, remove
 from embodyrl.envs.mujoco_rendering import choose_renderer
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
-from embodyrl.envs.sim_checks import find_camera_problems, find_task_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.registry import closest
 from embodyrl.types import (
@@ -190,8 +189,8 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         elif name not in SUITES:
             yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, sorted(SUITES))} Known: {known}."
         else:
-            yield from find_task_problems(cfg, SUITE_TASKS[SUITES[name][0]], f"the tasks of {name}")
-        yield from find_camera_problems(cfg, CAMERAS)
+            yield from cfg.task_problems(SUITE_TASKS[SUITES[name][0]], f"the tasks of {name}")
+        yield from cfg.camera_problems(CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
         """Return the other suites: `base` and the perturbations; empty if the suite has no perturbations."""

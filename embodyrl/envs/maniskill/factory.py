@@ -16,7 +16,6 @@ from embodyrl.envs.maniskill.settings import (
 )
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import SEEDS
-from embodyrl.envs.sim_checks import find_camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
@@ -52,7 +51,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
                 f"env.sim_backend=gpu: at each reset, env.id={cfg.id} steps the whole batch until objects settle, "
                 f"which would change running episodes. Set env.sim_backend=cpu."
             )
-        yield from find_camera_problems(cfg)
+        yield from cfg.camera_problems()
         reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {
             *cfg.kwargs
         }

@@ -10,7 +10,6 @@ from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCE
 from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import SEEDS
-from embodyrl.envs.sim_checks import find_camera_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
@@ -34,7 +33,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         if unknown := [name for name in cfg.names if name not in TASKS]:
             hint = closest(unknown[0], [*BENCHMARKS, *TASKS])
             yield f"env.id={unknown[0]} is not a task or benchmark of MetaWorld.{hint}"
-        yield from find_camera_problems(cfg, CAMERAS if cfg.pixels else None)
+        yield from cfg.camera_problems(CAMERAS if cfg.pixels else None)
 
     def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
         """Return the spec of the tasks, without importing MetaWorld.
