@@ -102,13 +102,13 @@ class Harness:
 
     def expect_repeat(self, first: Trace, second: Trace, field: str, expected: str) -> None:
         """Add a violation if two episodes differ, or a warning if they are nearly equal."""
-        differences = (describe_trace_difference(first, second, nearly=nearly) for nearly in (False, True))
-        self._expect_close(*differences, field, expected)
+        exact, near = (describe_trace_difference(first, second, nearly=nearly) for nearly in (False, True))
+        self._expect_close(exact, near, field, expected)
 
     def expect_same(self, first: ObservationCopy, second: ObservationCopy, field: str, expected: str) -> None:
         """Add a violation if two observations differ, or a warning if they are nearly equal."""
-        differences = (describe_observation_difference(first, second, nearly=nearly) for nearly in (False, True))
-        self._expect_close(*differences, field, expected)
+        exact, near = (describe_observation_difference(first, second, nearly=nearly) for nearly in (False, True))
+        self._expect_close(exact, near, field, expected)
 
     def _expect_close(self, difference: str | None, large_difference: str | None, field: str, expected: str) -> None:
         if difference is None or large_difference is not None:

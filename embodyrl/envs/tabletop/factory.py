@@ -61,11 +61,11 @@ class TabletopFactory(SimFactory[TabletopSettings]):
 
     def suites(self, cfg: TabletopSettings) -> tuple[str, ...]:
         """Return the names of all variations except the configured one."""
-        return tuple(axis.value for axis in Axis if axis is not cfg.axis)
+        return tuple(str(axis) for axis in Axis if axis is not cfg.axis)
 
     def own_suite(self, cfg: TabletopSettings) -> str | None:
         """Return the name of the configured variation."""
-        return cfg.axis.value
+        return str(cfg.axis)
 
     def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
         """Return the spec of the tabletop environment."""
