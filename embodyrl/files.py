@@ -9,7 +9,7 @@ import select
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -168,6 +168,83 @@ def read_lines(path: Path) -> Iterator[bytes]:
                     file.seek(file.tell(), os.SEEK_DATA)
                 except OSError:  # no data up to the end
                     return
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line of a JSON Lines file, possibly from an untrusted source.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is malformed, or longer than `LONGEST_LINE`; the message contains its number.
+    """
+    # Unlike `splitlines`, this does not split at U+2028 and other line separators in a text.
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        if len(line) == LONGEST_LINE:
+            raise ValueError(f"line {number} is longer than {LONGEST_LINE >> 20} MiB")
+        try:
+            # Some editors write a byte order mark at the start of a file.
+            value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            if b"\\ud" in line.lower():
+                json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not a character
+        except (ValueError, RecursionError) as error:
+            start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
+            raise ValueError(f"line {number} is not JSON ({error}): {start!r}") from error
+        yield number, value
+
+
+VALUE_BYTES = 32
+"""Assumed size of one value of a table with its copies, in bytes."""
+
+
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
+    """Read a Parquet file, or some of its columns, as a `pyarrow.Table`. Small files can decompress to any size.
+
+    Raises:
+        OSError: the file is missing.
+        pyarrow.ArrowException: the file is damaged, or its values need more than a quarter of the free memory.
+    """
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    file, limit = ParquetFile(path), available_bytes() // 4
+    too_large = pa.ArrowInvalid(f"it unpacks to more than {limit >> 20} MiB, a quarter of the free memory")
+    names = file.schema_arrow.names if columns is None else columns
+    schema = pa.schema([file.schema_arrow.field(name) for name in names], file.schema_arrow.metadata)
+    groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+    declared = sum(
+        max(chunk.total_uncompressed_size, VALUE_BYTES * chunk.num_values)
+        for chunk in [group.column(k) for group in groups for k in range(group.num_columns)]
+        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in names)
+    )
+    if declared > limit:
+        raise too_large
+    size, arrays = 0, []
+    # Small batches of one column at a time, because sizes in the file may be wrong.
+    for field in schema:
+        parts = []
+        for batch in file.iter_batches(64, columns=[field.name]):
+            parts.append(part := batch.column(field.name))
+            size += part.nbytes + VALUE_BYTES * len(part) + _count_expanded_bytes(part)
+            if size > limit:
+                raise too_large
+        arrays.append(pa.chunked_array(parts, field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _count_expanded_bytes(column: Any) -> int:
+    """Return the number of bytes that are added when a dictionary-encoded column is expanded to one value per row."""
+    import pyarrow as pa
+    import pyarrow.compute as compute  # type: ignore[import-untyped]
+
+    if not pa.types.is_dictionary(column.type):
+        return 0
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if not any(kind(column.type.value_type) for kind in kinds):
+        return len(column) * column.dictionary.nbytes
+    lengths: Any = compute.binary_length(column.dictionary)  # type: ignore[attr-defined]
+    return compute.sum(lengths.take(column.indices)).as_py() or 0  # type: ignore[attr-defined]
 
 
 def read_tail(path: Path, limit: int) -> bytes:

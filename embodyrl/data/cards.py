@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from embodyrl.data.layout import (
     dimension_names,
     image_key,
 )
+from embodyrl.data.rows import INDEX_COLUMNS
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import find_file, read_info, read_tasks
 from embodyrl.envs.history import with_history
@@ -33,32 +34,26 @@ from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 _CHANNELS = (1, 3, 4)
 _THIRD_PARTY_KEYS = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
 """Config keys that apply only to third-party data sets."""
-_INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
 PLAIN = DemonstrationSettings()
 """Default settings, for data sets that contain the description of their environment."""
 
 
-def camera_column(data: DemonstrationSettings, camera: str) -> str:
-    """Return the name of the column with the images of a camera."""
-    return data.cameras.get(camera, image_key(camera))
-
-
-def _get_gripper(root: Path, data: DemonstrationSettings, width: int) -> GripperConvention | None:
-    """Return the gripper convention of the settings, checked against the action dimension `width`.
+def get_gripper(open_and_closed: Sequence[float] | None, index: int, width: int) -> GripperConvention | None:
+    """Return the gripper convention of the settings, for actions of `width` numbers.
 
     Raises:
         ConfigError: the actions have no number of that index.
     """
-    if data.gripper is None:
+    if open_and_closed is None:
         return None
-    if not -width <= data.gripper_index < width:
+    if not -width <= index < width:
         raise ConfigError(
-            f"data.gripper_index={data.gripper_index} is out of range, because the actions of {root} have {width} "
-            f"numbers. Set an index from {-width} to {width - 1}."
+            f"data.gripper_index={index} is out of range, because the actions have {width} numbers. "
+            f"Set an index from {-width} to {width - 1}."
         )
-    return GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
+    return GripperConvention(open=open_and_closed[0], closed=open_and_closed[1], index=index)
 
 
 def read_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
@@ -94,25 +89,20 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
             f"{root} is {folder_text}. Set the folder of a data set, or collect one: embodyrl collect env=... "
             f"{shlex.quote(f'collect.out={root}')}."
         ) from None
-    except KeyError as error:
-        raise EmbodyError(f"{path} has no field {error}. Download or collect the data set again.") from error
-    except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise EmbodyError(
             f"{path} cannot be read ({format_reason(error)}). Download or collect the data set again, or choose "
-            "another "
-            "folder."
+            "another folder."
         ) from error
     set_keys = [f"data.{key}" for key in _THIRD_PARTY_KEYS if getattr(data, key) != getattr(PLAIN, key)]
     # Copies and conversions of other programs' data may lack these conventions.
     unknown = {"data.gripper"} if card.env.action.gripper is None else set()
     unknown |= {"data.image_rotation_deg"} if card.collected.get(UNDESCRIBED) else set()
     if set_keys and unknown.issuperset(set_keys):
-        gripper = _get_gripper(root, data, card.env.action.dim)
+        gripper = get_gripper(data.gripper, data.gripper_index, card.env.action.dim)
         rotation_deg = data.image_rotation_deg or card.env.cameras.rotation_deg
-        action, cameras = (
-            replace(card.env.action, gripper=gripper),
-            replace(card.env.cameras, rotation_deg=rotation_deg),
-        )
+        action = replace(card.env.action, gripper=gripper)
+        cameras = replace(card.env.cameras, rotation_deg=rotation_deg)
         return replace(card, env=replace(card.env, action=action, cameras=cameras))
     if set_keys:
         raise ConfigError(
@@ -131,14 +121,13 @@ def _build_third_party_card(root: Path, info: dict[str, Any], data: Demonstratio
         sizes_text = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
         raise ConfigError(
             f"data.path={root}: the image columns differ in size or type ({sizes_text}). Select columns of one size "
-            "and "
-            "type with data.cameras={name: column, ...}."
+            "and type with data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
     vectors = [
         name
         for name in features
-        if name not in _INDEX_COLUMNS and isinstance(shape := features[name].get("shape"), list) and len(shape) == 1
+        if name not in INDEX_COLUMNS and isinstance(shape := features[name].get("shape"), list) and len(shape) == 1
     ]
     states = vectors if data.state_key != STATE else [name for name in vectors if "state" in name]
     for key, column, candidates in (
@@ -153,7 +142,7 @@ def _build_third_party_card(root: Path, info: dict[str, Any], data: Demonstratio
     tasks, action_dim = read_tasks(root), _get_vector_size(root, data.action_key, features[data.action_key])
     env = EnvSpec(
         name=str(info.get("robot_type") or root.name),
-        action=ActionSpec(dim=action_dim, gripper=_get_gripper(root, data, action_dim)),
+        action=ActionSpec(dim=action_dim, gripper=get_gripper(data.gripper, data.gripper_index, action_dim)),
         tasks=tuple(tasks.values()),
         states_per_task=(1,) * len(tasks),
         cameras=CameraSpec(names=tuple(columns), size=(height, width), rotation_deg=data.image_rotation_deg),

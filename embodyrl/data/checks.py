@@ -20,7 +20,7 @@ from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_episodes, read_tasks
 from embodyrl.data.writer import get_episode_paths
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
-from embodyrl.files import read_json
+from embodyrl.files import read_json, read_parquet
 from embodyrl.policies.inputs import describe_gripper
 from embodyrl.types import EnvSpec
 
@@ -55,9 +55,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
             problems += part(root, card, rows)
         except EmbodyError as error:
             problems.append(f"{name}: {error}")
-        except KeyError as error:
-            problems.append(f"{root}: {name} has no column or field {error}.")
-        except (OSError, pa.ArrowException, TypeError, ValueError, AttributeError) as error:
+        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
             problems.append(f"{root}: {name} cannot be read: {format_reason(error)}.")
     return problems
 
@@ -105,7 +103,7 @@ def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     names = _list_task_names(rows)
-    if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(names), check_metadata=True):
+    if not read_parquet(root / layout.TASKS_PATH).equals(layout.tasks_table(names), check_metadata=True):
         yield f"{layout.TASKS_PATH} does not list the {len(names)} instructions of the episodes in order."
 
 
@@ -183,8 +181,7 @@ def _check_rows(
     if len(mismatches):
         yield (
             f"episode {number}: its row {mismatches[0]} has episode_index "
-            f"{indices['episode_index'][mismatches[0]]}; the rows and "
-            "the table of episodes do not match."
+            f"{indices['episode_index'][mismatches[0]]}; the rows and the table of episodes do not match."
         )
         return
     steps = np.arange(row["length"])

@@ -20,9 +20,5 @@ def executed_actions(card: Card, episodes: Sequence[Mapping[str, Any]], labels: 
         return labels
     seeds_and_steps = [(int(episode[f"{OWN}seed"]), step) for episode in episodes for step in range(episode["length"])]
     spec = card.env.action
-    return np.stack(
-        [
-            add_noise(spec, label, *seed_and_step, scale)
-            for label, seed_and_step in zip(labels, seeds_and_steps, strict=True)
-        ]
-    )
+    steps = zip(labels, seeds_and_steps, strict=True)
+    return np.stack([add_noise(spec, label, seed, step, scale) for label, (seed, step) in steps])

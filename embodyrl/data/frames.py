@@ -9,19 +9,17 @@ from pathlib import Path
 import imageio.v3 as iio
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from embodyrl.data.layout import pixel_format
 from embodyrl.errors import EmbodyError
-from embodyrl.text.images import FORMATS
+from embodyrl.text.images import get_upright_size, open_image
 from embodyrl.types import ByteArray, IntArray
 
 _LISTING_TIMEOUT_S = 120.0
 """Time limit for listing the frame times of a video, in seconds."""
 _MAX_TIME_DEVIATION = 0.4
 """Maximum deviation of a frame time from equal spacing, in frame intervals."""
-_ROTATED = (5, 6, 7, 8)
-"""EXIF orientations that swap width and height."""
 
 
 def encode_png(frame: ByteArray) -> bytes:
@@ -31,26 +29,6 @@ def encode_png(frame: ByteArray) -> bytes:
     return buffer.getvalue()
 
 
-def image_size(content: bytes) -> tuple[int, int]:
-    """Return the height and width of an image file, turned upright.
-
-    Raises:
-        EmbodyError: the file is not an image.
-    """
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return _get_upright_size(image)[1]
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise EmbodyError(f"The frame cannot be decoded: {error}. Download the data set again.") from error
-
-
-def _get_upright_size(image: Image.Image) -> tuple[int, tuple[int, int]]:
-    """Return the EXIF orientation of an image, and its height and width when turned upright."""
-    # Cameras and phones store images sideways, with the orientation in the metadata.
-    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    return orientation, (image.width, image.height) if orientation in _ROTATED else (image.height, image.width)
-
-
 def decode_png(content: bytes, out: ByteArray) -> None:
     """Decode an image file into `out` [H, W, 3].
 
@@ -58,8 +36,8 @@ def decode_png(content: bytes, out: ByteArray) -> None:
         EmbodyError: the file is not an image, or has another size (checked before decoding).
     """
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            (orientation, actual), declared = _get_upright_size(image), out.shape[:2]
+        with open_image(content) as image:
+            actual, declared = get_upright_size(image), out.shape[:2]
             if actual != declared:
                 raise EmbodyError(
                     f"The frame is {actual[0]}x{actual[1]} (height x width), expected "
@@ -67,15 +45,9 @@ def decode_png(content: bytes, out: ByteArray) -> None:
                 )
             if image.mode.startswith(("I", "F")):
                 raise EmbodyError(f"The frame is probably a depth map (mode {image.mode}). Choose color cameras.")
-            pixels = np.asarray((image if orientation == 1 else ImageOps.exif_transpose(image)).convert("RGB"))
-    except UnidentifiedImageError:
-        raise EmbodyError(
-            f"The frame is not an image in a known format ({', '.join(FORMATS)}). Download or collect the data set "
-            "again."
-        ) from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            out[...] = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    except ValueError as error:
         raise EmbodyError(f"The frame cannot be decoded: {error}. Download or collect the data set again.") from error
-    out[...] = pixels
 
 
 def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
@@ -178,8 +150,7 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None
                 if frame.shape != outs[num_decoded].shape:
                     raise EmbodyError(
                         f"{path} has frames of shape {frame.shape}, but the data set declares "
-                        f"{outs[num_decoded].shape}. "
-                        "Encode the video again."
+                        f"{outs[num_decoded].shape}. Encode the video again."
                     )
                 outs[num_decoded][...] = frame
                 num_decoded += 1
@@ -191,6 +162,5 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None
     if num_decoded < len(outs):
         raise EmbodyError(
             f"{path} contains {frame_number} frames, but the data set declares {int(numbers[-1]) + 1}. Download or "
-            "collect "
-            "the data set again."
+            "collect the data set again."
         )

@@ -19,18 +19,7 @@ from pydantic import TypeAdapter
 
 from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
-from embodyrl.types import (
-    ActionKind,
-    ActionSpec,
-    BenchmarkSpec,
-    BoolArray,
-    ByteArray,
-    CameraSpec,
-    EnvSpec,
-    FloatArray,
-    GripperConvention,
-    IntArray,
-)
+from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray
 
 CODEBASE_VERSION = "v3.0"
 CHUNKS_SIZE = 1000
@@ -133,6 +122,7 @@ ENV_FIELDS = {
     "max_episode_steps": "max_episode_steps",
 }
 """Attribute path in `EnvSpec` of each key in `meta/embodyrl.json`."""
+_OPTIONAL = ("instructions", "grey", "history", "unnorm_key", "max_episode_steps")
 
 
 def _env_to_json(env: EnvSpec) -> dict[str, Any]:
@@ -145,27 +135,13 @@ def _env_to_json(env: EnvSpec) -> dict[str, Any]:
 
 
 def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
-    space = raw.get("action_space") or {"kind": ActionKind.box, "sizes": (), "low": (), "high": ()}
-    lists = {key: tuple(space[key]) for key in ("sizes", "low", "high")}
-    gripper = GripperConvention(**raw["gripper"]) if raw["gripper"] else None
-    height, width = raw["image_size"]
-    return EnvSpec(
-        name=raw["name"],
-        action=ActionSpec(dim=raw["action_dim"], kind=ActionKind(space["kind"]), gripper=gripper, **lists),
-        tasks=tuple(raw["tasks"]),
-        states_per_task=tuple(raw["states_per_task"]),
-        instructions=tuple(raw.get("instructions", ())),
-        cameras=CameraSpec(
-            names=tuple(raw["cameras"]),
-            size=(height, width),
-            grey=raw.get("grey", False),
-            rotation_deg=raw["image_rotation_deg"],
-        ),
-        state_dim=raw["state_dim"],
-        history=raw.get("history", 1),
-        benchmark=BenchmarkSpec(unnorm_key=raw.get("unnorm_key")),
-        max_episode_steps=raw.get("max_episode_steps", 0),
-    )
+    """Build the environment spec from the result of `_env_to_json`; files of earlier versions lack `_OPTIONAL`."""
+    nested: dict[str, Any] = {"action": dict(raw.get("action_space") or {}), "cameras": {}, "benchmark": {}}
+    for name, path in ENV_FIELDS.items():
+        if name in raw or name not in _OPTIONAL:
+            group, _, key = path.rpartition(".")
+            (nested[group] if group else nested)[key] = raw[name]
+    return TypeAdapter(EnvSpec).validate_python(nested)
 
 
 def is_embodyrl_dataset(root: Path) -> bool:

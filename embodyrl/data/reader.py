@@ -1,28 +1,22 @@
 """Load data sets into memory with decoded frames, so that a batch is a single indexing operation."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from embodyrl.data import layout
-from embodyrl.data.cards import PLAIN, camera_column, stored_card
+from embodyrl.data.cards import PLAIN, stored_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.executed_actions import executed_actions
 from embodyrl.data.frames import decode_png
 from embodyrl.data.layout import Card
-from embodyrl.data.rows import (
-    Rows,
-    find_non_finite,
-    find_rows,
-    read_columns,
-    read_success,
-    read_vectors,
-)
+from embodyrl.data.rows import Rows, find_rows, read_columns, read_success, read_vectors
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import read_episodes, read_info, read_tasks
 from embodyrl.data.videos import VideoReader
@@ -117,7 +111,8 @@ class Demonstrations:
         A success is better than a failure; otherwise the higher return is better. Both chunks of a pair begin at the
         same env step of their episodes, up to the length of the shorter episode.
         """
-        outcomes = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
+        steps = {e: slice(self.start[e], self.stop[e]) for e in episodes}
+        outcomes = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in steps.items()}
         pairs = [
             np.stack([self.start[e] + offsets, self.start[other] + offsets], axis=1)
             for e in episodes
@@ -126,9 +121,6 @@ class Demonstrations:
             for offsets in [np.arange(0, min(self.stop[i] - self.start[i] for i in (e, other)), length)]
         ]
         return np.concatenate([np.zeros((0, 2), np.int64), *pairs])
-
-    def _slices(self, episodes: Sequence[int]) -> list[tuple[int, slice]]:
-        return [(episode, slice(self.start[episode], self.stop[episode])) for episode in episodes]
 
 
 def load_demonstrations(
@@ -199,16 +191,28 @@ def _find_skipped(
     Raises:
         EmbodyError: such episodes exist and `data.skip_nonfinite` is false.
     """
-    invalid = list(find_non_finite(rows, episodes, numbers))
-    skipped = {episode for episode, _, _ in invalid}
+    invalid = [
+        (name, row)
+        for name, values in numbers.items()
+        for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist()
+    ]
+    skipped = {int(rows.indices["episode_index"][row]) for _, row in invalid}
     if invalid and not skip:
-        episode, step, description = invalid[0]
+        name, row = invalid[0]
+        dimension = np.flatnonzero(~np.isfinite(numbers[name][row]))[0]
         raise EmbodyError(
-            f"{root}: episode {episode}, step {step}: {description} ({len(invalid)} such rows in {len(skipped)} "
-            "episodes). Correct "
-            "the data, or set data.skip_nonfinite=true to skip these episodes."
+            f"{root}: {_describe_step(rows, episodes, row)}: {name}[{dimension}] is {numbers[name][row, dimension]} "
+            f"({len(invalid)} such rows in {len(skipped)} episodes). Correct the data, or set "
+            "data.skip_nonfinite=true to skip these episodes."
         )
     return skipped
+
+
+def _describe_step(rows: Rows, episodes: _Episodes, row: int) -> str:
+    """Return the episode and the step of a row, for error messages."""
+    episode = rows.indices["episode_index"][row]
+    start = next(entry["dataset_from_index"] for entry in episodes if entry["episode_index"] == episode)
+    return f"episode {episode}, step {row - start}"
 
 
 def find_episode_count_warnings(root: Path, episodes: int) -> list[str]:
@@ -270,7 +274,7 @@ def _read_frames(
     _require_memory(root, int(np.prod(shape)))
     # Decode in place: stacking a list of frames would take twice the memory.
     images = np.empty(shape, np.uint8)
-    columns = [camera_column(data, camera) for camera in card.env.cameras.names]
+    columns = [data.cameras.get(camera, layout.image_key(camera)) for camera in card.env.cameras.names]
     if card.video:
         for camera, column in enumerate(columns):
             videos.read(column, episodes, images[:, camera])
@@ -285,50 +289,30 @@ def _read_frames(
             in_file = in_file[np.argsort(rows.row_in_file[in_file])]
             table = read_columns(path, columns)
             for camera, column in enumerate(columns):
-                positions = [_FramePosition(root, rows, episodes, column, row) for row in in_file]
-                contents = _read_contents(root, table[column].take(rows.row_in_file[in_file]), positions)
-                list(pool.map(_decode, contents, [images[row, camera] for row in position[in_file]], positions))
+                values = table[column].take(rows.row_in_file[in_file])
+                decoded = pool.map(partial(_decode, root), values, [images[row, camera] for row in position[in_file]])
+                for row in in_file:
+                    try:
+                        next(decoded)
+                    except EmbodyError as error:
+                        where = f"{root}: {_describe_step(rows, episodes, row)}: '{column}'"
+                        raise EmbodyError(f"{where}: {error}") from error
     return images
 
 
-class _FramePosition(NamedTuple):
-    """Position of one frame, for error messages."""
-
-    root: Path
-    rows: Rows
-    episodes: _Episodes
-    column: str
-    row: int
-
-    def __str__(self) -> str:
-        episode = self.rows.indices["episode_index"][self.row]
-        step = self.row - next(
-            entry["dataset_from_index"] for entry in self.episodes if entry["episode_index"] == episode
-        )
-        return f"{self.root}: episode {episode}, step {step}: '{self.column}'"
-
-
-def _decode(content: bytes, out: ByteArray, position: _FramePosition) -> None:
-    try:
-        decode_png(content, out)
-    except EmbodyError as error:
-        raise EmbodyError(f"{position}: {error}") from error
-
-
-def _read_contents(root: Path, column: Any, positions: Sequence[_FramePosition]) -> Iterator[bytes]:
-    """Yield the encoded image of each row of a column, whose rows contain the bytes or the path of an image file."""
-    for value, position in zip(column, positions, strict=True):
-        row = value.as_py()
-        row = row if isinstance(row, dict) else {"bytes": row}
-        content, path = row.get("bytes"), row.get("path")
-        if content is None and path:
-            try:
-                content = read_small(inside(root, path))
-            except (OSError, ValueError) as error:
-                raise EmbodyError(f"{position} cannot be read: {error}. Download the data set again.") from error
-        if not isinstance(content, bytes):
-            raise EmbodyError(f"{position} has no image. Download the data set again.")
-        yield content
+def _decode(root: Path, value: Any, out: ByteArray) -> None:
+    """Decode an image, stored as its bytes or as the path of a file, into `out` [H, W, 3]."""
+    stored = value.as_py()
+    stored = stored if isinstance(stored, dict) else {"bytes": stored}
+    content, path = stored.get("bytes"), stored.get("path")
+    if content is None and path:
+        try:
+            content = read_small(inside(root, path))
+        except (OSError, ValueError) as error:
+            raise EmbodyError(f"the image cannot be read: {error}. Download the data set again.") from error
+    if not isinstance(content, bytes):
+        raise EmbodyError("there is no image. Download the data set again.")
+    decode_png(content, out)
 
 
 def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:

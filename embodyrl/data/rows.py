@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
-from embodyrl.data.tables import DATA_FILE, VALUE_BYTES, find_file, get_data_path, read_table
+from embodyrl.data.tables import DATA_FILE, find_file, get_data_path, reading
 from embodyrl.errors import EmbodyError
-from embodyrl.files import available_bytes, visible_files
+from embodyrl.files import VALUE_BYTES, available_bytes, read_parquet, visible_files
 from embodyrl.types import FloatArray, IntArray
 
 _RESOLUTION = 1e-3
 """Maximum distance between adjacent float32 values of a column, as a fraction of the column's range."""
-_LFS = b"version https://git-lfs"
 INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 
@@ -52,13 +50,10 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
             episode.
     """
     has_file_per_episode = any(DATA_FILE in row for row in episodes)
-    listed = (
-        [row[DATA_FILE] for row in episodes]
-        if has_file_per_episode
-        else map(get_data_path, episodes)
-        if is_embodyrl_dataset(root)
-        else ()
-    )
+    if has_file_per_episode:
+        listed = [row[DATA_FILE] for row in episodes]
+    else:
+        listed = map(get_data_path, episodes) if is_embodyrl_dataset(root) else ()
     names = dict.fromkeys(listed) or [path.relative_to(root) for path in visible_files(root / "data", ".parquet")]
     files = tuple(find_file(root, name) for name in names)
     if not files:
@@ -80,11 +75,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         for name in INDEX_COLUMNS
     }
     file = np.repeat(np.arange(len(files)), lengths)
-    order = (
-        np.lexsort((indices["frame_index"], file))
-        if has_file_per_episode
-        else np.argsort(indices["index"], kind="stable")
-    )
+    order = np.lexsort((indices["frame_index"], file) if has_file_per_episode else (indices["index"],))
     sorted_values = {name: values[order] for name, values in indices.items()}
     # Data of other programs may lack deleted episodes; the checks report a repeated index.
     has_file_per_episode = has_file_per_episode or (
@@ -126,20 +117,14 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
     Raises:
         EmbodyError: the file is damaged, or lacks a column.
     """
-    try:
+    with reading(path):
         present = pq.read_schema(path).names
         if missing := [name for name in columns if name not in present]:
             raise EmbodyError(
                 f"{path} has no column '{missing[0]}', which the data set declares. Columns: {', '.join(present)}. "
                 "Download the data set again."
             )
-        return read_table(path, columns)
-    except (OSError, pa.ArrowException) as error:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if file.read(len(_LFS)) == _LFS:
-                raise EmbodyError(f"{path} is a Git LFS pointer. Fetch the files: git lfs pull.") from None
-        reason = str(error).rstrip(".")
-        raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
+        return read_parquet(path, columns)
 
 
 def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = None) -> FloatArray:
@@ -229,15 +214,3 @@ def _find_lossy(values: npt.NDArray[Any]) -> set[int]:
         return set()
     value_range, step = np.ptp(exact, axis=0), np.spacing(_to_float32(np.abs(exact).max(axis=0)))
     return set(np.flatnonzero((value_range > 0) & (step > _RESOLUTION * value_range)).tolist())
-
-
-def find_non_finite(
-    rows: Rows, episodes: Sequence[dict[str, Any]], columns: dict[str, FloatArray]
-) -> Iterator[tuple[int, int, str]]:
-    """Yield episode number, step and a description for each row with a non-finite value in a column."""
-    for name, values in columns.items():
-        for row in np.flatnonzero(~np.isfinite(values).all(axis=1)).tolist():
-            index = int(rows.indices["episode_index"][row])
-            start = next(e["dataset_from_index"] for e in episodes if e["episode_index"] == index)
-            dimension = int(np.flatnonzero(~np.isfinite(values[row]))[0])
-            yield index, row - start, f"{name}[{dimension}] is {values[row, dimension]}"

@@ -8,6 +8,9 @@ from pydantic import Field
 from embodyrl.config.settings import Constraint, Count, Path, Positive, Seconds, Settings, valid_if
 from embodyrl.text.settings import DataSettings
 
+OpenAndClosed = Annotated[list[float], valid_if(lambda v: len(set(v)) == len(v) == 2), Constraint("[open,closed]")]
+GripperIndex = Annotated[int, Field(ge=-1000, lt=1000)]
+
 
 class DemonstrationSettings(DataSettings):
     """Config keys for robot demonstrations."""
@@ -23,12 +26,10 @@ class DemonstrationSettings(DataSettings):
     cameras: dict[str, str] = {}
     """Column of each camera to read, for example {front: observation.image}; default: all columns named
     observation.images.<camera>. Use the camera names of the environment."""
-    gripper: (
-        Annotated[list[float], valid_if(lambda v: len(set(v)) == len(v) == 2), Constraint("[open,closed]")] | None
-    ) = None
+    gripper: OpenAndClosed | None = None
     """Action values that open and close the gripper, for example [1,0].
     Without this key, the policy is rejected in environments that declare a gripper."""
-    gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
+    gripper_index: GripperIndex = -1
     """Index of the gripper in the action vector."""
     image_rotation_deg: Literal[0, 180] = 0
     """Rotation in degrees that turns the stored frames upright."""

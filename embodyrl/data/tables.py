@@ -6,15 +6,13 @@ The tables are parquet files in v3.0, and JSON lines in v2.1, where each episode
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from embodyrl.data.layout import (
     CHUNKS_SIZE,
@@ -25,8 +23,8 @@ from embodyrl.data.layout import (
     VIDEO_PATH,
     is_embodyrl_dataset,
 )
-from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.files import available_bytes, inside, natural_sort_key, read_json, read_lines
+from embodyrl.errors import ConfigError, EmbodyError, format_reason, one_line
+from embodyrl.files import inside, natural_sort_key, read_json, read_json_lines, read_parquet
 
 ONE_FILE_PER_EPISODE = "v2.1"
 VERSIONS = (ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
@@ -36,10 +34,10 @@ DATA_FILE = "data/path"
 _EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
 _LEROBOT_TASK = ("task", "__index_level_0__")
 """Names of the instruction column: lerobot stores a pandas index, with or without a name."""
+_LFS = b"version https://git-lfs"
 _FETCH = "Download the data set again."
-VALUE_BYTES = 32
-"""Assumed size of one value of a table with its copies, in bytes."""
-_NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
+_TEMPLATE_FIELD = re.compile(r"\{(\w+)(?::(0?\d{0,2}d?))?\}")
+"""Field of a path template, such as `{episode_index:06d}`: the name and the format."""
 
 
 def read_info(root: Path) -> dict[str, Any]:
@@ -78,8 +76,7 @@ def get_video_path(episode: Mapping[str, Any], column: str) -> str:
 
 def get_data_path(episode: Mapping[str, Any]) -> str:
     """Return the path of an episode's data file, relative to the data set, from the episode's row of meta/episodes."""
-    indices = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
-    return DATA_PATH.format(**indices)
+    return DATA_PATH.format(chunk_index=episode["data/chunk_index"], file_index=episode["data/file_index"])
 
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:
@@ -106,10 +103,8 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
 def _read_stored_episodes(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=natural_sort_key):
-        try:
-            rows += read_table(find_file(root, path.relative_to(root))).to_pylist()
-        except (OSError, pa.ArrowException) as error:
-            raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
+        with reading(path):
+            rows += read_parquet(find_file(root, path.relative_to(root))).to_pylist()
     return sorted(rows, key=lambda row: row["episode_index"])
 
 
@@ -169,12 +164,8 @@ def read_tasks(root: Path) -> dict[int, str]:
         lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
         return _check_tasks(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH
-    try:
-        table = read_table(find_file(root, path.relative_to(root)))
-    except FileNotFoundError:
-        raise EmbodyError(f"{path} is missing. {_FETCH}") from None
-    except (OSError, pa.ArrowException) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
+    with reading(path):
+        table = read_parquet(find_file(root, TASKS_PATH))
     text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
         raise EmbodyError(
@@ -202,45 +193,32 @@ def _check_tasks(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
 
 def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
     """Read a file of JSON lines, and check the types of the given fields."""
-    path, rows = root / name, []
-    if not path.is_file():
-        raise EmbodyError(f"{path} is missing. {_FETCH}")
-    try:
-        lines = [*read_lines(path)]
-    except OSError as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise EmbodyError(f"{path}, line {number} is not valid JSON ({error}). {_FETCH}") from None
-        for field, kind in fields.items():
-            if not isinstance(row, dict) or not isinstance(row.get(field), kind):
-                raise EmbodyError(
-                    f"{path}, line {number}: the field {field} is missing, or is not of type {kind.__name__}. {_FETCH}"
-                )
-        rows.append(row)
+    path, rows = find_file(root, name), []
+    with reading(path):
+        for number, row in read_json_lines(path):
+            for field, kind in fields.items():
+                if not isinstance(row, dict) or not isinstance(row.get(field), kind):
+                    raise EmbodyError(
+                        f"{path}, line {number}: the field {field} is missing, or is not of type {kind.__name__}. "
+                        f"{_FETCH}"
+                    )
+            rows.append(row)
     return rows
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a Parquet file, or some of its columns. A small file can contain any number of equal values.
-
-    Raises:
-        ArrowException: the file is damaged, or its values need more than a quarter of the free memory.
-    """
-    file, limit = pq.read_metadata(path), available_bytes() // 4
-    chunks = [file.row_group(i).column(k) for i in range(file.num_row_groups) for k in range(file.num_columns)]
-    size = sum(
-        max(chunk.total_uncompressed_size, VALUE_BYTES * chunk.num_values)
-        for chunk in chunks
-        if columns is None or any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns)
-    )
-    if size > limit:
-        raise pa.ArrowInvalid(f"it unpacks to more than {limit >> 20} MiB, a quarter of the free memory")
-    return pq.read_table(path, columns=None if columns is None else list(columns))
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise an EmbodyError with the path if the block, which reads this file, fails."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise EmbodyError(f"{path} is missing. {_FETCH}") from None
+    except (OSError, ValueError, pa.ArrowException) as error:
+        with suppress(OSError), open(path, "rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                raise EmbodyError(f"{path} is a Git LFS pointer. Fetch the files: git lfs pull.") from None
+        reason = one_line(error).rstrip(".")
+        raise EmbodyError(f"{path} cannot be read: {reason}. Download or collect the data set again.") from error
 
 
 def find_file(root: Path, name: str | Path) -> Path:
@@ -264,24 +242,12 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
     if not template:
         raise EmbodyError(f"{root / INFO_PATH} has no path template for data or videos. {_FETCH}")
     try:
-        fields = [
-            (name, spec, conversion)
-            for _, name, spec, conversion in string.Formatter().parse(template)
-            if name is not None
-        ]
-        invalid = [
-            field
-            for field, spec, conversion in fields
-            if field not in values or conversion or not _NUMBER_FORMAT.fullmatch(spec or "")
-        ]
-        path = PurePosixPath("" if invalid else template.format(**values))
-    except (ValueError, TypeError) as error:
+        if re.search("[{}]", _TEMPLATE_FIELD.sub("", template)):
+            raise ValueError("it has an unpaired brace, or a field that is not {NAME} or {NAME:03d}")
+        path = _TEMPLATE_FIELD.sub(lambda match: format(values[match[1]], match[2] or ""), template)
+    except (KeyError, ValueError, TypeError) as error:
         raise EmbodyError(
-            f"{root / INFO_PATH}: the path {template!r} is not a valid template ({error}). Download the file again."
-        ) from None
-    if invalid:
-        raise EmbodyError(
-            f"{root / INFO_PATH}: the path {template!r} has the unknown field {{{invalid[0]}}}. Fields: "
+            f"{root / INFO_PATH}: the path {template!r} is not a valid template ({format_reason(error)}). Fields: "
             f"{', '.join(values)}."
-        )
-    return str(path)
+        ) from None
+    return str(PurePosixPath(path))

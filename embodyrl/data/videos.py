@@ -61,8 +61,7 @@ class VideoReader:
         Raises:
             EmbodyError: a file is unreadable, or a step has no frame.
         """
-        starts = np.cumsum([0, *(episode["length"] for episode in episodes)])
-        rows_by_episode = {episode["episode_index"]: slice(*starts[n : n + 2]) for n, episode in enumerate(episodes)}
+        rows_by_episode = _number_steps(episodes)
         for file, parts in self._group_by_file(column).items():
             selected = [episode for episode in parts if episode["episode_index"] in rows_by_episode]
             if not selected:
@@ -70,7 +69,7 @@ class VideoReader:
             numbers = self._match_in_order(file, column, parts)
             if numbers is None:
                 numbers = self._match_by_time(file, column, selected)
-            target_rows = np.concatenate([np.r_[rows_by_episode[part["episode_index"]]] for part in selected])
+            target_rows = np.concatenate([rows_by_episode[part["episode_index"]] for part in selected])
             frame_numbers = np.concatenate([numbers[part["episode_index"]] for part in selected])
             order = np.argsort(frame_numbers, kind="stable")
             decode_mp4(self._root / file, frame_numbers[order], [images[row] for row in target_rows[order]])
@@ -94,18 +93,18 @@ class VideoReader:
         Raises:
             EmbodyError: the file was written by embodyrl, and has another number of frames.
         """
-        count, starts = len(self._get_frame_times(file)), np.cumsum([0, *(episode["length"] for episode in parts)])
+        count, num_steps = len(self._get_frame_times(file)), sum(episode["length"] for episode in parts)
         spans = [_get_segment(episode, column) for episode in parts]
         tolerance = 1 / self._card.fps
         is_contiguous = spans[0][0] <= tolerance and all(
             abs(second[0] - first[1]) <= tolerance + _CLOCK_TOLERANCE * (first[1] - first[0])
             for first, second in itertools.pairwise(spans)
         )
-        if count == starts[-1] and is_contiguous:
-            return {e["episode_index"]: np.arange(*starts[n : n + 2]) for n, e in enumerate(parts)}
-        if self._exact and count != starts[-1]:
+        if count == num_steps and is_contiguous:
+            return _number_steps(parts)
+        if self._exact and count != num_steps:
             raise EmbodyError(
-                f"{self._root / file} contains {count} frames, but the data set declares {starts[-1]}. Collect the "
+                f"{self._root / file} contains {count} frames, but the data set declares {num_steps}. Collect the "
                 "data set again."
             )
         rate = _get_rate(self._get_frame_times(file)) or self._card.fps
@@ -142,8 +141,7 @@ class VideoReader:
                 raise EmbodyError(
                     f"{path} has {len(frames)} frames, which is not the number of steps, and step {step} of episode "
                     f"{index} at {times[step]:.3f} s is {deviation[step]:.2f} steps from the nearest frame. Encode "
-                    "the video "
-                    "with one frame per step."
+                    "the video with one frame per step."
                 )
             previous_owner = owner[numbers]
             if len(shared := np.flatnonzero((previous_owner >= 0) & (previous_owner != index))):
@@ -155,6 +153,12 @@ class VideoReader:
             owner[numbers] = index
             numbers_by_episode[index] = numbers
         return numbers_by_episode
+
+
+def _number_steps(episodes: _Episodes) -> dict[int, IntArray]:
+    """Number the steps of all episodes from 0; return the numbers of each episode by its index."""
+    stops = np.cumsum([episode["length"] for episode in episodes])
+    return {e["episode_index"]: np.arange(stop - e["length"], stop) for e, stop in zip(episodes, stops, strict=True)}
 
 
 def _get_rate(frames: _Times) -> float:

@@ -1,6 +1,7 @@
 """Writer that saves demonstrations in batches: saved batches survive a crash, and the collection can resume."""
 
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -54,9 +55,14 @@ class DatasetWriter:
         self._open()
         self._episodes = read_episodes(root)
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
-        self._values_by_key, self._pixels = self._read_existing()
+        self._values_by_key: dict[str, list[FloatArray]] = {}
+        self._pixels = {image_key(camera): np.zeros((3, 256), np.int64) for camera in card.env.cameras.names}
+        """Pixel histograms of all episodes on disk (see `pixel_counts`), by camera feature."""
+        if self._episodes:
+            self._read_existing()
         self._episodes = [_remove_statistics(row) for row in self._episodes]
-        self._files = 1 + max((_get_file_number(row) for row in self._episodes), default=-1)
+        places = ((row["data/chunk_index"], row["data/file_index"]) for row in self._episodes)
+        self._files = 1 + max((chunk * layout.CHUNKS_SIZE + file for chunk, file in places), default=-1)
         self._batch: list[Future[_PendingEpisode]] = []
         self._batch_bytes = 0
         self._pool = ThreadPoolExecutor(_NUM_ENCODER_THREADS, thread_name_prefix="encoder")
@@ -118,7 +124,7 @@ class DatasetWriter:
         for pending in batch:
             for name, values in self._get_vectors(pending.demonstration).items():
                 self._values_by_key.setdefault(name, []).append(values)
-        self._pixels = _add_histograms(rows, self._pixels)
+        self._add_histograms(rows)
         self._write_summary()
 
     def close(self) -> None:
@@ -171,29 +177,32 @@ class DatasetWriter:
             self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks)
         )
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
-        parts = {key: image_stats(counts, frames) for key, (counts, frames) in self._pixels.items()}
+        pixels = self._pixels if self._episodes else {}
+        parts = {key: image_stats(counts, self.num_frames) for key, counts in pixels.items()}
         # Computed over all frames: quantiles of episodes cannot be combined.
         parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._values_by_key.items()}
         stats = {key: {name: value.tolist() for name, value in part.items()} for key, part in parts.items()}
         layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
 
-    def _read_existing(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
-        """Read the numeric columns and pixel histograms of the episodes on disk, by feature."""
-        if not self._episodes:
-            return {}, {}
+    def _read_existing(self) -> None:
+        """Read the numeric columns and the pixel histograms of the episodes on disk."""
         rows = find_rows(self.root, self._episodes)
         widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action.dim}
         widths |= {} if layout.REWARD in self.card.without else {layout.REWARD: 1}
-        vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
-        height, width = self.card.env.cameras.size
-        pixels, totals = height * width, _add_histograms(self._episodes, {})
-        complete = {key for key, (counts, frames) in totals.items() if (counts.sum(axis=1) == frames * pixels).all()}
-        if {image_key(camera) for camera in self.card.env.cameras.names} - complete:
+        self._values_by_key = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
+        self._add_histograms(self._episodes)
+        pixels = self.num_frames * math.prod(self.card.env.cameras.size)
+        if any((counts.sum(axis=1) != pixels).any() for counts in self._pixels.values()):
             raise EmbodyError(
                 f"{self.root} was collected by an older version, whose image statistics cannot be extended. "
                 "Choose another collect.out, and combine both data sets with data.more in `embodyrl sft`."
             )
-        return vectors, totals
+
+    def _add_histograms(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Add the pixel histograms of episodes to the totals; older data sets may lack these columns."""
+        for key, counts in self._pixels.items():
+            for row in rows:
+                counts += np.asarray(row.get(f"{_HISTOGRAM_PREFIX}{key}", np.zeros(768)), np.int64).reshape(3, 256)
 
     def _get_vectors(self, demonstration: Demonstration) -> dict[str, FloatArray]:
         demo = demonstration
@@ -288,23 +297,6 @@ def get_episode_paths(card: Card, row: dict[str, Any]) -> list[str]:
 def _remove_statistics(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of meta/episodes without its statistics, which are large."""
     return {name: value for name, value in row.items() if not name.startswith((_HISTOGRAM_PREFIX, "stats/"))}
-
-
-def _get_file_number(row: dict[str, Any]) -> int:
-    return row["data/chunk_index"] * layout.CHUNKS_SIZE + row["data/file_index"]
-
-
-def _add_histograms(
-    rows: Sequence[dict[str, Any]], totals: dict[str, tuple[IntArray, int]]
-) -> dict[str, tuple[IntArray, int]]:
-    """Return the totals in `totals` plus the pixel histograms and frame counts of episodes, by feature."""
-    result = dict(totals)
-    for row in rows:
-        for key in (column.removeprefix(_HISTOGRAM_PREFIX) for column in row if column.startswith(_HISTOGRAM_PREFIX)):
-            counts, frames = result.get(key, (np.zeros((3, 256), np.int64), 0))
-            added = np.asarray(row[f"{_HISTOGRAM_PREFIX}{key}"], np.int64).reshape(3, 256)
-            result[key] = counts + added, frames + row["length"]
-    return result
 
 
 def _require_same_settings(path: Path, card: Card) -> None:

@@ -11,12 +11,12 @@ others. Algorithms therefore need no changes.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import AfterStep
-from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, IntArray
@@ -46,18 +46,12 @@ def check_delay(spec: EnvSpec, max_delay: int, chunk: int) -> None:
 class DelayedEnv(ChunkedEnv):
     """Environment with an inference delay; observations are those of the environment, some env steps late."""
 
-    def __init__(
-        self,
-        sims: Simulators,
-        num_envs: int,
-        *,
-        delay: tuple[int, int],
-        use_rel_reward: bool,
-        reward_coef: float,
-        reward: StepRewardSettings | None = None,
-    ) -> None:
-        """Create the environment. Each chunk samples its delay uniformly between the two values of `delay`."""
-        super().__init__(sims, num_envs, use_rel_reward=use_rel_reward, reward_coef=reward_coef, reward=reward)
+    def __init__(self, sims: Simulators, num_envs: int, *, delay: tuple[int, int], **options: Any) -> None:
+        """Create the environment. Each chunk samples its delay uniformly between the two values of `delay`.
+
+        `options` are the other arguments of `ChunkedEnv`.
+        """
+        super().__init__(sims, num_envs, **options)
         self._min_delay, self._max_delay = delay
         # Per environment: number of executed chunks, and index of the first action of the next chunk that will be
         # executed.

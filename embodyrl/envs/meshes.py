@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import struct
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy.typing as npt
 
 from embodyrl.config.paths import cache_dir
 from embodyrl.errors import EnvError, MissingDependencyError
+from embodyrl.files import write_atomically
 
 _NORMAL_WEIGHT = 0.5
 _TEXCOORD_WEIGHT = 1.0
@@ -193,9 +192,6 @@ def cache_folder() -> Path:
 def get_reduced_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
     """Return the path of the cached reduced copy of `source`; `reduce` creates a missing copy.
 
-    The copy is written under a temporary name first, so that no process reads a partial file. A killed process may
-    leave an unused `.new-*` folder.
-
     Raises:
         EnvError: the cache folder is not writable.
     """
@@ -208,10 +204,7 @@ def get_reduced_copy(source: Path, setting: str, suffix: str, reduce: Callable[[
     content = reduce(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as temporary:
-            new_file = Path(temporary) / target.name
-            new_file.write_bytes(content)
-            os.replace(new_file, target)
+        write_atomically(target, content)
     except OSError as error:
         raise EnvError(
             f"env.render_profile=lean: the cache {folder} cannot be written: {error}. "

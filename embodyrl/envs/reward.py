@@ -120,11 +120,8 @@ class StepReward:
                 [0.0] * len(self._names),
                 f"{type(error).__name__}: {error}"[:300] + _format_location(error),
             )
-        return [
-            *parts,
-            *([simulator_reward] if self._adds_simulator_reward else []),
-            float(problem is not None),
-        ], problem
+        simulator_parts = [simulator_reward] if self._adds_simulator_reward else []
+        return [*parts, *simulator_parts, float(problem is not None)], problem
 
     def compute_total(self, parts: list[float]) -> float:
         """Return the weighted sum of the components."""
@@ -146,9 +143,6 @@ def reward_problems(cfg: StepRewardSettings) -> list[str]:
         components = StepReward(cfg).components[:-1]
     except UnknownNameError as error:
         return [f"reward.path: {error}"]
-    unknown = [name for name in cfg.weights if name not in components]
-    return (
-        [f"reward.weights: unknown reward component {', '.join(unknown)}. Known: {', '.join(components)}."]
-        if unknown
-        else []
-    )
+    if unknown := [name for name in cfg.weights if name not in components]:
+        return [f"reward.weights: unknown reward component {', '.join(unknown)}. Known: {', '.join(components)}."]
+    return []

@@ -1,12 +1,13 @@
 """Config keys that environments share; the keys of a single environment are declared in its folder."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
 from embodyrl.config.settings import ChangesStateIds, Constraint, Count, Positive, Settings, valid_if
+from embodyrl.registry import closest
 
 if TYPE_CHECKING:
     from embodyrl.types import EnvSpec
@@ -17,6 +18,8 @@ RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 _IS_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
 _IS_DELAY_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
 _ARE_TASK_IDS = valid_if(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
+SEEDS = 100_000
+"""Number of initial states of an environment whose reset ids are seeds."""
 RewardFactor = Annotated[
     float, Field(ge=-(10**6), le=10**6), valid_if(bool), Constraint("different from 0 (0 removes every reward)")
 ]
@@ -129,6 +132,13 @@ class EnvSettings(Settings):
         """Return the settings without an inference delay."""
         return self.model_copy(update={"control": ControlSettings()}) if self.delay[1] else self
 
+    def task_problems(self, count: int, explanation: str) -> Iterator[str]:
+        """Yield an error for each split with task ids outside 0..count-1; `explanation` explains the ids."""
+        for split, values in self.splits.items():
+            invalid = [task for task in values.task_ids or () if not 0 <= task < count]
+            if invalid:
+                yield f"env.{split}.task_ids: {invalid} must be in 0..{count - 1} ({explanation})."
+
     @property
     def longest_episode(self) -> int:
         """Largest `max_episode_steps` of the splits."""
@@ -177,11 +187,28 @@ class InitParams(Settings):
     camera_names: list[str] = ["agentview"]
     """Cameras to render for the policy, in the order of its image inputs; each camera costs rendering time."""
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of every camera image in pixels."""
+        return self.camera_heights, self.camera_widths
+
 
 class CameraSettings(Settings):
     """Config keys for an environment with cameras."""
 
     init_params: InitParams = InitParams()
+
+    def camera_problems(self, available: Collection[str] | None = None) -> Iterator[str]:
+        """Yield errors about selected cameras that occur twice or are not in `available`."""
+        names = self.init_params.camera_names
+        for name in names:
+            if available is not None and name not in available:
+                yield (
+                    f"env.init_params.camera_names: '{name}' is not a camera of this environment."
+                    f"{closest(name, available)} Known: {', '.join(available)}."
+                )
+        if len(set(names)) < len(names):
+            yield f"env.init_params.camera_names={list(names)} contains a camera twice. Remove the duplicate."
 
     def with_cameras(self, names: Sequence[str]) -> Self:
         """Return the settings with the given cameras only."""

@@ -147,11 +147,8 @@ def _replace_boxes(reply: str) -> Iterator[str]:
     for start, stop, content in boxes(reply):
         inside = _mark_letters(find_last_box(f"\\boxed{{{content}}}") or "")
         match = re.match(rf"(?i)\W*{_GLUE}{_MARK}", inside) if "\x02" in inside else None
-        letters = (
-            {m[1] for m in re.finditer(_MARK, inside)}
-            if match and _FURTHER_LETTER.match(inside, match.end())
-            else set()
-        )
+        is_list = match is not None and _FURTHER_LETTER.match(inside, match.end())
+        letters = {m[1] for m in re.finditer(_MARK, inside)} if is_list else set()
         answer = ", ".join(sorted({*letters, match[1]})) if match else ""
         yield reply[end:start]
         yield f" answer: {answer}. " if answer else " "

@@ -22,8 +22,8 @@ from embodyrl.files import read_json, read_small
 _MAX_WAIT_S = 60.0
 """Deadline for a reply of the process that renders templates, including the start of the process on a busy machine."""
 _lock = threading.Lock()
-Turn = tuple[str, str]
-"""Role and text of one message."""
+_REPLY = "0x0"
+"""Placeholder reply, used to find the text that a chat template adds after a reply."""
 
 
 class RejectedMessages(Exception):
@@ -81,15 +81,18 @@ class ChatTemplate:
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
         return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True, parts: bool = False) -> str:
         """Render a conversation as text; with `reply`, append the generation prompt (start of the model's reply).
 
+        With `parts`, the template gets the text of each message as a list of parts, as for models with images.
         Templates are untrusted, so a separate process renders them, with limits of time and memory.
 
         Raises:
             RejectedMessages: the template rejects the conversation; the exception contains the message of the template.
             ConfigError: the template exceeds a limit.
         """
+        if parts:
+            messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
         variables = {"messages": list(messages), "add_generation_prompt": reply, "tools": None}
         request = json.dumps((self.source, {**self.tokens, **self.arguments, **variables}))
         try:
@@ -108,6 +111,15 @@ class ChatTemplate:
         if not is_text:
             raise RejectedMessages(text)
         return text
+
+    def render_after_reply(self, *, parts: bool) -> str:
+        """Return the text that the template adds after a reply.
+
+        Raises:
+            RejectedMessages: the template rejects a question with a reply.
+        """
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+        return self.render(turns, reply=False, parts=parts).rpartition(_REPLY)[2]
 
 
 @lru_cache(maxsize=1)
@@ -139,9 +151,8 @@ def find_roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: b
     """
 
     def get_error(named: Iterable[str]) -> str | None:
-        turns = [{"role": role, "content": [{"type": "text", "text": "?"}] if parts else "?"} for role in named]
         try:
-            template.render(turns)
+            template.render([{"role": role, "content": "?"} for role in named], parts=parts)
         except RejectedMessages as error:
             return str(error) or "no reason is given"
         return None
@@ -217,12 +228,8 @@ def _render_template_text(template: ChatTemplate, *, parts: bool) -> tuple[str, 
     """Return the text that the template writes around messages to the model, and the text around and in replies."""
 
     def render(*turns: Mapping[str, Any], reply: bool = False) -> str:
-        messages = [
-            {**turn, "content": [{"type": "text", "text": turn["content"]}] if parts else turn["content"]}
-            for turn in turns
-        ]
         with suppress(RejectedMessages):
-            return template.render(messages, reply=reply)
+            return template.render(turns, reply=reply, parts=parts)
         return ""
 
     system, user, assistant = ({"role": role, "content": "?"} for role in ("system", "user", "assistant"))
@@ -238,14 +245,12 @@ def get_opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
 
     A tag that the template itself closes after each reply is not returned.
     """
-    turns = [{"role": role, "content": "0x0"} for role in ("user", "assistant")]
-    if parts:
-        turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
     try:
-        tag = re.search(r"[<\[](\w+)[>\]]\s*\Z", template.render(turns[:1]))
-        after = template.render(turns, reply=False).rpartition("0x0")[2]
+        prompt = template.render([{"role": "user", "content": "?"}], parts=parts)
+        after = template.render_after_reply(parts=parts)
     except RejectedMessages:
         return ""
+    tag = re.search(r"[<\[](\w+)[>\]]\s*\Z", prompt)
     return "" if tag is None or f"/{tag[1]}" in after else tag[0]
 
 
@@ -261,11 +266,8 @@ def remove_control_tokens(text: str, tokens: Iterable[str]) -> str:
 
 def find_turn_end_tokens(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:
     """Return the ids of the control tokens that the template can add after a reply, by token text."""
-    mark = "0x0"
-    contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
-    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
     try:
-        after = template.render(turns, reply=False).rpartition(mark)[2].lstrip()
+        after = template.render_after_reply(parts=parts).lstrip()
     except RejectedMessages:
         return {}  # reported by the check of roles
     return {text: token for text, token in special_tokens(folder).items() if after.startswith(text)}

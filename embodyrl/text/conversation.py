@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,12 @@ class TextRow:
     An image is a file, the bytes of a file, or pixels [H, W, 3]. After reading, each image is a `LazyImage`."""
     group: str | None = None
     """Name of a group; consecutive rows of a group are not divided between training and validation."""
+
+
+def build_row(question: str, reference: str, *, examples: Sequence[Message] = (), group: str | None = None) -> TextRow:
+    """Return a row whose last message is a question of the user."""
+    messages = (*examples, Message(role="user", content=question))
+    return TextRow(messages=messages, reference=reference, group=group)
 
 
 def place_images(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
@@ -63,14 +69,11 @@ def read_messages(value: Any, *, images: bool) -> tuple[Message, ...]:
     """Return the messages in a column: objects with `role` and `content`, which is text or a list of texts and images.
 
     Raises:
-        ValueError: a message is malformed, or has a field that would be lost, such as `tool_calls`.
-        TypeError: the value is not a list of objects with a role.
+        ValueError: the value has another format, or a field that would be lost, such as `tool_calls`.
     """
-    if isinstance(value, str | Mapping):
-        raise TypeError("there is no list of messages")
-    messages = list(value)
+    messages = list(value) if isinstance(value, Iterable) else [value]
     if not all(isinstance(m, Mapping) and re.fullmatch(r"\w[\w-]*", str(m.get("role") or "")) for m in messages):
-        raise TypeError("a message has no role")
+        raise ValueError(f"{str(value)[:60]!r} is neither text nor a list of messages with role and content")
     parsed = []
     for number, message in enumerate(messages, start=1):
         content, unsupported = message.get("content"), _list_unknown_fields(message, "role", "content")
@@ -146,10 +149,7 @@ def read_answer(value: Any, prompt: Sequence[Message]) -> str:
     """
     if not is_conversation(value):
         return value if isinstance(value, str) else json.dumps(value)
-    try:
-        *earlier, answer = read_messages(value, images=False)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+    *earlier, answer = read_messages(value, images=False)
     expected = [(m.role, m.content.strip()) for m in prompt]
     actual = [(m.role, m.content.strip()) for m in earlier]
     if answer.role != "assistant" or (
@@ -179,8 +179,8 @@ def _as_user_message(prompt: str) -> tuple[Message, ...]:
     return (Message(role="user", content=prompt),)
 
 
-def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tuple[Message, ...], str, str | None]:
-    """Return the complete prompt, the answer and the rejected answer of a row.
+def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> TextRow:
+    """Return the prompt, the answer and the rejected answer in the columns of a row.
 
     Raises:
         ConfigError: the row cannot be read without loss.
@@ -190,29 +190,20 @@ def read_texts(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> tuple[tu
             raise ConfigError(
                 f"{where}: column '{key}' is not supported. Set env.tools, or rename or remove the column."
             )
-    prompt, answer = get_column_value(raw, cfg.prompt_key), get_column_value(raw, cfg.answer_key)
+    key, prompt = cfg.prompt_key, get_column_value(raw, cfg.prompt_key)
     try:
-        prompt_messages = (
-            _as_user_message(prompt)
-            if isinstance(prompt, str)
-            else read_messages(prompt, images=cfg.image_key is not None)
-        )
-        messages = complete_messages(prompt_messages, cfg)
-    except TypeError as error:
-        raise ConfigError(
-            f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
-            f"{str(prompt)[:60]!r}. Correct the row, or set data.prompt_key."
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{where}, column '{cfg.prompt_key}': {error}. Correct the rows, or set data.prompt_key."
-        ) from error
-    key = cfg.answer_key
-    try:
-        reference, rejected = read_answer(answer, prompt_messages), None
+        if isinstance(prompt, str):
+            messages = _as_user_message(prompt)
+        else:
+            messages = read_messages(prompt, images=cfg.image_key is not None)
+        key = cfg.answer_key
+        reference, rejected = read_answer(get_column_value(raw, key), messages), None
         if isinstance(cfg, PairSettings):
             key = cfg.rejected_key
-            rejected = read_answer(get_column_value(raw, key), prompt_messages)
+            rejected = read_answer(get_column_value(raw, key), messages)
     except ValueError as error:
-        raise ConfigError(f"{where}, column '{key}': {error}. Correct the row.") from error
-    return messages, reference, rejected
+        raise ConfigError(
+            f"{where}, column '{key}': {error}. Correct the row, or select other columns (data.prompt_key, "
+            "data.answer_key)."
+        ) from error
+    return TextRow(messages=messages, reference=reference, rejected=rejected)

@@ -1,6 +1,5 @@
 """Rows of text tasks, with optional images, from JSON Lines or Parquet files, folders, or user functions."""
 
-import json
 import re
 import signal
 import threading
@@ -15,7 +14,7 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.files import LONGEST_LINE, available_bytes, inside, read_lines, visible_files
+from embodyrl.files import inside, read_json_lines, read_parquet, visible_files
 from embodyrl.registry import load, takes
 from embodyrl.text.chat import (
     ChatTemplate,
@@ -34,7 +33,7 @@ from embodyrl.text.conversation import (
     place_images,
     read_texts,
 )
-from embodyrl.text.images import LazyImage, read_images
+from embodyrl.text.images import read_images
 from embodyrl.text.messages import IMAGE_PLACEHOLDER, join_messages, split_images
 from embodyrl.text.settings import PairSettings, RowSettings, is_function
 from embodyrl.types import IntArray
@@ -44,8 +43,6 @@ _COUNTED_ROWS = 1000
 """Maximum number of rows that are checked for unknown tokens."""
 _PATTERN_S = 1.0
 """Maximum CPU time for data.answer_pattern in one row, in seconds."""
-_VALUE_BYTES = 32
-"""Assumed minimum size of a Python object for one value of a column, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,6 @@ def open_rows(
     name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
     all_rows = _load_rows(rows, json_answers)
-    conversations = [row.messages for row in all_rows]
     row_indices, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     removed_tokens = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
@@ -145,38 +141,32 @@ def open_rows(
         row_indices = row_indices[np.asarray(lengths) <= cfg.max_prompt_length]
         prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
         turn_tokens = count_turn_tokens(tokenizer, template=template)
-    # Rows of a separate validation source are last and are the held-out rows.
-    num_training, single = len(rows._raw[0][1]), len(rows._raw) == 1
-    held_out = (
-        _shrink_to_whole_groups(all_rows, row_indices, round(cfg.val_share * len(row_indices)))
-        if single
-        else int((row_indices >= num_training).sum())
-    )
-    if len(row_indices) - held_out < 1:
+    remaining = [all_rows[i] for i in row_indices]
+    if len(rows._raw) == 1:
+        held_out = _shrink_to_whole_groups(remaining, round(cfg.val_share * len(remaining)))
+    else:  # rows of a separate validation source are last and are the held-out rows
+        held_out = int((row_indices >= len(rows._raw[0][1])).sum())
+    if held_out >= len(remaining):
         raise ConfigError(
             f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise data.max_prompt_length "
             "or lower data.val_share."
         )
-    first_held_out = len(row_indices) - held_out
-    training_prompts = {conversations[i] for i in row_indices[:first_held_out]}
-    image_sizes = [[picture.size for picture in all_rows[i].pictures] for i in row_indices]
+    first_held_out = len(remaining) - held_out
+    training_prompts = {row.messages for row in remaining[:first_held_out]}
+    image_sizes = [[picture.size for picture in row.pictures] for row in remaining]
     sizes = [size for row in image_sizes for size in row] or [(0, 0)]
     return replace(
         rows,
         row_indices=row_indices if len(row_indices) < rows.total else None,
         held_out=held_out,
-        repeated=sum(
-            conversations[i] in training_prompts and not all_rows[i].pictures for i in row_indices[first_held_out:]
-        ),
-        prompt_bytes=max(len(join_messages(conversations[i]).encode()) for i in row_indices),
+        repeated=sum(row.messages in training_prompts and not row.pictures for row in remaining[first_held_out:]),
+        prompt_bytes=max(len(join_messages(row.messages).encode()) for row in remaining),
         prompt_tokens=prompt_tokens,
         turn_tokens=turn_tokens,
         pictures=max(map(len, image_sizes)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
-        roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in row_indices)),
-        warnings=tuple(
-            _warnings([all_rows[i] for i in row_indices], row_indices, removed_tokens, vocabulary, template)
-        ),
+        roles=tuple(dict.fromkeys(tuple(m.role for m in row.messages) for row in remaining)),
+        warnings=tuple(_warnings(remaining, row_indices, removed_tokens, vocabulary, template)),
     )
 
 
@@ -207,15 +197,14 @@ def _require_text(rows: TextRows, key: str) -> None:
                 )
 
 
-def _shrink_to_whole_groups(rows: Sequence[TextRow], row_indices: IntArray, held_out: int) -> int:
+def _shrink_to_whole_groups(rows: Sequence[TextRow], held_out: int) -> int:
     """Return the number of validation rows, reduced so that no group has rows in training and validation."""
-    first_held_out = len(row_indices) - held_out
-    while 0 < first_held_out < len(row_indices):
-        previous_group, next_group = (rows[i].group for i in row_indices[first_held_out - 1 : first_held_out + 1])
-        if next_group is None or previous_group != next_group:
+    while 0 < held_out < len(rows):
+        group = rows[-held_out].group
+        if group is None or group != rows[-held_out - 1].group:
             break
-        first_held_out += 1
-    return len(row_indices) - first_held_out
+        held_out -= 1
+    return held_out
 
 
 def _warnings(
@@ -228,21 +217,18 @@ def _warnings(
     matches = [
         (place, token)
         for place, row in zip(places.tolist(), rows, strict=True)
-        for token in [token for token in removed_tokens if any(token in message.content for message in row.messages)][
-            :1
-        ]
+        for token in removed_tokens
+        if any(token in message.content for message in row.messages)
     ]
     checked_rows = rows[:_COUNTED_ROWS]
     if vocabulary is not None:
-        texts = [
-            *(render_prompt(row, template, removed_tokens) for row in checked_rows),
-            *(row.reference for row in checked_rows),
-        ]
+        texts = [render_prompt(row, template, removed_tokens) for row in checked_rows]
+        texts += [row.reference for row in checked_rows]
         yield from find_unknown_token_warnings(texts, vocabulary, template=template)
     if matches:
         place, token = matches[0]
-        first = f"row {place + 1}, {token}"
-        yield f"{len(matches)} rows contain control tokens of the model, which are removed (first: {first})"
+        first, count = f"row {place + 1}, {token}", len({row for row, _ in matches})
+        yield f"{count} rows contain control tokens of the model, which are removed (first: {first})"
 
 
 def contains_text_rows(path: str) -> bool:
@@ -262,24 +248,25 @@ def _read_rows(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
                 f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
             ) from error
     source = resolve_asset(path) / (cfg.subset or "")
-    try:
-        files = [inside(source, file.relative_to(source)) for file in visible_files(source, *SUFFIXES)]
-    except ValueError as error:
-        raise ConfigError(f"data.path={path}: {error}. Copy the file into the folder.") from error
-    files = files if source.is_dir() else [source]
-    if not files or not files[0].is_file():
+    files = [source] if source.is_file() else visible_files(source, *SUFFIXES)
+    if not files:
         raise ConfigError(
             f"data.path={path}: {source} does not exist, or contains no "
             f"{' or '.join(SUFFIXES)} files. Correct the path."
         )
+    try:
+        for file in files if source.is_dir() else ():
+            inside(source, file.relative_to(source))
+    except ValueError as error:
+        raise ConfigError(f"data.path={path}: {error}. Copy the file into the folder.") from error
     if split is not None:
-        names = {candidate: (candidate.name, *candidate.relative_to(source).parent.parts) for candidate in files}
-        parts = {
-            candidate: {re.split(r"[-._]", name)[0] for name in components} for candidate, components in names.items()
+        prefixes = {
+            file: {re.split(r"[-._]", name)[0] for name in (file.name, *file.relative_to(source).parent.parts)}
+            for file in files
         }
-        files = [candidate for candidate in files if split in parts[candidate]]
+        files = [file for file in files if split in prefixes[file]]
         if not files:
-            known = ", ".join(sorted(set().union(*parts.values())))
+            known = ", ".join(sorted(set().union(*prefixes.values())))
             raise ConfigError(
                 f"data.path={path} has no split '{split}'. Names of its files and folders begin with {known}."
             )
@@ -290,85 +277,44 @@ def _read_file(file: Path) -> list[Any]:
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} has the unsupported suffix '{file.suffix}'. Use a {' or '.join(SUFFIXES)} file.")
     if file.suffix == ".parquet":
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException
 
         try:
-            return _read_parquet(parquet.ParquetFile(file), file)
-        except (ArrowInvalid, OSError) as error:
-            raise ConfigError(f"{file} is not a readable Parquet file: {error}. Download the file again.") from error
-    rows = []
-    # `splitlines` would also split at U+2028 and other line separators in a text. Some editors write a byte order mark
-    # at the start of a file.
-    for number, line in enumerate(read_lines(file), start=1):
-        if not line.strip():
-            continue
-        if len(line) == LONGEST_LINE:
-            raise ConfigError(
-                f"{file}, line {number} is longer than {LONGEST_LINE >> 20} MiB. Shorten or remove the row."
-            )
-        try:
-            rows.append(json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8")))
-            if b"\\ud" in line.lower():
-                json.dumps(rows[-1], ensure_ascii=False).encode()  # half of a surrogate pair is not a character
-        except (ValueError, RecursionError) as error:
-            start = line.rstrip(b"\n")[:60].decode("utf-8", "replace")
-            raise ConfigError(f"{file}, line {number} is not JSON ({error}): {start!r}. Correct the line.") from error
-    return rows
-
-
-def _read_parquet(source: Any, file: Path) -> list[Any]:
-    """Read the rows of a Parquet file with a memory limit, because small files can decompress to any size.
-
-    Raises:
-        ConfigError: the rows need more than a quarter of the free memory.
-    """
-    limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
-    values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
-    sizes = [group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns)]
-    size = max(sum(sizes), sum(group.total_byte_size for group in groups))
-    columns: dict[str, list[Any]] = {}
+            return read_parquet(file).to_pylist()
+        except (ArrowException, OSError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}. Download the file again, or split it.") from error
     try:
-        # One column at a time: sizes in the file may be wrong, and a batch of all columns is larger.
-        for name in source.schema_arrow.names if max(size, _VALUE_BYTES * values) <= limit else ():
-            columns[name] = []
-            for batch in source.iter_batches(64, columns=[name]):
-                column = batch.column(name)
-                size += column.nbytes + _VALUE_BYTES * len(column) + _count_expanded_bytes(column)
-                if size > limit:
-                    raise MemoryError
-                columns[name] += column.to_pylist()
-        if columns and {*map(len, columns.values())} == {source.metadata.num_rows}:
-            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    except MemoryError:
-        pass  # reported below
-    raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory. Split the file.")
-
-
-def _count_expanded_bytes(column: Any) -> int:
-    """Return the number of bytes that are added when a dictionary-encoded column is expanded to one value per row."""
-    import pyarrow as pa
-    import pyarrow.compute as compute  # type: ignore[import-untyped]
-
-    if not pa.types.is_dictionary(column.type):
-        return 0
-    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    if not any(kind(column.type.value_type) for kind in kinds):
-        return len(column) * column.dictionary.nbytes
-    lengths: Any = compute.binary_length(column.dictionary)  # type: ignore[attr-defined]
-    return compute.sum(lengths.take(column.indices)).as_py() or 0  # type: ignore[attr-defined]
+        return [row for _, row in read_json_lines(file)]
+    except ValueError as error:
+        raise ConfigError(f"{file}, {error}. Correct or remove the line.") from error
 
 
 def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
     if isinstance(raw, TextRow):
-        if isinstance(cfg, PairSettings) and raw.rejected is None:
+        row, pictures = raw, raw.pictures
+        if isinstance(cfg, PairSettings) and row.rejected is None:
             raise ConfigError(f"{where}: the rejected answer is missing. Set TextRow(..., rejected=...).")
-        try:
-            raw = replace(raw, messages=complete_messages(raw.messages, cfg))
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}. Correct the rows, or set data.prompt_key.") from error
-        return _add_images(raw, read_images(raw.pictures, folder, where, cfg.max_image_edge), where)
-    if not isinstance(raw, Mapping):
+    elif isinstance(raw, Mapping):
+        row = _read_columns(raw, cfg, where)
+        pictures = None if cfg.image_key is None else get_column_value(raw, cfg.image_key)
+    else:
         raise ConfigError(f"{where}: a row must be an object with columns, but is {str(raw)[:60]!r}.")
+    images = read_images(pictures, folder, where, cfg.max_image_edge)
+    try:
+        messages = complete_messages(row.messages, cfg)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}. Correct the rows, or set data.prompt_key.") from error
+    try:
+        messages = place_images(messages, [image.size for image in images])
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: {error}. Use one {IMAGE_PLACEHOLDER} per image, or none to place the images first."
+        ) from error
+    return replace(row, messages=messages, pictures=images)
+
+
+def _read_columns(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> TextRow:
+    """Return the row in the columns of a data set, without its images."""
     columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
     columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
     columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
@@ -379,22 +325,17 @@ def _parse_row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> T
             raise ConfigError(
                 f"{where}: there is no column '{key}'. Set data.{option} to one of {', '.join(map(str, raw))}."
             )
-    messages, reference, rejected = read_texts(raw, cfg, where)
-    if cfg.answer_pattern is not None:
-        match = _search(cfg.answer_pattern, reference, where)
-        matched = match and match[1 if match.re.groups else 0]
-        if matched is None:
-            raise ConfigError(
-                f"{where}: column '{cfg.answer_key}' does not match data.answer_pattern={cfg.answer_pattern!r}: "
-                f"{reference[-60:]!r}. Correct the row or the pattern."
-            )
-        reference = matched.strip()
-    text_row = TextRow(messages=messages, reference=reference, rejected=rejected)
-    if cfg.image_key is None:
-        return text_row
-    return _add_images(
-        text_row, read_images(get_column_value(raw, cfg.image_key), folder, where, cfg.max_image_edge), where
-    )
+    row = read_texts(raw, cfg, where)
+    if cfg.answer_pattern is None:
+        return row
+    match = _search(cfg.answer_pattern, row.reference, where)
+    matched = match and match[1 if match.re.groups else 0]
+    if matched is None:
+        raise ConfigError(
+            f"{where}: column '{cfg.answer_key}' does not match data.answer_pattern={cfg.answer_pattern!r}: "
+            f"{row.reference[-60:]!r}. Correct the row or the pattern."
+        )
+    return replace(row, reference=matched.strip())
 
 
 def _search(pattern: str, text: str, where: str) -> re.Match[str] | None:
@@ -418,25 +359,13 @@ def _search(pattern: str, text: str, where: str) -> re.Match[str] | None:
         signal.signal(signal.SIGVTALRM, previous)
 
 
-def _add_images(row: TextRow, pictures: tuple[LazyImage, ...], where: str) -> TextRow:
-    """Return the row with `pictures` as images, and with the image sizes in its messages."""
-    try:
-        messages = place_images(row.messages, [image.size for image in pictures])
-    except ValueError as error:
-        raise ConfigError(
-            f"{where}: {error}. Use one {IMAGE_PLACEHOLDER} per image, or none to place the images first."
-        ) from error
-    return replace(row, messages=messages, pictures=pictures)
-
-
 def render_prompt(row: TextRow, template: ChatTemplate | None, removed_tokens: Collection[str]) -> str:
     """Return the rendered prompt of a row, without its images."""
     texts = ["".join(p for p in split_images(m.content) if isinstance(p, str)) for m in row.messages]
     texts = [remove_control_tokens(text, removed_tokens) for text in texts]
     if template is not None:
-        for as_parts in (True,) if row.pictures else (False, True):
-            contents = [[{"type": "text", "text": text}] if as_parts else text for text in texts]
-            turns = [{"role": m.role, "content": content} for m, content in zip(row.messages, contents, strict=True)]
+        turns = [{"role": m.role, "content": text} for m, text in zip(row.messages, texts, strict=True)]
+        for parts in (True,) if row.pictures else (False, True):
             with suppress(RejectedMessages):  # the check of the policy reports invalid roles
-                return template.render(turns)
+                return template.render(turns, parts=parts)
     return "".join(texts)

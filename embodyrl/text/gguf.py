@@ -112,13 +112,10 @@ def convert(source: str, target: str) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
     )
-    config = type(loaded.config).from_dict(
-        {
-            key: value
-            for key, value in loaded.config.to_dict().items()
-            if key not in ("quantization_config", "_name_or_path")
-        }
-    )
+    settings = loaded.config.to_dict()
+    for key in ("quantization_config", "_name_or_path"):
+        settings.pop(key, None)
+    config = type(loaded.config).from_dict(settings)
     with torch.device("meta"):
         dequantized = type(loaded)(config)
     dequantized.load_state_dict(loaded.state_dict(), assign=True)

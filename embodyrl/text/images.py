@@ -18,7 +18,33 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 """Image formats that Pillow reads without other programs."""
-_ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
+_ORIENTATION = 0x0112  # tag of EXIF
+_ROTATED = (5, 6, 7, 8)
+"""EXIF orientations that swap width and height."""
+
+
+@contextmanager
+def open_image(source: Path | bytes) -> "Iterator[Image]":
+    """Open an image file or its content, in one of the formats `FORMATS`.
+
+    Raises:
+        ValueError: the content is not an image, or the block finds that it is damaged.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+            yield image
+    except UnidentifiedImageError as error:
+        raise ValueError(f"it is not an image in a known format ({', '.join(FORMATS)})") from error
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(str(error)) from error
+
+
+def get_upright_size(image: "Image") -> tuple[int, int]:
+    """Return the height and width of an image when turned upright; cameras and phones store images sideways."""
+    is_rotated = image.getexif().get(_ORIENTATION, 1) in _ROTATED
+    return (image.width, image.height) if is_rotated else (image.height, image.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +67,7 @@ class LazyImage:
         if isinstance(self.source, np.ndarray):
             return self._fit(*self.source.shape[:2])
         with self._open() as image:
-            is_rotated = image.getexif().get(_ORIENTATION, 1) >= 5
-            return self._fit(*((image.width, image.height) if is_rotated else (image.height, image.width)))
+            return self._fit(*get_upright_size(image))
 
     def pixels(self) -> ByteArray:
         """Return the decoded image [H, W, 3] uint8.
@@ -71,10 +96,9 @@ class LazyImage:
             if isinstance(self.source, np.ndarray):
                 yield Image.fromarray(self.source)
                 return
-            source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
-            with Image.open(source, formats=FORMATS) as image:
+            with open_image(self.source) as image:
                 yield image
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except ValueError as error:
             raise ConfigError(
                 f"{self.where}: the image cannot be read: {error}. Replace the image, or remove the row."
             ) from error

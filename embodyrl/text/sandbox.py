@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embodyrl.findings import Finding
+
 MEMORY, FOLDER_BYTES = 512 * 2**20, 128 * 2**20
 SECONDS = 4.0
 _GRACE_S = 10.0
@@ -129,7 +131,7 @@ def python_tool(code: str) -> str:
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; return True and the end of its output, or False and the last line of its error.
 
-    See `describe_confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
+    See `probe_sandbox` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB of memory and a
     temporary folder for at most 64 files of at most 1 MiB each. The program has no environment variables, input,
     network, child processes or threads.
     """
@@ -163,11 +165,9 @@ def _execute(
 ) -> list[tuple[bool, int | None, str]]:
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
     modules = {f"{__package__}.{path.stem}": path.read_text(encoding="utf-8") for path in _MODULES}
+    readable = [str(path) for path in _list_readable_paths() if path.exists()]
     request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
-    request |= {
-        "seconds": seconds_per_test,
-        "readable": [str(path) for path in _list_readable_paths() if path.exists()],
-    }
+    request |= {"seconds": seconds_per_test, "readable": readable}
     lifeline, write_end = os.pipe()  # its other end closes with this process, however that ends
     with tempfile.TemporaryFile("w+", encoding="utf-8") as tests_file:
         json.dump([test if isinstance(test, str) else dict(test) for test in tests], tests_file)
@@ -211,16 +211,18 @@ def build_escape_program() -> str:
     return _ESCAPE_PRELUDE + "".join(blocks)
 
 
-def describe_confinement() -> tuple[bool, str]:
-    """Return True if programs run in separate namespaces, and a description of the describe_confinement."""
+def probe_sandbox() -> Finding:
+    """Check how generated programs (reward `code`, tool `python`) are confined, for `embodyrl doctor`."""
     user = "as a separate user" if os.getuid() == 0 else "as you"
     succeeded, output = run_python(build_escape_program(), seconds=SECONDS)
     reached = output.splitlines() if succeeded else [f"an unknown part of the system: the check failed with {output!r}"]
     access = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
     if _get_bubblewrap_command():
-        return True, f"bubblewrap (no network, only libraries readable) and limits, {access}, {user}"
+        text = f"bubblewrap (no network, only libraries readable) and limits, {access}, {user}"
+        return Finding("sandbox", "ok", text)
     reason = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
-    return False, f"limits of time, memory, output and processes, {access}, {user}; bubblewrap {reason}"
+    text = f"limits of time, memory, output and processes, {access}, {user}; bubblewrap {reason}"
+    return Finding("sandbox", "warn", text, "apt-get install bubblewrap")
 
 
 @functools.cache
@@ -233,13 +235,8 @@ def _get_bubblewrap_command() -> tuple[str, ...]:
     mounts = f"--dev /dev --proc /proc --size {FOLDER_BYTES} --tmpfs {tempfile.gettempdir()}"
     command = [shutil.which("bwrap") or "bwrap", *mounts.split(), *["--unshare-pid", "--unshare-net", "--chdir", "/"]]
     python = Path(sys.executable)
-    interpreter_paths = [
-        python.parent,
-        python.resolve().parent,
-        Path(sys.prefix, "pyvenv.cfg"),
-        Path(sys.base_prefix, "bin"),
-    ]
-    for path in [*_list_readable_paths(), *interpreter_paths]:
+    environment = [Path(sys.prefix, "pyvenv.cfg"), Path(sys.base_prefix, "bin")]
+    for path in [*_list_readable_paths(), python.parent, python.resolve().parent, *environment]:
         # Create parent folders, because folders created by a mount would have the private permissions of the original.
         command += [argument for parent in [*path.parents][-2::-1] for argument in ("--dir", str(parent))]
         command += ["--ro-bind-try", str(path), str(path)]

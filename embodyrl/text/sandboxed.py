@@ -46,14 +46,8 @@ _DENIED = {
         *(272, 308, 165, 430, 425, 323, 321, 298),  # unshare, setns, mount, fsopen, io_uring, userfaultfd, bpf, perf
         # setpriority, sched_setparam, _setscheduler, _setaffinity, _setattr, ioprio_set: other processes
         *(141, 142, 144, 203, 314, 251),
-        *(
-            434,
-            438,
-            440,
-            448,
-            256,
-            279,
-        ),  # pidfd_open, pidfd_getfd, process_madvise, _mrelease, migrate_, move_pages
+        # pidfd_open, pidfd_getfd, process_madvise, _mrelease, migrate_, move_pages
+        *(434, 438, 440, 448, 256, 279),
         *(42, 49, 285, 275, 276, 278),  # connect, bind, fallocate, splice, tee, vmsplice: sockets, disk, memory
         # utime, utimes, futimesat, utimensat, chown and its kin, set and remove xattr, file_setattr: files of others
         *(132, 235, 261, 280, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 463, 466, 469),
@@ -183,13 +177,8 @@ def _run_test(
 
     _request_program(programs, os.path.join(folder, "program"), [stdin, stdout, stdout, request_read, reply_write])
     test_folder = os.path.join(folder, "test")
-    pid = _fork(
-        request,
-        test_folder,
-        _assign_user(test_folder),
-        [stdin, stderr, stderr, reply_read, request_write, result_write],
-        verify,
-    )
+    test_files = [stdin, stderr, stderr, reply_read, request_write, result_write]
+    pid = _fork(request, test_folder, _assign_user(test_folder), test_files, verify)
     for descriptor in (request_read, request_write, reply_read, reply_write, result_write):
         os.close(descriptor)
     try:
@@ -361,11 +350,8 @@ def _restrict_files(readable: list[str]) -> bool:
     write, read, remove, make, truncate = 1 << 1, 3 << 2, 1 << 5, 1 << 8, (1 << 14 if version >= 3 else 0)
     # 0: execute, 2 and 3: read files and folders, 4 to 12: remove and make anything, 13: move, link
     all_rights = 0x1FFF | truncate | (1 << 13 if version >= 2 else 0)
-    rules = [
-        all_rights,
-        *([3] if version >= 4 else []),
-        *([3] if version >= 6 else []),
-    ]  # bind, connect; sockets, signals
+    # files; bind, connect; sockets, signals
+    rules = [all_rights, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]
     ruleset = _libc.syscall(444, struct.pack(f"{len(rules)}Q", *rules), 8 * len(rules), 0)
     rules_by_path: list[tuple[str | int, int]] = [
         (".", write | read | truncate | remove | make),

@@ -125,12 +125,8 @@ class _Analysis:
             for arg in _arguments(node)
             for name in _get_loaded_names(arg)
         }
-        assignments = [node for node in nodes if isinstance(node, _ASSIGNMENTS)]
-        self._edges = [
-            (self._names_outside_calls(source), stored)
-            for node in assignments
-            for source, stored in _get_assignments(node)
-        ]
+        assignments = [pair for node in nodes if isinstance(node, _ASSIGNMENTS) for pair in _get_assignments(node)]
+        self._edges = [(self._names_outside_calls(source), stored) for source, stored in assignments]
         # A function or class of the test may return variables of the test.
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -178,22 +174,11 @@ class _Analysis:
 
         The program must not determine both sides of a comparison, so copies of these variables are passed.
         """
-        names = set()
-        comparisons = [
-            node
-            for node in ast.walk(self.tree)
-            if (isinstance(node, ast.Compare) and not all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops))
-            or (isinstance(node, ast.Call) and not self._calls_program(node) and ast.unparse(node.func) not in _NEUTRAL)
-        ]
+        names, comparisons = set(), [*self._find_comparisons()]
         for name in self.passed - self.results:
             derived = _closure(name, self._edges) - self.results
             derived |= _closure(name, [(stored, loaded) for loaded, stored in self._edges])
-            for comparison in comparisons:
-                parts = (
-                    [comparison.func, *_arguments(comparison)]
-                    if isinstance(comparison, ast.Call)
-                    else [comparison.left, *comparison.comparators]
-                )
+            for parts in comparisons:
                 if any(
                     derived & self._names_outside_calls(part)
                     and self.has_result(other for other in parts if other is not part)
@@ -201,6 +186,14 @@ class _Analysis:
                 ):
                     names.add(name)
         return names
+
+    def _find_comparisons(self):
+        """Yield the parts of each comparison and of each call that does not call the program."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Compare) and not all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+                yield [node.left, *node.comparators]
+            if isinstance(node, ast.Call) and ast.unparse(node.func) not in _NEUTRAL and not self._calls_program(node):
+                yield [node.func, *_arguments(node)]
 
     def _names_outside_calls(self, node):
         """Return the names that a node loads, except names in arguments of calls of the program."""

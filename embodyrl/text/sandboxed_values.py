@@ -16,15 +16,17 @@ import json
 import pathlib
 import sys
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from embodyrl.text.sandboxed_objects import BASES, KINDS, SPECIAL, RemoteException, get_number, is_remote, proxy_class
 
-_TEXTS = {
-    kind.__name__: kind
-    for kind in (fractions.Fraction, decimal.Decimal, pathlib.PurePosixPath, pathlib.PosixPath, uuid.UUID)
+_TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
+    **{kind.__name__: (kind, kind) for kind in (fractions.Fraction, decimal.Decimal, uuid.UUID)},
+    **{kind.__name__: (kind, kind) for kind in (pathlib.PurePosixPath, pathlib.PosixPath)},
+    **{kind.__name__: (kind, kind.fromisoformat) for kind in (datetime.datetime, datetime.date, datetime.time)},
 }
-_DATES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
+"""Types that are encoded as text, with the function that parses the text."""
 _PARTS = {
     "complex": (complex, ("real", "imag")),
     "range": (range, ("start", "stop", "step")),
@@ -144,14 +146,10 @@ class Values:
             container[:] = array.array(more[0], items) if kind is array.array else items
         else:
             container.clear()
-            update = (
-                kind.extend
-                if kind is collections.deque
-                else dict.update
-                if kind is collections.Counter
-                else kind.update
-            )
-            update(container, items)
+            if kind is collections.deque:
+                container.extend(items)
+            else:
+                kind.update(container, items)  # an empty Counter does not add counts
 
     def pack(self, value):
         """Encode a value as JSON: plain data by value, containers and other objects as numeric reference ids."""
@@ -166,8 +164,8 @@ class Values:
                 self._shared[number] = None
                 self._queue.append(number)
             return ["ref", number]
-        if kind in (_TEXTS.get(name), _DATES.get(name)):
-            return [name, value.isoformat() if name in _DATES else str(value)]
+        if name in _TEXTS and kind is _TEXTS[name][0]:
+            return [name, str(value)]
         if name in _PARTS and kind is _PARTS[name][0]:
             return [name, *(self.pack(getattr(value, part)) for part in _PARTS[name][1])]
         if name in _VIEWS and kind.__module__ == "builtins":
@@ -245,9 +243,7 @@ class Values:
         if name in _VIEWS:
             return getattr(self._unpack_pairs(parts[0]), _VIEWS[name])()
         if name in _TEXTS:
-            return _TEXTS[name](parts[0])
-        if name in _DATES:
-            return _DATES[name].fromisoformat(parts[0])
+            return _TEXTS[name][1](parts[0])
         if name == "numpy":
             return _array(self._unpack_all(parts[0]), *parts[1:])[()]
         if name in ("int", "bytes"):

@@ -1,11 +1,9 @@
 """Word problems in the style of GSM8K, generated from templates; some numbers occur only in validation."""
 
-import operator
 import random
-from dataclasses import dataclass
 
-from embodyrl.text.conversation import TextRow
-from embodyrl.text.messages import Message
+from embodyrl.text.conversation import TextRow, build_row
+from embodyrl.text.tasks import OPERATIONS
 
 ROWS, HELD_OUT_ROWS = 2000, 500
 _INSTRUCTION = 'Think step by step, and write the answer after "####".'
@@ -14,68 +12,61 @@ _LARGEST, _STEP, _RESERVED = 40, 5, 3
 
 Numbers n with n mod 5 = 3 occur only in validation, and all other numbers only in training."""
 _TRIES = 100
-_SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
 _THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
 
 
-@dataclass(frozen=True, slots=True)
-class _Story:
-    text: str
-    steps: str
-    """Steps of the solution, separated by `; `. The results are named x, y, z, w; the last result is the answer."""
-
-
 _STORIES = (
-    _Story(
+    (
         "{name} has {a} {things} and buys {b} more. Then {name} gives {c} of them to {other}. How many {things} does "
         "{name} have left?",
         "a + b; x - c",
     ),
-    _Story(
+    (
         "{name} buys {a} boxes with {b} {things} each. {c} of the {things} are broken. How many are not broken?",
         "a * b; x - c",
     ),
-    _Story(
+    (
         "A pack of {things} costs ${a}. {name} buys {b} packs and pays ${c} for delivery. How many dollars does {name} "
         "pay in total?",
         "a * b; x + c",
     ),
-    _Story(
+    (
         "{name} has {a} {things}. {other} has {b} more {things} than {name}, and gets {c} more from a friend. How many "
         "{things} does {other} have?",
         "a + b; x + c",
     ),
-    _Story(
+    (
         "{name} reads {a} pages on each of {b} days. The book has {c} pages more than that. How many pages does the "
         "book have?",
         "a * b; x + c",
     ),
-    _Story(
+    (
         "{name} earns ${a} per hour and works {b} hours on Monday and {c} hours on Tuesday. How many dollars does "
         "{name} earn on both days?",
         "b + c; a * x",
     ),
-    _Story(
+    (
         "A bus has {a} passengers. At the first stop {b} get on, and at the second stop {c} get off. How many "
         "passengers are on the bus?",
         "a + b; x - c",
     ),
-    _Story(
+    (
         "There are {a} bags with {b} {things} in each bag and {c} bags with {b} {things} in each bag. How many "
         "{things} are there?",
         "a + c; x * b",
     ),
-    _Story(
+    (
         "{name} collects {a} {things} in the morning and twice as many in the afternoon. {name} loses {b} and sells "
         "{c}. How many {things} are left?",
         "2 * a; a + x; y - b; z - c",
     ),
-    _Story(
+    (
         "{name} saves ${a} each week for {b} weeks and then spends ${c}. How many dollars does {name} still have?",
         "a * b; x - c",
     ),
 )
+"""Question, and steps of the solution separated by `; `. The results are named x, y, z, w; the last is the answer."""
 
 
 def stories(*, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
@@ -95,15 +86,13 @@ def _build_rows(rows: int, seed: int, *, held_out: bool) -> list[TextRow]:
     for _ in range(_TRIES * rows):
         if len(rows_by_question) == rows:
             break
-        story, (name, other) = rng.choice(_STORIES), rng.sample(_NAMES, 2)
+        (text, solution), (name, other) = rng.choice(_STORIES), rng.sample(_NAMES, 2)
         a, b, c = (rng.choice(numbers) for _ in range(3))
-        steps, result = _solve(story.steps, {"a": a, "b": b, "c": c, "2": 2})
+        steps, result = _solve(solution, {"a": a, "b": b, "c": c, "2": 2})
         if result > 0:
-            question = story.text.format(a=a, b=b, c=c, name=name, other=other, things=rng.choice(_THINGS))
+            question = text.format(a=a, b=b, c=c, name=name, other=other, things=rng.choice(_THINGS))
             reference = "\n".join((*steps, f"#### {result}"))
-            rows_by_question[question] = TextRow(
-                messages=(Message(role="user", content=f"{question}\n{_INSTRUCTION}"),), reference=reference
-            )
+            rows_by_question[question] = build_row(f"{question}\n{_INSTRUCTION}", reference)
     return list(rows_by_question.values())
 
 
@@ -112,6 +101,6 @@ def _solve(steps: str, numbers: dict[str, int]) -> tuple[list[str], int]:
     variables, lines, result = dict(numbers), list[str](), 0
     for name, step in zip("xyzw", steps.split("; "), strict=False):
         left, sign, right = step.split()
-        result = variables[name] = _SIGNS[sign](variables[left], variables[right])
+        result = variables[name] = OPERATIONS[sign](variables[left], variables[right])
         lines.append(f"{variables[left]} {sign} {variables[right]} = {result}")
     return lines, result

@@ -1,17 +1,21 @@
 """Synthetic text tasks; rows depend only on the arguments and the seed."""
 
+import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement
 
 import numpy as np
 
-from embodyrl.text.conversation import TextRow
+from embodyrl.text.conversation import TextRow, build_row
 from embodyrl.text.messages import Message
 
 ROWS = 20_000
 _SPARE = 1000
 """Number of additional samples, to replace repeated questions."""
 
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 Draw = Callable[[random.Random], tuple[str, str]]
 """Function that samples a (prompt, answer) pair."""
 COLORS = {
@@ -48,28 +52,17 @@ def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, see
 
 def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `7*8=` with the answer 56."""
-    apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
     def draw(rng: random.Random) -> tuple[str, str]:
         a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice(operations)
-        return f"{a}{operation}{b}=", str(apply[operation](a, b))
+        return f"{a}{operation}{b}=", str(OPERATIONS[operation](a, b))
 
     return _build_rows(draw, rows, seed)
 
 
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
     """Return rows such as `What is 3 + 4?` with the answer 7; 3 + 4 and 4 + 3 are in one group."""
-    pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
-    random.Random(seed).shuffle(pairs)
-    ordered = [pair for a, b in pairs for pair in dict.fromkeys([(a, b), (b, a)])]
-    return [
-        TextRow(
-            messages=(Message(role="user", content=f"What is {a} + {b}?"),),
-            reference=str(a + b),
-            group=f"{min(a, b)} {max(a, b)}",
-        )
-        for a, b in ordered
-    ]
+    return build_pair_rows(range(largest + 1), "+", seed)
 
 
 def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
@@ -101,7 +94,7 @@ def colour(
         image = np.full((size, size, 3), 128)
         image[y : y + side, x : x + side] = COLORS[shown_color]
         image = (image + generator.integers(-noise, noise + 1, image.shape)).clip(0, 255).astype(np.uint8)
-        return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(image,))
+        return replace(build_row("?", answer), pictures=(image,))
 
     return [draw(random.Random(f"{seed}/{row}")) for row in range(rows)]
 
@@ -126,7 +119,23 @@ def _build_rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
         answers[question] = answer
         if len(answers) == rows:
             break
+    return [build_row(question, answer) for question, answer in answers.items()]
+
+
+def build_pair_rows(
+    numbers: Iterable[int],
+    sign: str,
+    seed: int,
+    *,
+    examples: Sequence[Message] = (),
+    excluded: Sequence[tuple[int, int]] = (),
+) -> list[TextRow]:
+    """Return rows such as `What is 3 + 4?` in random order, after `examples`; 3 + 4 and 4 + 3 are in one group."""
+    left_out = {tuple(sorted(pair)) for pair in excluded}
+    pairs = [pair for pair in combinations_with_replacement(numbers, 2) if pair not in left_out]
+    random.Random(seed).shuffle(pairs)
     return [
-        TextRow(messages=(Message(role="user", content=question),), reference=reply)
-        for question, reply in answers.items()
+        build_row(f"What is {a} {sign} {b}?", str(OPERATIONS[sign](a, b)), examples=examples, group=f"{low} {high}")
+        for low, high in pairs
+        for a, b in dict.fromkeys([(low, high), (high, low)])
     ]

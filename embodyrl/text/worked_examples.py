@@ -1,12 +1,12 @@
 """Text tasks with worked examples in earlier turns: replies in a required format, or calculator calls."""
 
-import random
 import re
 from collections.abc import Sequence
 
 from embodyrl.errors import ConfigError
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.messages import Message
+from embodyrl.text.tasks import build_pair_rows
 
 _SUMS = ((2, 5), (14, 9), (6, 11), (17, 3))
 _PRODUCTS = ((12, 34), (56, 71), (90, 18), (43, 25))
@@ -19,8 +19,7 @@ def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[Tex
     for a, b in _select_examples(_SUMS, shown):
         text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"
         examples += [_user_message(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
-    pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
-    return _build_rows(examples, pairs, _SUMS, "+", seed)
+    return build_pair_rows(range(largest + 1), "+", seed, examples=examples, excluded=_SUMS)
 
 
 def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
@@ -32,8 +31,7 @@ def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
             *_calculator_call(a, b),
             Message(role="assistant", content=_conclusion(a, b)),
         ]
-    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
-    return _build_rows(examples, pairs, _PRODUCTS, "*", seed)
+    return build_pair_rows(range(10, 100), "*", seed, examples=examples, excluded=_PRODUCTS)
 
 
 def calculator_dialogues(*, seed: int = 0) -> list[TextRow]:
@@ -75,25 +73,3 @@ def _conclusion(a: int, b: int) -> str:
 
 def _user_message(text: str) -> Message:
     return Message(role="user", content=text)
-
-
-def _build_rows(
-    examples: Sequence[Message],
-    pairs: list[tuple[int, int]],
-    excluded: Sequence[tuple[int, int]],
-    sign: str,
-    seed: int,
-) -> list[TextRow]:
-    """Return rows such as `What is 3 + 4?` in random order; 3 + 4 and 4 + 3 are in one group."""
-    left_out = {tuple(sorted(pair)) for pair in excluded}
-    pairs = [pair for pair in pairs if pair not in left_out]
-    random.Random(seed).shuffle(pairs)
-    return [
-        TextRow(
-            messages=(*examples, _user_message(f"What is {a} {sign} {b}?")),
-            reference=str(a + b if sign == "+" else a * b),
-            group=f"{min(a, b)} {max(a, b)}",
-        )
-        for first, second in pairs
-        for a, b in dict.fromkeys([(first, second), (second, first)])
-    ]

@@ -74,7 +74,7 @@ def without_image(old: Any) -> Any:
             column("action", lambda old: pa.array([v[: 2 + (k != 9)] for k, v in enumerate(old.to_pylist())])),
             r"file-000.parquet: episode 1, frame 3: 'action' has 2 numbers, but the data set declares 3",
         ),
-        (column(FRONT, without_image), r"episode 1, step 2: 'observation.images.front' has no image"),
+        (column(FRONT, without_image), r"episode 1, step 2: 'observation.images.front': there is no image"),
         (info(lambda found: found["features"]["action"].pop("shape")), r"info.json: the shape of 'action' is None"),
         (info(lambda found: found["features"]["action"].update(shape=3)), r"info.json: the shape of 'action' is 3"),
         (info(lambda found: found.update(fps="ten")), r"info.json: fps is 'ten', expected a positive number"),

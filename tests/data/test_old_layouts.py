@@ -68,8 +68,11 @@ def append(root: Path, name: str, text: str) -> None:
     [
         (lambda r: (r / "meta/episodes.jsonl").unlink(), r"episodes.jsonl is missing. Download the data set again"),
         (lambda r: (r / "meta/tasks.jsonl").unlink(), r"tasks.jsonl is missing"),
-        (lambda r: append(r, "meta/episodes.jsonl", "{"), r"episodes.jsonl, line 4 is not valid JSON"),
-        (lambda r: append(r, "meta/episodes.jsonl", "[" * 100_000), r"episodes.jsonl, line 4 is not valid JSON"),
+        (lambda r: append(r, "meta/episodes.jsonl", "{"), r"episodes.jsonl cannot be read: line 4 is not JSON"),
+        (
+            lambda r: append(r, "meta/episodes.jsonl", "[" * 100_000),
+            r"episodes.jsonl cannot be read: line 4 is not JSON",
+        ),
         (
             lambda r: append(r, "meta/episodes.jsonl", "[1]\n"),
             r"line 4: the field episode_index is missing, or is not of type int",
@@ -79,7 +82,7 @@ def append(root: Path, name: str, text: str) -> None:
             r"tasks.jsonl, line 2: the field task is missing",
         ),
         (lambda r: edit_info(r, total_episodes=4), r"declares 4 episodes, but meta/episodes.jsonl has 3"),
-        (lambda r: (r / LAST).unlink(), r"episode_000002.parquet cannot be read"),
+        (lambda r: (r / LAST).unlink(), r"episode_000002.parquet is missing"),
         (lambda r: (r / LAST).write_bytes(b"PAR1"), r"episode_000002.parquet cannot be read"),
         (lambda r: cut(r, LAST), r"episode_000002.parquet has 7 rows, but episode 2 has length 8"),
         (
@@ -96,9 +99,10 @@ def append(root: Path, name: str, text: str) -> None:
         (lambda r: edit_info(r, data_path="/tmp/{episode_index}.parquet"), r"'/tmp/0.parquet' is outside the folder"),
         (
             lambda r: edit_info(r, data_path="{episode_index.__class__}"),
-            r"has the unknown field {episode_index.__class__}",
+            r"'{episode_index.__class__}' is not a valid template",
         ),
-        (lambda r: edit_info(r, data_path="{episode_index:>99999999d}"), r"has the unknown field"),
+        (lambda r: edit_info(r, data_path="{episode_index:>99999999d}"), r"is not a valid template"),
+        (lambda r: edit_info(r, data_path="{episode}"), r"is not a valid template \(no field 'episode'\)"),
         (lambda r: edit_info(r, data_path="{episode_index"), r"is not a valid template"),
         (lambda r: edit_info(r, data_path=None), r"has no path template"),
     ],

@@ -111,7 +111,7 @@ def test_prompt_template_and_system_prompt_apply_to_messages(tmp_path: Path):
         ([USER], "the conversation must be the messages of the prompt, followed by"),
         ([USER, REPLY, USER, REPLY], "the conversation must be the messages of the prompt, followed by"),
         ([USER | {"content": "other"}, REPLY], "the conversation must be the messages of the prompt, followed by"),
-        ([{"content": "yes"}], "a message has no role"),
+        ([{"content": "yes"}], "neither text nor a list of messages"),
     ],
 )
 def test_answer_conversation_that_differs_from_the_prompt_is_an_error(tmp_path: Path, answer: list, says: str):

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from embodyrl import files
 from embodyrl.cli.dry_run import describe
 from embodyrl.commands.banner import common_banner_lines
 from embodyrl.errors import ConfigError
@@ -143,7 +144,7 @@ def test_overlong_prompts_are_skipped(tmp_path: Path):
         ({"answer": "no mark"}, "row 4: column 'answer' does not match data.answer_pattern"),
         ({"answer": "####"}, "row 4: column 'answer' does not match data.answer_pattern"),
         ({"answer": None}, "row 4: column 'answer' is empty"),
-        ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
+        ({"question": 5}, "row 4, column 'question': '5' is neither text nor a list"),
     ],
 )
 def test_invalid_row_error_names_the_row(tmp_path: Path, change: dict, message: str):
@@ -359,7 +360,7 @@ def test_parquet_file_that_exceeds_memory_is_rejected(tmp_path: Path, monkeypatc
     file = tmp_path / "bomb.parquet"
     parquet.write_table(pa.table({"prompt": column, "answer": column}), file)
     assert file.stat().st_size < 120_000
-    monkeypatch.setattr(text, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(files, "available_bytes", lambda: 100 << 20)
     with pytest.raises(ConfigError, match="unpacks to more than 25 MiB"):
         open_rows(RowSettings(path=str(file)), tokenizer=None)
 
@@ -380,7 +381,7 @@ def test_wrong_sizes_in_a_parquet_file_do_not_exceed_memory(tmp_path: Path, monk
     head, _, tail = file.read_bytes().rpartition(size)
     file.write_bytes(head + varint(1, len(size)) + tail)
     assert parquet.ParquetFile(file).metadata.row_group(0).total_byte_size == 1
-    monkeypatch.setattr(text, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(files, "available_bytes", lambda: 100 << 20)
     before = pa.default_memory_pool().max_memory()
     with pytest.raises(ConfigError, match="unpacks to more than 25 MiB"):
         open_rows(RowSettings(path=str(file)), tokenizer=None)

@@ -12,7 +12,7 @@ from embodyrl.cli.doctor import probes
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.envs.maniskill.probe import probe_vulkan
+from embodyrl.envs.maniskill.install import probe_vulkan
 from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.findings import Finding
@@ -21,7 +21,7 @@ from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.saved import changed_settings
 from embodyrl.plan.schema import Config
-from embodyrl.text.probe import probe_sandbox
+from embodyrl.text.sandbox import probe_sandbox
 from embodyrl.version import __version__
 
 

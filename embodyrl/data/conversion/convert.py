@@ -84,12 +84,12 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
     try:
         tasks = list(dict.fromkeys(row["tasks"][0] for row in writer.episodes))
         first = 1 + max((row["embodyrl/trial"] for row in writer.episodes), default=-1)
-        progress(first, plan.episodes)
+        progress(first, plan.description.episodes)
         for raw in source.episodes(first, list(plan.keys)):
             demonstration = _build_demonstration(raw, plan, data, tasks)
             if demonstration is not None:
                 writer.append(demonstration)
-            progress(raw.number + 1, plan.episodes)
+            progress(raw.number + 1, plan.description.episodes)
         writer.flush()
     finally:
         writer.close()
@@ -110,7 +110,7 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         episodes=num_converted,
         frames=writer.num_frames,
         tasks=len(tasks),
-        left_out=plan.episodes - num_converted,
+        left_out=plan.description.episodes - num_converted,
     )
 
 
@@ -158,10 +158,8 @@ def _build_demonstration(
     if not raw.last_has_action:
         raw, length = _drop_last_step(raw, plan), length - 1
     env = plan.card.env
-    action, state = (
-        _concatenate_columns(raw, plan, Target.action, length),
-        _concatenate_columns(raw, plan, Target.state, length),
-    )
+    action = _concatenate_columns(raw, plan, Target.action, length)
+    state = _concatenate_columns(raw, plan, Target.state, length)
     reward = _concatenate_columns(raw, plan, Target.reward, length)
     reward = reward[:, 0] if reward.shape[1] else np.zeros(length, np.float32)
     for name, values in ((Target.action, action), (Target.state, state), (Target.reward, reward[:, None])):
@@ -171,8 +169,7 @@ def _build_demonstration(
         if len(invalid):
             raise EmbodyError(
                 f"{raw.where}: {name} of step {invalid[0]} is {values[invalid[0]].tolist()}, expected finite "
-                "numbers. Correct "
-                "the data, or set data.skip_nonfinite=true to skip such episodes."
+                "numbers. Correct the data, or set data.skip_nonfinite=true to skip such episodes."
             )
     success, instruction = _get_success(raw, plan, reward), _get_instruction(raw, plan, data)
     check_gripper(raw.where, env.action.gripper, action)

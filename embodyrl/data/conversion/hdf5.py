@@ -19,24 +19,22 @@ import numpy as np
 
 from embodyrl.data.conversion.plan import ASSUMED_FPS
 from embodyrl.data.conversion.settings import ConversionSettings
-from embodyrl.data.conversion.source import (
-    Column,
-    Conventions,
-    Description,
-    Kind,
-    RawEpisode,
-    libero_keys,
-    plain_shape,
-)
+from embodyrl.data.conversion.source import Column, Conventions, Description, Kind, RawEpisode
 from embodyrl.data.tables import find_file
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, one_line
 from embodyrl.files import natural_sort_key, visible_files
 from embodyrl.types import DoubleArray
 
 SUFFIXES = (".hdf5", ".h5")
-_LIBERO = libero_keys(
-    "obs/agentview_rgb", "obs/eye_in_hand_rgb", ["obs/ee_states", "obs/gripper_states"], "actions", reward="rewards"
-)
+_LIBERO = {
+    "obs/agentview_rgb": "observation.images.agentview",
+    "obs/eye_in_hand_rgb": "observation.images.robot0_eye_in_hand",
+    "obs/ee_states": "observation.state",
+    "obs/gripper_states": "observation.state",
+    "actions": "action",
+    "rewards": "next.reward",
+}
+"""Target of each column of LIBERO; cameras are named as in `env=libero`."""
 _COMMON = {"actions": "action", "rewards": "next.reward"}
 _TEXTS = ("problem_info", "env_args", "ep_meta")
 """Attributes with JSON objects that may contain the instruction: LIBERO, robomimic and RoboCasa."""
@@ -111,7 +109,7 @@ class Hdf5Source:
                 "data.instruction."
             )
         shared = {key: json.loads(value) for key, (value, _) in self._declared.items()}
-        self._description = Description(
+        self.description = Description(
             kind=f"HDF5, {len(files)} files",
             name=source.stem.removesuffix("_demo"),
             episodes=len(self._episodes),
@@ -134,14 +132,8 @@ class Hdf5Source:
             if other != encoded:
                 raise ConfigError(
                     f"{where} has {key} {encoded:.200}, but {other_episode} has {other:.200}. Convert files with "
-                    "different "
-                    "conventions to separate data sets."
+                    "different conventions to separate data sets."
                 )
-
-    @property
-    def description(self) -> Description:
-        """Format, size, columns and conventions of the files."""
-        return self._description
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on (see `Source.episodes`)."""
@@ -226,7 +218,7 @@ def _list_columns(demo: Any) -> Iterator[tuple[str, Column]]:
     demo.visititems(lambda name, item: arrays.update({name: item}) if _is_array(item) else None)
     for name, item in arrays.items():
         if item.shape[0] == actions.shape[0]:
-            shape = plain_shape(item.shape[1:])
+            shape = item.shape[1:]
             image = item.dtype == np.uint8 and len(shape) == 3 and shape[2] in (1, 3)
             yield name, Column(Kind.image if image else Kind.numbers, shape)
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from embodyrl.data.cards import get_gripper
 from embodyrl.data.conversion.settings import CAMERA, ConversionSettings, Target
-from embodyrl.data.conversion.source import Conventions, Description, Kind
+from embodyrl.data.conversion.source import Description, Kind
 from embodyrl.data.layout import Card
 from embodyrl.data.settings import FrameFormat
 from embodyrl.errors import ConfigError
 from embodyrl.policies.inputs import describe_gripper
-from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec
 
 ASSUMED_FPS = 20.0
 """Frame rate of sources that do not declare one, in Hz."""
@@ -23,15 +24,12 @@ ASSUMED_FPS = 20.0
 class Plan:
     """Plan of a conversion: source columns, their names in the result, and the metadata of the result."""
 
+    description: Description
     keys: Mapping[str, str]
     card: Card
     """Metadata card of the result, without tasks: the tasks are added at the end of the conversion."""
-    episodes: int
-    kind: str
     assumes_fps: bool
     """True if the frame rate is a guess, because neither the settings nor the source contain it."""
-    left_out: str
-    warnings: tuple[str, ...]
 
     def get_columns(self, target: str) -> list[str]:
         """Return the source columns that are converted to the column `target`, in order."""
@@ -39,20 +37,20 @@ class Plan:
 
     def get_banner_lines(self, source: Path, out: Path) -> list[tuple[str, str]]:
         """Return the lines of the start banner as (name, text) pairs."""
-        env = self.card.env
+        env, described = self.card.env, self.description
         (height, width), image_format = env.cameras.size, "mp4" if self.card.video else "png"
         cameras = ", ".join(f"{name} ({self.get_columns(CAMERA + name)[0]})" for name in env.cameras.names)
         rate = " (assumed; set data.fps)" if self.assumes_fps else ""
         columns_text = {target: " + ".join(self.get_columns(target)) or "none" for target in Target}
         return [
-            ("source", f"{source}: {self.kind}, {self.episodes} episodes of {env.name}"),
+            ("source", f"{source}: {described.kind}, {described.episodes} episodes of {env.name}"),
             ("cameras", f"{cameras} {height}x{width} {image_format}" if env.cameras.names else "none"),
             ("state", f"{columns_text[Target.state]}: {env.state_dim} numbers"),
             ("action", f"{columns_text[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz{rate}"),
             ("outcomes", f"reward: {columns_text[Target.reward]} · success: {columns_text[Target.success]}"),
             ("as stored", f"{describe_gripper(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
-            *((("left out", self.left_out),) if self.left_out else ()),
-            *(("warning", warning) for warning in self.warnings),
+            *((("left out", described.left_out),) if described.left_out else ()),
+            *(("warning", warning) for warning in described.warnings),
             ("output", str(out)),
         ]
 
@@ -68,9 +66,10 @@ def plan_conversion(description: Description, data: ConversionSettings, origin: 
         sum(description.columns[name].size for name, target in keys.items() if target == target_name)
         for target_name in (Target.action, Target.state)
     )
+    open_and_closed = data.gripper or description.conventions.gripper
     env = EnvSpec(
         name=description.name,
-        action=ActionSpec(dim=dim, gripper=_get_gripper(description.conventions, data, dim)),
+        action=ActionSpec(dim=dim, gripper=get_gripper(open_and_closed, data.gripper_index, dim)),
         tasks=(),
         states_per_task=(),
         cameras=_get_cameras(description, data, keys),
@@ -87,15 +86,7 @@ def plan_conversion(description: Description, data: ConversionSettings, origin: 
         without=tuple(str(target) for target, missing in is_missing.items() if missing),
         collected=collected | {"skip_nonfinite": data.skip_nonfinite},
     )
-    return Plan(
-        keys=keys,
-        card=card,
-        episodes=description.episodes,
-        kind=description.kind,
-        assumes_fps=not (data.fps or description.fps),
-        left_out=description.left_out,
-        warnings=description.warnings,
-    )
+    return Plan(description=description, keys=keys, card=card, assumes_fps=not (data.fps or description.fps))
 
 
 def _assign_columns(description: Description, data: ConversionSettings) -> dict[str, str]:
@@ -137,18 +128,6 @@ def _assign_columns(description: Description, data: ConversionSettings) -> dict[
             f"COLUMN: {Target.state}, COLUMN: action}}; columns: {_list_columns(description)}."
         )
     return dict(keys)
-
-
-def _get_gripper(conventions: Conventions, data: ConversionSettings, dim: int) -> GripperConvention | None:
-    open_and_closed = data.gripper or conventions.gripper
-    if open_and_closed is None:
-        return None
-    if not -dim <= data.gripper_index < dim:
-        raise ConfigError(
-            f"data.gripper_index={data.gripper_index} is out of range, because the actions have {dim} numbers. "
-            f"Set an index from {-dim} to {dim - 1}."
-        )
-    return GripperConvention(open=open_and_closed[0], closed=open_and_closed[1], index=data.gripper_index)
 
 
 def _get_cameras(description: Description, data: ConversionSettings, keys: Mapping[str, str]) -> CameraSpec:

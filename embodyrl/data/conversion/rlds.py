@@ -12,35 +12,28 @@ from typing import Any
 import numpy as np
 
 from embodyrl.data.conversion.settings import ConversionSettings
-from embodyrl.data.conversion.source import (
-    Column,
-    Conventions,
-    Description,
-    Kind,
-    RawEpisode,
-    libero_keys,
-    plain_shape,
-)
+from embodyrl.data.conversion.source import Column, Conventions, Description, Kind, RawEpisode
 from embodyrl.data.conversion.tfrecord import Feature, parse_example, read_records
-from embodyrl.data.frames import decode_png, image_size
-from embodyrl.data.tables import find_file
+from embodyrl.data.frames import decode_png
+from embodyrl.data.tables import find_file, reading
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
+from embodyrl.text.images import LazyImage
 
 INFO, FEATURES = "dataset_info.json", "features.json"
 _STEPS = "steps"
 _INSTRUCTION, _LAST = "language_instruction", "is_last"
-_LIBERO = libero_keys(
-    "observation/image",
-    "observation/wrist_image",
-    ["observation/state"],
-    "action",
-    reward="reward",
-    task=_INSTRUCTION,
-)
+_COMMON = {"action": "action", "observation/state": "observation.state", "reward": "next.reward", _INSTRUCTION: "task"}
+_LIBERO = {
+    "observation/image": "observation.images.agentview",
+    "observation/wrist_image": "observation.images.robot0_eye_in_hand",
+    "observation/state": "observation.state",
+    "action": "action",
+    "reward": "next.reward",
+    _INSTRUCTION: "task",
+}
 _LIBERO_NAME = re.compile("liber_?o")
 """Prefix of LIBERO data sets; TensorFlow Datasets converts the class name LIBERO_10 to liber_o10."""
-_COMMON = {"action": "action", "observation/state": "observation.state", "reward": "next.reward", _INSTRUCTION: "task"}
 _LEAVES = {"image": Kind.image, "tensor": Kind.numbers, "text": Kind.text}
 
 
@@ -83,7 +76,7 @@ class RldsSource:
         is_libero = _LIBERO_NAME.match(name) is not None and _LIBERO.keys() <= self._columns.keys()
         # By the format's rules, the last step has no action; OpenVLA's copies of LIBERO store an action there.
         self._drops_last = not is_libero and _LAST in self._columns
-        self._description = Description(
+        self.description = Description(
             kind="RLDS",
             name=name,
             episodes=sum(self._lengths),
@@ -96,26 +89,18 @@ class RldsSource:
 
     def _measure_images(self) -> None:
         """Set the size of image columns without a declared size to the size of the first image."""
-        if not (
-            unknown := [
-                name for name, column in self._columns.items() if column.kind is Kind.image and 0 in column.shape
-            ]
-        ):
+        unknown = [name for name, column in self._columns.items() if column.kind is Kind.image and 0 in column.shape]
+        if not unknown:
             return
-        path = next(
-            (shard for shard, length in zip(self._shards, self._lengths, strict=True) if length), self._shards[0]
-        )
+        with_records = (shard for shard, length in zip(self._shards, self._lengths, strict=True) if length)
+        path = next(with_records, self._shards[0])
         for content in itertools.islice(read_records(path), 1):
             features = _parse(f"{path}, record 0", content)
             for name in unknown:
                 stored = features.get(f"{_STEPS}/{name}")
                 if isinstance(stored, list) and stored:
-                    self._columns[name] = Column(Kind.image, (*image_size(stored[0]), 3))
-
-    @property
-    def description(self) -> Description:
-        """Name, size, columns and conventions of the data set."""
-        return self._description
+                    size = LazyImage(stored[0], f"{path}, record 0, {_STEPS}/{name}").size
+                    self._columns[name] = Column(Kind.image, (*size, 3))
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on (see `Source.episodes`)."""
@@ -151,11 +136,8 @@ class RldsSource:
                     )
             except (ValueError, EmbodyError) as error:
                 cause = str(error).partition(". ")[0]
-                raise EmbodyError(
-                    f"{where}: {_STEPS}/{name}: {cause}. Download this file again, or write images of one size."
-                    if column.kind is Kind.image
-                    else f"{where}: {_STEPS}/{name}: {cause}. Download this file again."
-                ) from error
+                fix = ", or write images of one size" if column.kind is Kind.image else ""
+                raise EmbodyError(f"{where}: {_STEPS}/{name}: {cause}. Download this file again{fix}.") from error
         last = np.asarray(features.get(f"{_STEPS}/{_LAST}", ())).astype(np.bool_) if self._drops_last else np.zeros(0)
         if last[:-1].any():
             raise EmbodyError(
@@ -211,7 +193,7 @@ def _list_columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str
         return
     leaf, kind = feature[name], _LEAVES[name]
     sizes = (leaf.get("shape") or {}).get("dimensions", ())
-    shape, dtype = plain_shape([-1 if size is None else size for size in sizes]), leaf.get("dtype")
+    shape, dtype = tuple(-1 if size is None else int(size) for size in sizes), leaf.get("dtype")
     if name == "tensor" and dtype in ("string", "object"):
         kind = Kind.text
     if kind is Kind.image and any(size < 1 for size in shape[:2] or (0,)):
@@ -254,9 +236,5 @@ def _list_shard_names(info: Mapping[str, Any], split: Mapping[str, Any], count: 
 
 
 def _read_json(path: Path) -> Any:
-    try:
+    with reading(path):
         return read_json(path)
-    except FileNotFoundError:
-        raise EmbodyError(f"{path} is missing. Download the data set again.") from None
-    except (OSError, ValueError) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Download the data set again.") from error

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodyrl.config.settings import Constraint, Positive, Settings, valid_if
-from embodyrl.data.settings import FrameFormat
+from embodyrl.data.settings import FrameFormat, GripperIndex, OpenAndClosed
 
 
 class Target(StrEnum):
@@ -37,11 +37,9 @@ class ConversionSettings(Settings):
     ] = {}
     """Target column name of each source column to convert, for example {image: observation.images.front, actions:
     action}; columns with the same target are concatenated. Default: the columns of LIBERO."""
-    gripper: (
-        Annotated[list[float], valid_if(lambda v: len(set(v)) == len(v) == 2), Constraint("[open,closed]")] | None
-    ) = None
+    gripper: OpenAndClosed | None = None
     """Action values that open and close the gripper, for example [1,0]. Default: [-1,1] for the columns of LIBERO."""
-    gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
+    gripper_index: GripperIndex = -1
     """Index of the gripper in the action vector."""
     image_rotation_deg: Literal[0, 180] | None = None
     """Rotation in degrees that turns the stored frames upright. Default: 180 for LIBERO's HDF5 files, otherwise 0."""

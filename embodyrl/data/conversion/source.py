@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-
-from embodyrl.data.conversion.settings import CAMERA, Target
 
 
 class Kind(StrEnum):
@@ -86,10 +84,8 @@ class RawEpisode:
 class Source(Protocol):
     """Interface of a data set to convert, which yields its episodes in order."""
 
-    @property
-    def description(self) -> Description:
-        """Format, size, columns and conventions of the data set."""
-        ...
+    description: Description
+    """Format, size, columns and conventions of the data set."""
 
     def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
         """Yield the episodes from number `first` on, in order; only one episode is in memory.
@@ -98,18 +94,3 @@ class Source(Protocol):
             EmbodyError: a file is damaged; the message names file and episode.
         """
         ...
-
-
-LIBERO_TARGETS = ("agentview", "robot0_eye_in_hand")
-
-
-def libero_keys(front: str, wrist: str, states: Sequence[str], action: str, **more: str) -> Mapping[str, str]:
-    """Return the target column of each column of a LIBERO data set; cameras are named as in `env=libero`."""
-    cameras = {column: f"{CAMERA}{name}" for column, name in zip((front, wrist), LIBERO_TARGETS, strict=True)}
-    targets = {column: str(Target[target]) for target, column in more.items()}
-    return {**cameras, **dict.fromkeys(states, str(Target.state)), action: str(Target.action), **targets}
-
-
-def plain_shape(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Return a shape from a JSON file as a tuple of integers."""
-    return tuple(int(size) for size in shape)

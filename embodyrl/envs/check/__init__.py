@@ -19,6 +19,7 @@ from embodyrl.envs.check.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
+from embodyrl.isolation import NoResultError
 from embodyrl.process_cleanup import (
     end_children_at_exit,
     kill_marked_children,
@@ -136,11 +137,12 @@ def check_env_in_subprocess(cfg: EnvSettings, *, seed: int = 0, timeout_s: float
             if failed_check:
                 yield Finding(check=name, level="skip", note=f"needs {failed_check}")
                 continue
-            finding = _next(receiver, child, name, timeout_s, _GRACE_S if index else _START_S)
-            failed_check = name if isinstance(finding, Violation) else ""
-            yield (
-                Finding(check=name, level="FAIL", violations=(finding,)) if isinstance(finding, Violation) else finding
-            )
+            try:
+                finding = _receive(receiver, child, timeout_s, _GRACE_S if index else _START_S)
+            except NoResultError as error:
+                failed_check = name
+                finding = Finding(check=name, level="FAIL", violations=(Violation(name, "an answer", str(error)),))
+            yield finding
     finally:
         if not failed_check:
             child.join(_GRACE_S)
@@ -150,22 +152,23 @@ def check_env_in_subprocess(cfg: EnvSettings, *, seed: int = 0, timeout_s: float
         receiver.close()
 
 
-def _next(
-    receiver: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float
-) -> Finding | Violation:
-    """Return the next finding, or a violation if the child process sent none."""
+def _receive(receiver: Connection, child: SpawnProcess, timeout_s: float, grace_s: float) -> Finding:
+    """Return the next finding.
+
+    Raises:
+        NoResultError: the child process exited or does not reply in time.
+    """
     if not receiver.poll(timeout_s + grace_s):
-        message = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code"
-        return Violation(name, "an answer", message)
+        raise NoResultError(f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code")
     try:
         return receiver.recv()
-    except EOFError:
+    except EOFError as error:
         child.join(_GRACE_S)
         exit_code = child.exitcode or 0
         exit_text = (
             f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
         )
-        return Violation(name, "an answer", f"the environment's process {exit_text}; see the output above")
+        raise NoResultError(f"the environment's process {exit_text}; see the output above") from error
 
 
 def _serve(sender: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:

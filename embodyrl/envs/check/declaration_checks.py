@@ -1,12 +1,11 @@
 """Checks of `check-env` that run no simulation: `validate`, imports and `EnvSpec` of the factory."""
 
-import os
 import pickle
-import subprocess
 import sys
 from operator import attrgetter
 
 from embodyrl.envs.check.harness import CONTEXT, Harness, check
+from embodyrl.isolation import run_isolated
 from embodyrl.types import EnvSpec
 
 HEAVY_PACKAGES = (
@@ -24,6 +23,7 @@ HEAVY_PACKAGES = (
 
 _PROBE = """
 import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
 from embodyrl.envs import ENVS
 cfg = pickle.load(sys.stdin.buffer)
 ENVS.get(cfg.env_type).validate(cfg)
@@ -42,18 +42,10 @@ def factory(harness: Harness) -> None:
 @check()
 def light(harness: Harness) -> None:
     """Check that importing the factory and validating a config do not import a package in `HEAVY_PACKAGES`."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROBE, *HEAVY_PACKAGES],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        input=pickle.dumps(harness.cfg),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    last_line = (done.stdout.decode().splitlines() or [""])[-1]
-    succeeded = done.returncode == 0 and last_line.startswith("imported:")
-    reason = (done.stderr.decode().strip().splitlines() or ["nothing printed"])[-1]
-    if harness.expect(succeeded, "validate", "to run in a fresh process", reason):
+    done = run_isolated(_PROBE, pickle.dumps(sys.path) + pickle.dumps(harness.cfg), arguments=HEAVY_PACKAGES)
+    last_line = (done.output.splitlines() or [""])[-1]
+    succeeded = done.code == 0 and last_line.startswith("imported:")
+    if harness.expect(succeeded, "validate", "to run in a fresh process", done.reason):
         heavy_imports = last_line.removeprefix("imported:").split()
         harness.expect(
             not heavy_imports, "validate", "no heavy import; import in make or later", ", ".join(heavy_imports)

@@ -1,7 +1,7 @@
 """Warnings about ignored instructions, success flags and action masks of a Gymnasium environment."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,7 +34,9 @@ def warnings(
 ) -> Iterator[str]:
     """Warn about ignored texts, success flags and action masks."""
     yield from instruction_warnings(cfg, texts, reset_info, instruction)
-    yield from mask_warnings(str(key) for info in (reset_info, *infos) for key in info)
+    names = (str(key) for info in (reset_info, *infos) for key in info)
+    if (name := next(filter(MASK_PATTERN.search, names), None)) is not None:
+        yield f"info['{name}'] is not applied: {MASK_NOT_APPLIED}"
     yield from success_warnings(
         cfg, [*dict.fromkeys(name for info in infos for name in iterate_info_names(info))], has_success
     )
@@ -57,12 +59,6 @@ def success_warnings(cfg: GymSettings, names: Sequence[str], has_success: bool) 
         ):
             yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
             return
-
-
-def mask_warnings(names: Iterable[str]) -> Iterator[str]:
-    """Warn about an action mask in info, because policies do not apply action masks."""
-    if (name := next(filter(MASK_PATTERN.search, names), None)) is not None:
-        yield f"info['{name}'] is not applied: {MASK_NOT_APPLIED}"
 
 
 def instruction_warnings(

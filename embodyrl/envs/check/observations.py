@@ -154,18 +154,16 @@ def _channel_warnings(name: str, shape: tuple[int, ...], values: Sequence[np.nda
         return
     yield from _stack_warnings(name, shape, values)
     channels_first = shape[0] in (3, 4) and shape[0] < min(shape[1:])
-    if not channels_first and shape[-1] != 4:
-        return
     axis = 0 if channels_first else -1
-    frames = [np.moveaxis(value, axis, 0) for value in values]
-    changed_pairs = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
-    if changed_pairs and all(np.array_equal(a[1:], b[:-1]) for a, b in changed_pairs):
+    if (not channels_first and shape[-1] != 4) or _are_shifted(values, axis, 1):
         return
+    frames = [np.moveaxis(value, axis, 0) for value in values]
     opaque = all((frame[-1] == 255).all() for frame in frames)
     if shape[axis] == 4 and not opaque:
         # After a reset, a stack repeats one frame or is empty.
-        is_first_varied = np.ptp(frames[0][0])
-        if channels_first or (not changed_pairs and is_first_varied and (frames[0][1:] == frames[0][0]).all()):
+        is_static = all(np.array_equal(frame, frames[0]) for frame in frames)
+        repeats_frame = np.ptp(frames[0][0]) and (frames[0][1:] == frames[0][0]).all()
+        if channels_first or (is_static and repeats_frame):
             return
     kind = "RGBA" if shape[axis] == 4 else "RGB"
     fix = "transposes it to [H, W, 3]" if channels_first and kind == "RGB" else "makes it [H, W, 3]"
@@ -180,21 +178,20 @@ def _stack_warnings(name: str, shape: tuple[int, ...], values: Sequence[np.ndarr
     """Warn about stacked RGB images [3n, H, W] or [H, W, 3n], which shift by three channels in each step."""
     axis = int(np.argmin(shape))
     count, remainder = divmod(shape[axis], 3)
-    frames = [np.moveaxis(value, axis, 0) for value in values]
-    changed_pairs = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
-    if (
-        count < 2
-        or remainder
-        or axis == 1
-        or not changed_pairs
-        or not all(np.array_equal(a[3:], b[:-3]) for a, b in changed_pairs)
-    ):
+    if count < 2 or remainder or axis == 1:
         return
-    if not all(np.array_equal(a[1:], b[:-1]) for a, b in changed_pairs):
+    if _are_shifted(values, axis, 3) and not _are_shifted(values, axis, 1):
         yield (
             f"'{name}' {shape} is read as {shape[axis]} gray cameras and looks like {count} RGB images; fix: a "
             "function in env.wrappers that makes it [n, H, W, 3] (gymnasium.wrappers.TransformObservation)"
         )
+
+
+def _are_shifted(values: Sequence[np.ndarray], axis: int, count: int) -> bool:
+    """Return True if images change, and every change shifts the channels (`axis`) by `count`."""
+    frames = [np.moveaxis(value, axis, 0) for value in values]
+    changed_pairs = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
+    return bool(changed_pairs) and all(np.array_equal(a[count:], b[:-count]) for a, b in changed_pairs)
 
 
 def _has_frame_stack(env: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.functional.settings import FunctionalSettings
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import SEEDS
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
 from embodyrl.isolation import NoResultError, call_isolated
@@ -20,8 +21,6 @@ from embodyrl.types import ActionKind, EnvSpec, RewardSpec, SimulatorSpec, TextS
 if TYPE_CHECKING:
     from embodyrl.envs.functional.functions import Functions
 
-SEEDS = 100_000
-"""Number of reset ids; a reset id is the seed of an episode's random key."""
 _BUILD_S = 600.0
 
 

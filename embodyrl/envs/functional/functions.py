@@ -6,7 +6,8 @@ Brax and MuJoCo Playground: `reset(key) -> state` and `step(state, action) -> st
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
@@ -15,6 +16,13 @@ import numpy as np
 from embodyrl.envs.functional.settings import FunctionalSettings
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.types import ActionKind, ActionSpec
+
+_LIBRARIES = {
+    "gymnax": ("gymnax", "gymnax", "make"),
+    "brax": ("brax", "brax.envs", "get_environment"),
+    "playground": ("playground", "mujoco_playground", "registry.load"),
+}
+"""Package on PyPI, module, and function of the environment's name, of each library."""
 
 Array = Any
 """Alias of `jax.Array`, typed as Any because type checkers run without JAX."""
@@ -59,12 +67,15 @@ def load(cfg: FunctionalSettings) -> Functions:
         ConfigError: the environment is unknown, rejects its arguments, or has an unsupported interface.
     """
     library, _, name = str(cfg.id).partition(":")
-    module, package, build = _LIBRARIES.get(library, (library, library.partition(".")[0], None))
+    if library in _LIBRARIES:
+        package, module, function = _LIBRARIES[library]
+        arguments = [name]
+    else:
+        package, module, function, arguments = library.partition(".")[0], library, name, []
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise MissingDependencyError(f"env.id={cfg.id} needs the package {package}. Fix: pip install {package}.")
     try:
-        constructor = getattr(importlib.import_module(module), name) if build is None else build
-        environment = constructor(**cfg.kwargs) if build is None else constructor(name, **cfg.kwargs)
+        environment = attrgetter(function)(importlib.import_module(module))(*arguments, **cfg.kwargs)
         env, params = environment if isinstance(environment, tuple) else (environment, None)
         if hasattr(env, "step_env"):
             return _GymnaxEnvironment(env, env.default_params if params is None else params, cfg.success_key)
@@ -148,23 +159,3 @@ def _convert_action_space(space: Any) -> ActionSpec:
         np.broadcast_to(np.asarray(bound, np.float64), space.shape).reshape(-1) for bound in (space.low, space.high)
     )
     return ActionSpec(dim=len(low), low=tuple(low.tolist()), high=tuple(high.tolist()))
-
-
-def _make_gymnax(name: str, **kwargs: Any) -> Any:
-    return importlib.import_module("gymnax").make(name, **kwargs)
-
-
-def _make_brax(name: str, **kwargs: Any) -> Any:
-    return importlib.import_module("brax.envs").get_environment(name, **kwargs)
-
-
-def _make_playground(name: str, **kwargs: Any) -> Any:
-    return importlib.import_module("mujoco_playground").registry.load(name, **kwargs)
-
-
-_LIBRARIES: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "gymnax": ("gymnax", "gymnax", _make_gymnax),
-    "brax": ("brax", "brax", _make_brax),
-    "playground": ("mujoco_playground", "playground", _make_playground),
-}
-"""(module, package on PyPI, constructor) of each library."""

@@ -26,13 +26,13 @@ class FunctionalSims(Simulators):
         self._shape = num_envs, spec.action.dim
         self._ids = np.zeros(num_envs, np.uint32)
         self._step_counts = np.zeros(num_envs, np.uint32)
-        self._reset, self._step = _compile_functions(functions, self._discrete)
-        self._current: StepResult = self._reset.all(self._ids.copy())
+        reset_all, self._reset_masked, self._step = _compile_functions(functions, self._discrete)
+        self._current: StepResult = reset_all(self._ids.copy())
 
     def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start an episode in each given environment; the other environments keep their state."""
         self._ids[env_indices], self._step_counts[env_indices] = reset_ids, 0
-        self._current = self._reset.masked(self._current, self._get_mask(env_indices), self._ids.copy())
+        self._current = self._reset_masked(self._current, self._get_mask(env_indices), self._ids.copy())
 
     def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
         """Execute one action in each of the environments, in one compiled call."""
@@ -78,19 +78,13 @@ def to_numpy(array: Array) -> np.ndarray:
     return np.from_dlpack(array)
 
 
-class _ResetFunctions:
-    """Compiled reset functions: `all` resets the whole batch, `masked` only the environments in a mask."""
+def _compile_functions(functions: Functions, discrete: bool) -> tuple[Any, Any, Any]:
+    """Return compiled functions: a reset of the batch, and a reset and a step of the environments in a mask."""
+    reset_all = jax.vmap(lambda reset_id: functions.reset(_derive_key(reset_id, 0)))
 
-    def __init__(self, functions: Functions) -> None:
-        reset_all = jax.vmap(lambda reset_id: functions.reset(_derive_key(reset_id, 0)))
+    def reset_masked(current: StepResult, mask: Array, reset_ids: Array) -> StepResult:
+        return _select(mask, reset_all(reset_ids), current)
 
-        def reset_masked(current: StepResult, mask: Array, reset_ids: Array) -> StepResult:
-            return _select(mask, reset_all(reset_ids), current)
-
-        self.all, self.masked = jax.jit(reset_all), jax.jit(reset_masked)
-
-
-def _compile_functions(functions: Functions, discrete: bool) -> tuple[_ResetFunctions, Any]:
     def step_one(carry: Any, action: Array, reset_id: Array, time: Array) -> StepResult:
         native_action = jnp.rint(action[0]).astype(jnp.int32) if discrete else action
         return functions.step(carry, native_action, _derive_key(reset_id, time))
@@ -98,7 +92,7 @@ def _compile_functions(functions: Functions, discrete: bool) -> tuple[_ResetFunc
     def step_masked(current: StepResult, mask: Array, actions: Array, reset_ids: Array, times: Array) -> StepResult:
         return _select(mask, jax.vmap(step_one)(current.carry, actions, reset_ids, times), current)
 
-    return _ResetFunctions(functions), jax.jit(step_masked)
+    return jax.jit(reset_all), jax.jit(reset_masked), jax.jit(step_masked)
 
 
 def _select(mask: Array, new: StepResult, old: StepResult) -> StepResult:

@@ -194,14 +194,6 @@ def builds_vector(cfg: GymSettings) -> bool:
     return spec is not None and spec.entry_point is None
 
 
-def _build_vector(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
-    """Build a vector environment with `num_envs` environments."""
-    assert cfg.id is not None
-    if (creator := find_creator(cfg.id)) is not None:
-        return creator(**_get_vector_arguments(creator, num_envs), **kwargs)
-    return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
-
-
 def _get_vector_arguments(creator: Any, num_envs: int) -> dict[str, Any]:
     """Return the arguments with which `creator`, such as a class or `make_env`, builds `num_envs` environments."""
     if isinstance(creator, type) or "num_envs" in (parameters := get_parameters(creator)):
@@ -217,13 +209,14 @@ def _get_vector_arguments(creator: Any, num_envs: int) -> dict[str, Any]:
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
-        if builds_vector(cfg):
-            return _build_vector(cfg, kwargs, num_envs)
-        if (creator := find_creator(cfg.id)) is not None:
-            if isinstance(creator, type):
-                require_env(cfg.id, creator)
-            return creator(**kwargs)
-        return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
+        creator, is_vector = find_creator(cfg.id), builds_vector(cfg)
+        if creator is None and is_vector:
+            return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+        if creator is None:
+            return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
+        if isinstance(creator, type):
+            require_env(cfg.id, creator)
+        return creator(**(_get_vector_arguments(creator, num_envs) if is_vector else {}), **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise MissingDependencyError(
             f"env.id={cfg.id} needs a package that is not installed: {one_line(error)}. Install it."

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spec import build_spec
 from embodyrl.envs.protocol import EnvContext, GoalReward
 from embodyrl.envs.simulators import Simulators
+from embodyrl.errors import EnvError
+from embodyrl.isolation import NoResultError, call_isolated, wait_for_leftovers
 from embodyrl.types import EnvSpec
+
+_BUILD_S = 600.0
+"""Time limit for building and testing one environment; simulators that load assets take minutes."""
+_CLOSE_S = 1.0
+"""Time limit for threads and child processes to end after `close`."""
 
 
 class GymFactory(SimFactory[GymSettings]):
@@ -42,7 +51,8 @@ class GymFactory(SimFactory[GymSettings]):
     def describe(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
         """Return the environment's spec, measured by building one environment and stepping it.
 
-        The environment is built in a separate process.
+        A separate process builds the environment, because user code may crash or hang, unless this process has loaded
+        the code of the environment.
 
         Raises:
             UnknownNameError: no environment or wrapper has this name.
@@ -50,9 +60,16 @@ class GymFactory(SimFactory[GymSettings]):
             ConfigError: the constructor rejects `env.kwargs`, or a space is not supported.
             EnvError: the environment's first steps violate Gymnasium's interface, crash or hang.
         """
-        from embodyrl.envs.gym.isolated import describe
-
-        return describe(cfg, context.renders_images)
+        if _is_loaded(cfg):
+            return describe_in_process(cfg, context.renders_images)
+        function = f"{__name__}:describe_and_check_close"
+        try:
+            return call_isolated(function, cfg, context.renders_images, kind=EnvSpec, timeout_s=_BUILD_S)
+        except NoResultError as error:
+            raise EnvError(
+                f"env.id={cfg.id}: the test process, which builds, resets and steps the environment once, "
+                f"failed: {error}. Fix the environment; --traceback shows the log of the process."
+            ) from error
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
         """Build the simulators: one environment per index, created at its first reset, or one vector environment."""
@@ -61,12 +78,12 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.sims import GymSims
 
         probed = probe(cfg, renders=context.renders_images, known_spec=context.described)
-        spec, build = build_spec(cfg, probed), partial(create, cfg, probed.kwargs)
-        if probed.is_vector:
+        build = partial(create, cfg, probed.kwargs)
+        if probed.spec.simulator.lockstep:
             from embodyrl.envs.gym.vector_sims import VectorSims
 
-            return VectorSims(cfg, spec, probed, build, context.num_envs)
-        return GymSims(cfg, spec, probed, build)
+            return VectorSims(cfg, probed, build, context.num_envs)
+        return GymSims(cfg, probed, build)
 
     def make_goal_reward(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabeled goals with a single environment."""
@@ -74,6 +91,29 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.goals import GymGoals
 
         return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
+
+
+def _is_loaded(cfg: GymSettings) -> bool:
+    """Return True if this process is a worker, or has imported the code of the environment."""
+    module, _, name = str(cfg.id).rpartition(":")
+    if multiprocessing.parent_process() is not None or module in sys.modules:
+        return True
+    return not module and "gymnasium" in sys.modules and name in sys.modules["gymnasium"].registry
+
+
+def describe_in_process(cfg: GymSettings, renders: bool) -> EnvSpec:
+    """Return the environment's spec, measured in this process (see `GymFactory.describe`)."""
+    from embodyrl.envs.gym.probe import probe
+
+    return probe(cfg, renders=renders).spec
+
+
+def describe_and_check_close(cfg: GymSettings, renders: bool) -> EnvSpec:
+    """Return the spec of an environment, with a warning if threads or processes outlive its `close`."""
+    spec = describe_in_process(cfg, renders)
+    remaining = wait_for_leftovers(_CLOSE_S)
+    warning = f"{remaining} did not end with the environment's close(); fix: stop threads and processes in close()"
+    return replace(spec, warnings=(*spec.warnings, warning)) if remaining else spec
 
 
 FACTORY = GymFactory()

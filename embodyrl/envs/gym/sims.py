@@ -4,15 +4,16 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gymnasium import Space
 from gymnasium.error import Error as GymnasiumError
 
 from embodyrl.envs.gym.api import begin_episode, format_error, require_step, to_bool, to_float
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv
 from embodyrl.envs.gym.episode_info import get_final_step, get_success_keys, read_instruction, read_success
-from embodyrl.envs.gym.properties import Probe
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, make_action_converter, make_action_flattener
 from embodyrl.envs.simulators import SequentialSimulators, SimStep, Simulators
@@ -22,16 +23,27 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Properties of an environment, measured on one instance; for a vector environment, those of one environment."""
+
+    spec: EnvSpec
+    observation_space: Space[Any]
+    action_space: Space[Any]
+    kwargs: dict[str, Any]
+    """Constructor arguments: `env.kwargs`, and the render mode if the constructor accepts a render mode."""
+
+
 class GymSimulators(Simulators):
     """Base class of Gymnasium simulators, which stores the last observations and renders frames."""
 
-    def __init__(self, cfg: GymSettings, spec: EnvSpec, probe: Probe) -> None:
-        super().__init__(spec)
+    def __init__(self, cfg: GymSettings, probe: Probe) -> None:
+        super().__init__(probe.spec)
         self._cfg = cfg
         self._success_keys = get_success_keys(cfg)
         self._instructions: dict[int, str | None] = {}
-        self._convert_action = make_action_converter(spec.name, probe.action_space)
-        self._writer = ObservationWriter(spec.name, probe.observation_space)
+        self._convert_action = make_action_converter(self.spec.name, probe.action_space)
+        self._writer = ObservationWriter(self.spec.name, probe.observation_space)
         self._observations: dict[int, Any] = {}
 
     def render(self, env_index: int) -> ByteArray:
@@ -80,9 +92,9 @@ class GymSimulators(Simulators):
 class GymSims(GymSimulators, SequentialSimulators):
     """Simulators that create a separate Gymnasium environment for each `env_index`."""
 
-    def __init__(self, cfg: GymSettings, spec: EnvSpec, probe: Probe, create: Callable[..., Any]) -> None:
-        super().__init__(cfg, spec, probe)
-        self._flatten_action = make_action_flattener(spec.name, probe.action_space)
+    def __init__(self, cfg: GymSettings, probe: Probe, create: Callable[..., Any]) -> None:
+        super().__init__(cfg, probe)
+        self._flatten_action = make_action_flattener(self.spec.name, probe.action_space)
         self._create = create
         self._envs: dict[int, AnyEnv] = {}
         self._infos: dict[int, dict[str, Any]] = {}

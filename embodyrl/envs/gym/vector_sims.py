@@ -10,13 +10,12 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from embodyrl.envs.gym.api import require_step, to_bool_array
 from embodyrl.envs.gym.episode_info import read_success
-from embodyrl.envs.gym.properties import Probe
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.sims import GymSimulators
+from embodyrl.envs.gym.sims import GymSimulators, Probe
 from embodyrl.envs.gym.spaces import copy_observation
 from embodyrl.envs.simulators import SimSteps
 from embodyrl.errors import ConfigError, EnvError
-from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
+from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray, ObservationOut
 
 
 class VectorSims(GymSimulators):
@@ -25,17 +24,15 @@ class VectorSims(GymSimulators):
     Episodes start with `reset_mask`. After an automatic reset, the final observation is restored for the ended episode.
     """
 
-    def __init__(
-        self, cfg: GymSettings, spec: EnvSpec, probe: Probe, create: Callable[[int], Any], num_envs: int
-    ) -> None:
-        super().__init__(cfg, spec, probe)
+    def __init__(self, cfg: GymSettings, probe: Probe, create: Callable[[int], Any], num_envs: int) -> None:
+        super().__init__(cfg, probe)
         self._vector = create(num_envs)
         self._mode = get_autoreset_mode(self._vector)
         self._space = probe.action_space
         self._batch_info: dict[str, Any] = {}
         self._ended_envs: set[int] = set()
         """Environments whose episodes ended in the last step."""
-        self._actions = [self._convert_action(np.zeros(spec.action.dim, np.float32))] * num_envs
+        self._actions = [self._convert_action(np.zeros(self.spec.action.dim, np.float32))] * num_envs
         # All environments: environments without an episode are stepped with the others.
         self._store(self._vector.reset(seed=[0] * num_envs)[0], range(num_envs))
 

@@ -157,7 +157,8 @@ class Expert:
         self._seed = seed
         self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
-        self._scene: Scene | None = None
+        self._scene: Scene
+        """View of the environment's model; set only during `act`."""
         self._actions = self._generate_actions()
 
     def act(self, scene: Scene) -> FloatArray:
@@ -168,16 +169,11 @@ class Expert:
         try:
             return next(self._actions)
         finally:
-            self._scene = None
-
-    @property
-    def _current_scene(self) -> Scene:
-        assert self._scene is not None
-        return self._scene
+            del self._scene
 
     def _generate_actions(self) -> ActionIterator:
         while True:
-            goal = next((goal for goal in self._current_scene.goals if not self._current_scene.is_reached(goal)), None)
+            goal = next((goal for goal in self._scene.goals if not self._scene.is_reached(goal)), None)
             if goal is None:
                 yield self._build_action(np.zeros(3), 0.0, OPEN)
             else:
@@ -185,57 +181,51 @@ class Expert:
 
     def _pick_and_place(self, goal: Goal) -> ActionIterator:
         """Yield the actions of one attempt to reach the goal; stop early if the object is not in the hand."""
-        start, owner = self._current_scene.get_box(goal.subject), self._current_scene.get_owner(goal.target)
-        release_height = self._current_scene.get_box(owner).top + _RELEASE_HEIGHTS[goal.relation]
+        start, owner = self._scene.get_box(goal.subject), self._scene.get_owner(goal.target)
+        release_height = self._scene.get_box(owner).top + _RELEASE_HEIGHTS[goal.relation]
         grasp = self._choose_grasp(
             goal,
             owner,
-            np.array(
-                [*(self._current_scene.get_position(goal.target) - start.center[:2]), release_height - start.bottom]
-            ),
+            np.array([*(self._scene.get_position(goal.target) - start.center[:2]), release_height - start.bottom]),
         )
         yield from self._approach(goal.subject, grasp, start.top + _HOVER_HEIGHT)
         for _ in range(_CLOSE_STEPS):
             yield self._build_action(np.zeros(3), 0.0, CLOSED)
 
-        base, carry_height = self._current_scene.hand[:2].copy(), self._compute_carry_height(goal, start)
+        base, carry_height = self._scene.hand[:2].copy(), self._compute_carry_height(goal, start)
         yield from self._move(lambda: np.array([*base, carry_height]), CLOSED, tolerance=0.02, limit=60)
         # It is still on the table: the next attempt uses another grasp.
-        if self._current_scene.get_box(goal.subject).bottom < start.bottom + 0.03:
+        if self._scene.get_box(goal.subject).bottom < start.bottom + 0.03:
             return
 
         # Use the actual position in the hand: an object is rarely held at its center.
         grasp_offset = self._get_offset(goal.subject)
-        yield from self._carry(goal, grasp_offset, lambda: carry_height, tolerance=0.012, limit=90)
+        yield from self._carry(goal, grasp_offset, lambda: carry_height, limit=90)
         yield from self._carry(
             goal,
             grasp_offset,
             lambda: (
-                self._current_scene.hand[2]
+                self._scene.hand[2]
                 + min(
-                    release_height - self._current_scene.get_box(goal.subject).bottom,
-                    carry_height - self._current_scene.hand[2],
+                    release_height - self._scene.get_box(goal.subject).bottom,
+                    carry_height - self._scene.hand[2],
                 )
             ),
-            tolerance=0.012,
             limit=40,
-            speed=0.6,
-            until_rest=True,
+            lowers=True,
         )
         if not self._is_lost(goal.subject, grasp_offset):
             for _ in range(_OPEN_STEPS):
                 yield self._build_action(np.zeros(3), 0.0, OPEN)
-        base = self._current_scene.hand[:2].copy()
+        base = self._scene.hand[:2].copy()
         yield from self._move(lambda: np.array([*base, carry_height]), OPEN, tolerance=0.02, limit=30)
 
     def _compute_carry_height(self, goal: Goal, start: Box) -> float:
         """Return the hand height at which the hand and the carried object clear all obstacles."""
-        hand, end = self._current_scene.hand, self._current_scene.get_position(goal.target)
+        hand, end = self._scene.hand, self._scene.get_position(goal.target)
         depth_below_hand = hand[2] - start.bottom
-        object_path_height = self._current_scene.get_max_height_between(
-            start.center[:2], end, max(start.half), (goal.subject,)
-        )
-        palm_path_height = self._current_scene.get_max_height_between(hand[:2], end, _PALM_HALF_WIDTH, (goal.subject,))
+        object_path_height = self._scene.get_max_height_between(start.center[:2], end, max(start.half), (goal.subject,))
+        palm_path_height = self._scene.get_max_height_between(hand[:2], end, _PALM_HALF_WIDTH, (goal.subject,))
         return max(
             object_path_height + depth_below_hand + _MIN_CLEARANCE,
             palm_path_height - PALM_HEIGHT + 0.02,
@@ -246,26 +236,23 @@ class Expert:
         """Return the grasp for the next attempt, chosen from the candidates in the current state."""
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
-        grasps = order_grasps(
-            find_grasps(self._current_scene, goal.subject, target, shift), np.random.default_rng(self._seed)
-        )
+        grasps = order_grasps(find_grasps(self._scene, goal.subject, target, shift), np.random.default_rng(self._seed))
         if self._nearest:
             grasps.sort(key=self._compute_effort)
         return grasps[attempt % len(grasps)]
 
     def _compute_effort(self, grasp: Grasp) -> tuple[float, float, float]:
         """Return the sort key of a grasp: obstruction, then rotation (in eighths of a circle), then distance."""
-        distance = float(np.linalg.norm(grasp.point[:2] - self._current_scene.hand[:2]))
+        distance = float(np.linalg.norm(grasp.point[:2] - self._scene.hand[:2]))
         return max(0.0, -grasp.clearance), round(abs(self._compute_rotation(grasp.axis)) / (np.pi / 4)), distance
 
     def _approach(self, subject: str, grasp: Grasp, hover_height: float) -> ActionIterator:
-        base, point = self._current_scene.hand[:2].copy(), grasp.point
+        base, point = self._scene.hand[:2].copy(), grasp.point
         travel_height = max(
             hover_height,
-            self._current_scene.get_max_height_between(base, point[:2], _FINGERS_HALF_WIDTH, (subject,))
-            + _MIN_CLEARANCE,
+            self._scene.get_max_height_between(base, point[:2], _FINGERS_HALF_WIDTH, (subject,)) + _MIN_CLEARANCE,
         )
-        if self._current_scene.hand[2] < travel_height - 0.03:
+        if self._scene.hand[2] < travel_height - 0.03:
             yield from self._move(lambda: np.array([*base, travel_height]), OPEN, tolerance=0.02, limit=30)
         above = np.array([*point[:2], travel_height])
         yield from self._move(lambda: above, OPEN, axis=grasp.axis, tolerance=0.012, limit=60)
@@ -277,30 +264,26 @@ class Expert:
         grasp_offset: DoubleArray,
         height: Callable[[], float],
         *,
-        tolerance: float,
         limit: int,
-        speed: float = 1.0,
-        until_rest: bool = False,
+        lowers: bool = False,
     ) -> ActionIterator:
-        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`until_rest`)."""
+        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`lowers`)."""
 
         def get_target() -> DoubleArray:
-            return np.array(
-                [*(self._current_scene.get_position(goal.target) + self._get_offset(goal.subject)[:2]), height()]
-            )
+            return np.array([*(self._scene.get_position(goal.target) + self._get_offset(goal.subject)[:2]), height()])
 
-        moves = self._move(get_target, CLOSED, tolerance=tolerance, limit=limit, speed=speed)
+        moves = self._move(get_target, CLOSED, tolerance=0.012, limit=limit, speed=0.6 if lowers else 1.0)
         heights: deque[float] = deque(maxlen=_REST_STEPS)
         for action in moves:
             yield action
             if self._is_lost(goal.subject, grasp_offset):
                 return
-            heights.append(self._current_scene.get_box(goal.subject).bottom)
-            if until_rest and len(heights) == _REST_STEPS and heights[0] - heights[-1] < _REST_DISTANCE:
+            heights.append(self._scene.get_box(goal.subject).bottom)
+            if lowers and len(heights) == _REST_STEPS and heights[0] - heights[-1] < _REST_DISTANCE:
                 return
 
     def _get_offset(self, subject: str) -> DoubleArray:
-        return self._current_scene.hand - self._current_scene.get_box(subject).center
+        return self._scene.hand - self._scene.get_box(subject).center
 
     def _is_lost(self, subject: str, grasp_offset: DoubleArray) -> bool:
         return bool(np.linalg.norm(self._get_offset(subject) - grasp_offset) > _MAX_SLIP)
@@ -317,7 +300,7 @@ class Expert:
     ) -> ActionIterator:
         """Yield at most `limit` actions that move the hand to `target` [3] with the fingers along `axis` [2]."""
         for _ in range(limit):
-            error = target() - self._current_scene.hand
+            error = target() - self._scene.hand
             rotation = 0.0 if axis is None else self._compute_rotation(axis)
             if np.linalg.norm(error) < tolerance and abs(rotation) < 0.08:
                 return
@@ -325,7 +308,7 @@ class Expert:
 
     def _compute_rotation(self, axis: DoubleArray) -> float:
         """Return the smallest angle (rad) about the vertical that aligns the symmetric fingers with `axis`."""
-        current_axis = self._current_scene.finger_axis
+        current_axis = self._scene.finger_axis
         angle = float(np.arctan2(current_axis[0] * axis[1] - current_axis[1] * axis[0], current_axis @ axis))
         # Reduced to +-90 degrees: the fingers are symmetric under a half turn.
         return (angle + np.pi / 2) % np.pi - np.pi / 2
@@ -335,7 +318,7 @@ class Expert:
         action = np.zeros(7)
         action[:3] = np.clip(error / _METERS_PER_COMMAND, -speed, speed)
         # Rotation vector towards straight down, for small tilts.
-        action[3:6] = np.cross(self._current_scene.hand_axis, [0.0, 0.0, -1.0])
+        action[3:6] = np.cross(self._scene.hand_axis, [0.0, 0.0, -1.0])
         action[5] += rotation / _RADIANS_PER_COMMAND
         action[6] = gripper
         return np.clip(action, -1.0, 1.0).astype(np.float32)

@@ -14,7 +14,6 @@ from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, get_variant, remove
 from embodyrl.envs.mujoco_rendering import choose_renderer
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
-from embodyrl.envs.sim_checks import find_camera_problems, find_task_problems
 from embodyrl.envs.simulators import Simulators
 from embodyrl.registry import closest
 from embodyrl.types import (
@@ -88,33 +87,25 @@ TELEOP_STEP, TELEOP_TURN = 1.0, 0.5
 Faster rotations also move the hand sideways."""
 
 
-def get_base_suite(suite: str) -> str:
-    """Return the base suite of a LIBERO-PRO or LIBERO-Plus suite; return other suites unchanged.
-
-    >>> get_base_suite("libero_spatial_swap"), get_base_suite("libero_10"), get_base_suite("libero_object_noise")
-    ('libero_spatial', 'libero_10', 'libero_object')
-    """
-    base, _, axis = suite.rpartition("_")
-    return base if axis in ALL_AXES and base in SUITE_TASKS else suite
-
-
-def _list_suites() -> list[str]:
-    changed = [f"{suite}_{axis}" for suite in SUITE_TASKS if suite != "libero_90" for axis in ALL_AXES]
-    return sorted([*SUITE_TASKS, *changed])
+SUITES = {suite: (suite, BASE) for suite in SUITE_TASKS} | {
+    f"{suite}_{axis}": (suite, axis) for suite in SUITE_TASKS if suite != "libero_90" for axis in ALL_AXES
+}
+"""Base suite and perturbation of each suite."""
 
 
 def _build_task_ids() -> dict[str, tuple[str, str]]:
     """Return {Gymnasium id: config overrides} of single tasks, such as `LIBERO-object-0-v0`."""
-    titles = {f"libero_{title.lower()}": (title, axes) for title, axes in (("PRO", AXES), ("Plus", PLUS_AXES))}
-    options = {suite: f"LIBERO-{suite.removeprefix('libero_')}" for suite in SUITE_TASKS}
-    for option, (title, axes) in titles.items():
-        names = (suite.removeprefix("libero_") for suite in SUITE_TASKS if suite != "libero_90")
-        options |= {f"{option}_{name}_{axis}": f"LIBERO-{title}-{name}-{axis}" for name in names for axis in axes}
-    return {
-        f"{name}-{task}-v0": (option, f"env.eval.task_ids=[{task}]")
-        for option, name in options.items()
-        for task in range(SUITE_TASKS.get(option, 10))
-    }
+    ids = {}
+    for suite, (base, axis) in SUITES.items():
+        name = base.removeprefix("libero_")
+        if axis == BASE:
+            option, title = suite, f"LIBERO-{name}"
+        else:
+            family = "PRO" if axis in AXES else "Plus"
+            option, title = f"libero_{family.lower()}_{name}_{axis}", f"LIBERO-{family}-{name}-{axis}"
+        for task in range(SUITE_TASKS[base]):
+            ids[f"{title}-{task}-v0"] = option, f"env.eval.task_ids=[{task}]"
+    return ids
 
 
 TASK_IDS = _build_task_ids()
@@ -129,25 +120,9 @@ def _get_instructions(tasks: list[tuple[str, int]], instructions: list[str], cou
     return tuple((change and change.instruction) or default for change, default in changes)
 
 
-class ExpertGrasps(StrEnum):
-    """Rule by which the scripted expert selects a grasp."""
-
-    varied = "varied"
-    nearest = "nearest"
-
-
-class SettleGripper(StrEnum):
-    """Gripper command in the settling steps."""
-
-    open = "open"
-    hold = "hold"
-
-
-class TextureColorspace(StrEnum):
-    """Interpretation of the colors of texture files."""
-
-    linear = "linear"
-    auto = "auto"
+ExpertGrasps = StrEnum("ExpertGrasps", ["varied", "nearest"])
+SettleGripper = StrEnum("SettleGripper", ["open", "hold"])
+TextureColorspace = StrEnum("TextureColorspace", ["linear", "auto"])
 
 
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
@@ -211,11 +186,11 @@ class LiberoFactory(SimFactory[LiberoSettings]):
                 f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {assets}, which no package "
                 f"contains. Supported categories: {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
             )
-        elif name not in _list_suites():
-            yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, _list_suites())} Known: {known}."
+        elif name not in SUITES:
+            yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, sorted(SUITES))} Known: {known}."
         else:
-            yield from find_task_problems(cfg, SUITE_TASKS[get_base_suite(name)], f"the tasks of {name}")
-        yield from find_camera_problems(cfg, CAMERAS)
+            yield from cfg.task_problems(SUITE_TASKS[SUITES[name][0]], f"the tasks of {name}")
+        yield from cfg.camera_problems(CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
         """Return the other suites: `base` and the perturbations; empty if the suite has no perturbations."""
@@ -224,9 +199,8 @@ class LiberoFactory(SimFactory[LiberoSettings]):
 
     def own_suite(self, cfg: LiberoSettings) -> str | None:
         """Return `base` or the configured perturbation; None if the suite has no perturbations."""
-        name = cfg.task_suite_name or ""
-        base = get_base_suite(name)
-        return None if f"{base}_{AXES[0]}" not in _list_suites() else name.removeprefix(base).lstrip("_") or BASE
+        base, axis = SUITES.get(cfg.task_suite_name or "", (None, None))
+        return None if base == "libero_90" else axis
 
     def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
         """Return the spec from the benchmark's task lists, without starting a simulator.
@@ -238,7 +212,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         on_gpu = choose_renderer().backend == "egl"
         suite = cfg.task_suite_name
         assert suite is not None, "validate first"
-        base = get_base_suite(suite)
+        base = SUITES[suite][0]
         suites = (suite, *(base if name == BASE else f"{base}_{name}" for name in context.suites))
         tasks = [(name, number) for name in suites for number in range(SUITE_TASKS[base])]
         instructions = [
@@ -266,11 +240,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
                 suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (), unnorm_key=f"{base}_no_noops"
             ),
             states_per_task=(count,) * len(tasks),
-            cameras=CameraSpec(
-                names=tuple(cfg.init_params.camera_names),
-                size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
-                rotation_deg=180,
-            ),
+            cameras=CameraSpec(names=tuple(cfg.init_params.camera_names), size=cfg.init_params.size, rotation_deg=180),
             state_dim=STATE_DIM,
             max_episode_steps=HORIZONS[base],
             expert=ExpertSpec(

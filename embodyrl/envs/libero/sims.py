@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -119,24 +120,13 @@ class LiberoSims(SequentialSimulators):
         spec: EnvSpec,
         *,
         max_models: int,
-        lean: bool = False,
-        linear: bool = True,
-        fast: bool = False,
         nearest: bool = False,
-        settle_steps: int = 10,
-        settle_open: bool = True,
         initial_states: Mapping[int, DoubleArray] = MappingProxyType({}),
+        **options: Any,
     ) -> None:
+        """Create the simulators; `nearest` is an argument of `Expert`, and `options` are those of `TaskSimulator`."""
         super().__init__(spec)
-        self._initial_states = initial_states
-        self._nearest = nearest
-        self._options = {
-            "lean": lean,
-            "linear": linear,
-            "fast": fast,
-            "settle_steps": settle_steps,
-            "settle_open": settle_open,
-        }
+        self._initial_states, self._nearest, self._options = initial_states, nearest, options
         self.task_limit = max_models
         names = dict.fromkeys(spec.get_suite(task) for task in range(len(spec.tasks)))
         self._tasks = [

@@ -18,7 +18,7 @@ from embodyrl.envs.libero.lean import use_lean_models
 from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
 from embodyrl.envs.libero.noise import corrupt, resize
 from embodyrl.envs.libero.plus import Variant, get_start_joints, move_camera
-from embodyrl.envs.libero.rendering import LeanRenderer, set_linear_colorspace
+from embodyrl.envs.libero.rendering import MODEL_FIELDS, LeanRenderer, set_linear_colorspace
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
@@ -41,8 +41,6 @@ The gripper opening is read from the positions after substep 24."""
 
 _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
-_MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
-"""Model fields that change at run time: poses of fixtures (at reset), visibility of sites (a burner), and cameras."""
 _OWN_FIELDS = ("_observed_qpos", "_observed_sites", "_gripper_qpos", "_corruption")
 """Attributes of `TaskSimulator` that belong to the state of the running episode."""
 _CLOCK_FIELDS = ("timestep", "cur_time")
@@ -244,7 +242,7 @@ class TaskSimulator:
         mujoco.mj_getState(self._model, self._data, physics, _PHYSICS)
         return SimState(
             physics=physics,
-            model={name: getattr(self._model, name).copy() for name in _MODEL_FIELDS},
+            model={name: getattr(self._model, name).copy() for name in MODEL_FIELDS},
             own={name: copy.copy(getattr(self, name)) for name in _OWN_FIELDS},
             clock={name: getattr(self._env, name) for name in _CLOCK_FIELDS},
             gripper_command=np.array(self._robot.gripper.current_action),

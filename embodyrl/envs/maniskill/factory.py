@@ -9,19 +9,17 @@ from embodyrl.envs.maniskill.settings import (
     BRIDGE_EPISODES,
     EE_DELTA_POSE,
     EXPERT_TASKS,
-    SEEDS,
     ManiSkillSettings,
     ObsMode,
     SimBackend,
     get_instruction,
 )
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.sim_checks import find_camera_problems
+from embodyrl.envs.settings import SEEDS
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 from embodyrl.types import (
-    ActionKind,
     ActionSpec,
     BenchmarkSpec,
     CameraSpec,
@@ -53,7 +51,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
                 f"env.sim_backend=gpu: at each reset, env.id={cfg.id} steps the whole batch until objects settle, "
                 f"which would change running episodes. Set env.sim_backend=cpu."
             )
-        yield from find_camera_problems(cfg)
+        yield from cfg.camera_problems()
         reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {
             *cfg.kwargs
         }
@@ -111,7 +109,6 @@ def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
                 f"env.init_params.camera_names: env.id={name} has no camera '{camera}'."
                 f"{closest(camera, description.cameras)} Cameras: {', '.join(description.cameras)}."
             )
-    height, width = cfg.init_params.camera_heights, cfg.init_params.camera_widths
     uses_poses = description.control_mode == EE_DELTA_POSE
     gripper = GripperConvention(open=1.0, closed=-1.0) if description.has_gripper else None
     controls = None
@@ -125,13 +122,12 @@ def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
             dim=len(description.action_low),
             gripper=gripper,
             controls=controls,
-            kind=ActionKind.box,
             low=description.action_low,
             high=description.action_high,
         ),
         tasks=(get_instruction(name),),
         states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
-        cameras=CameraSpec(names=cameras, size=(height, width) if cameras else (0, 0)),
+        cameras=CameraSpec(names=cameras, size=cfg.init_params.size if cameras else (0, 0)),
         state_dim=description.state_dim,
         benchmark=BenchmarkSpec(unnorm_key="bridge_orig" if is_bridge else "maniskill" if uses_poses else None),
         max_episode_steps=description.max_episode_steps or cfg.longest_episode,

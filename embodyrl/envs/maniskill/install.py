@@ -5,12 +5,14 @@ import importlib.util
 import json
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from embodyrl.config.settings import to_builtin
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, SimBackend
 from embodyrl.errors import MissingDependencyError
+from embodyrl.findings import Finding
 from embodyrl.isolation import NoResultError, call_isolated, run_isolated
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
@@ -62,6 +64,20 @@ def find_vulkan_problem(device: str) -> str | None:
     """
     done = run_isolated(_RENDERER_SCRIPT, arguments=(device,))
     return None if done.code == 0 else done.reason
+
+
+def probe_vulkan() -> Finding:
+    """Check that SAPIEN's renderer starts, which ManiSkill needs even for simulation without images."""
+    try:
+        version = metadata.version("sapien")
+    except metadata.PackageNotFoundError:
+        return Finding("vulkan", "warn", "sapien is not installed, which ManiSkill needs", INSTALL)
+    devices = ("cpu", "cuda") if visible_gpus() else ("cpu",)
+    for device in devices:
+        if problem := find_vulkan_problem(device):
+            text = f"sapien {version}, which ManiSkill needs, cannot start on '{device}': {problem}"
+            return Finding("vulkan", "warn", text, VULKAN_FIX if device == "cpu" else GPU_VULKAN_FIX)
+    return Finding("vulkan", "ok", f"sapien {version} renders on {' and '.join(devices)}")
 
 
 def get_physx_path() -> Path:

@@ -38,9 +38,6 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
         return self.id or self.env_type
 
 
-SEEDS = 100_000
-"""Number of reset ids of a task; each reset id is the seed of an episode."""
-
 _TASKS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
 BRIDGE_EPISODES: dict[str, int] = _TASKS["bridge_episodes"]

@@ -9,15 +9,13 @@ from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.sim_checks import find_camera_problems
+from embodyrl.envs.settings import SEEDS
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
 from embodyrl.specs import EnvCosts
-from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, RewardSpec
 
-SEEDS = 100_000
-"""Number of initial states of each task; the number of a state is the seed of its goal and object positions."""
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
 
 _LIBRARY_BYTES, _SIMULATOR_BYTES, _IDLE_BYTES = 64 << 20, {False: 30 << 20, True: 96 << 20}, 2 << 30
@@ -35,7 +33,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         if unknown := [name for name in cfg.names if name not in TASKS]:
             hint = closest(unknown[0], [*BENCHMARKS, *TASKS])
             yield f"env.id={unknown[0]} is not a task or benchmark of MetaWorld.{hint}"
-        yield from find_camera_problems(cfg, CAMERAS if cfg.pixels else None)
+        yield from cfg.camera_problems(CAMERAS if cfg.pixels else None)
 
     def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
         """Return the spec of the tasks, without importing MetaWorld.
@@ -56,15 +54,12 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
                 dim=4,
                 gripper=(gripper := GripperConvention(open=-1.0, closed=1.0)),
                 controls=build_arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), gripper=gripper),
-                kind=ActionKind.box,
-                low=(-1.0,) * 4,
-                high=(1.0,) * 4,
             ),
             tasks=tuple(TASKS[name] for name in names),
             states_per_task=(SEEDS,) * len(names),
             cameras=CameraSpec(
                 names=tuple(params.camera_names) if cfg.pixels else (),
-                size=(params.camera_heights, params.camera_widths) if cfg.pixels else (0, 0),
+                size=params.size if cfg.pixels else (0, 0),
                 rotation_deg=180 if cfg.pixels else 0,  # its cameras are mounted upside down
                 needed=cfg.pixels,
             ),

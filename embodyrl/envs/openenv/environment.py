@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from embodyrl.envs.openenv.session import Session
 from embodyrl.envs.openenv.settings import OpenEnvSettings
-from embodyrl.envs.protocol import AfterStep
-from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
-from embodyrl.envs.text.environment import create_reply_result, truncate_text
+from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv, TurnResult, truncate_text
 from embodyrl.errors import EnvError
-from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray
+from embodyrl.types import EnvSpec, EpisodeStart
 
 
 class OpenEnv(DialogueEnv[Dialogue]):
-    """`TextEnv` on an OpenEnv server: each reply is an action, and its last token gets the reward of the step.
+    """Text environment on an OpenEnv server: each reply is an action.
 
     Each environment has a separate session, which begins with the first episode of the environment.
     """
@@ -45,28 +43,20 @@ class OpenEnv(DialogueEnv[Dialogue]):
                 observation=self._format_observation(self._sessions[env_index].receive().observation)
             )
 
-    def step_chunk(
-        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
-    ) -> ChunkResult:
-        """Send each reply to the server as an action; `actions` [n, K, 1] are token ids (negative: padding).
+    def play_turns(self, env_indices: Sequence[int]) -> Iterator[TurnResult]:
+        """Send each reply to the server as an action.
 
         Raises:
             EnvError: see `Session`.
         """
-        result, last = create_reply_result(actions)
         for env_index in env_indices:
             self._sessions[env_index].send(
                 "step", {**self._cfg.action, self._action_key: self.dialogues[env_index].reply}
             )
-        for i, env_index in enumerate(env_indices):
-            turn, episode, position = self._sessions[env_index].receive(), self.dialogues[env_index], (i, last[i])
-            self.store_turn(episode)
-            episode.observation, episode.steps = self._format_observation(turn.observation), episode.steps + 1
-            result.reward[position] = self._cfg.reward_coef * turn.reward
-            result.success[position] = turn.reward >= self._cfg.success_reward
-            result.terminated[position] = turn.done
-            result.truncated[position] = not turn.done and episode.steps >= self.spec.text.max_replies
-        return result
+        for env_index in env_indices:
+            turn = self._sessions[env_index].receive()
+            self.dialogues[env_index].observation = self._format_observation(turn.observation)
+            yield TurnResult(turn.reward, turn.done, False, turn.reward >= self._cfg.success_reward)
 
     def close(self) -> None:
         """End the sessions; idempotent."""

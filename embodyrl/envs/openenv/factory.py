@@ -4,10 +4,8 @@ from embodyrl.envs.openenv.environment import OpenEnv
 from embodyrl.envs.openenv.session import read_action_key
 from embodyrl.envs.openenv.settings import OpenEnvSettings
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.types import ActionKind, ActionSpec, EnvSpec, SimulatorSpec, TextSpec
-
-SEEDS = 100_000
-"""Number of reset ids; each reset id is the seed of an episode."""
+from embodyrl.envs.text.dialogue import build_dialogue_spec
+from embodyrl.types import EnvSpec
 
 
 class OpenEnvFactory:
@@ -35,21 +33,8 @@ class OpenEnvFactory:
 
     def _build_spec(self, cfg: OpenEnvSettings) -> EnvSpec:
         turn_bytes = cfg.observation_bytes + 64
-        return EnvSpec(
-            name=cfg.title,
-            action=ActionSpec(dim=1, kind=ActionKind.text),
-            tasks=(cfg.title,),
-            states_per_task=(SEEDS,),
-            text=TextSpec(
-                max_replies=cfg.max_turns,
-                roles=tuple(
-                    (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
-                    for turns in range(min(cfg.history, 2) + 1)
-                ),
-                prompt_bytes=len(cfg.prompt.encode()) + turn_bytes + (turn_bytes + OpenEnv.reply_bytes) * cfg.history,
-            ),
-            simulator=SimulatorSpec(may_truncate=True, renders=False),
-        )
+        prompt_bytes = turn_bytes + (turn_bytes + OpenEnv.reply_bytes) * cfg.history
+        return build_dialogue_spec(cfg, cfg.title, cfg.title, prompt_bytes)
 
     def make(self, cfg: OpenEnvSettings, context: EnvContext) -> OpenEnv:
         """Build `context.num_envs` environments; each opens its session at the first reset."""

@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.config.settings import ChangesStateIds, Constraint, Index, Seconds
-from embodyrl.envs.settings import EnvSettings, RewardFactor
+from embodyrl.config.settings import ChangesStateIds, Constraint, Seconds
+from embodyrl.envs.text.settings import DialogueSettings
 
 
-class OpenEnvSettings(EnvSettings):
+class OpenEnvSettings(DialogueSettings):
     """Config keys for an environment on an OpenEnv server."""
 
     url: Annotated[
@@ -25,16 +25,8 @@ class OpenEnvSettings(EnvSettings):
     as JSON."""
     observation_bytes: Annotated[int, Field(ge=16, le=1 << 20)] = 1 << 11
     """Maximum size of an observation in the prompt, in bytes; longer observations are truncated."""
-    prompt: str = ""
-    """Text before every observation, such as the rules of a game."""
-    history: Index = 0
-    """Number of earlier turns in the prompt, in addition to the current observation."""
-    max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Maximum number of replies per episode."""
     success_reward: Annotated[float, Field(ge=-(10**6), le=10**6)] = 1.0
     """Minimum reward of a step that counts as success."""
-    reward_coef: RewardFactor = 1.0
-    """Factor by which all rewards are multiplied."""
     connect_timeout_s: Seconds = 60.0
     """Maximum time until the server accepts a connection, in seconds."""
     answer_timeout_s: Seconds = 120.0
@@ -44,8 +36,3 @@ class OpenEnvSettings(EnvSettings):
     def title(self) -> str:
         """Name of the environment in evaluation protocols."""
         return f"openenv {self.url}"
-
-    @property
-    def max_chunks(self) -> int:
-        """Maximum number of replies per episode."""
-        return self.max_turns

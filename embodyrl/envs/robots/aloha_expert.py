@@ -1,5 +1,6 @@
-"""Scripted expert of the ALOHA task transfer_cube: gripper poses, converted to joint targets by inverse kinematics."""
+"""Scripted experts of ALOHA: base class with inverse kinematics, and the expert of the task transfer_cube."""
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -11,10 +12,10 @@ from embodyrl.types import DoubleArray
 
 mujoco: Any = _mujoco
 
-JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
-FINGERTIP = 0.137
+_JOINTS = ("waist", "shoulder", "elbow", "forearm_roll", "wrist_angle", "wrist_rotate")
+_FINGERTIP = 0.137
 """Distance in meters from the last link to the middle of the fingertips."""
-_STEP, _TURN = 0.006, 0.06
+STEP, _TURN = 0.006, 0.06
 """Maximum distance in meters and angle in rad by which the target of a gripper moves in a step."""
 _MEETING_POINT = np.array([0.0, 0.5, 0.25])
 """Position in meters to which the right arm carries the cube."""
@@ -28,7 +29,7 @@ _CLOSING_SPEED = 0.04
 """Decrease of the left gripper's target per step; demonstrations end at the first touch, so it closes slowly."""
 _DROP_DISTANCE = 0.05
 """Distance in meters between right gripper and cube from which the cube counts as dropped."""
-_RIGHT_ORIENTATION = rotation_matrix((0, 0, 1), np.pi) @ rotation_matrix((0, 1, 0), np.pi / 3)
+RIGHT_ORIENTATION = rotation_matrix((0, 0, 1), np.pi) @ rotation_matrix((0, 1, 0), np.pi / 3)
 """Orientation of the right gripper: it points to the left arm, 60 degrees down, and closes horizontally."""
 _LEFT_ORIENTATION = rotation_matrix((1, 0, 0), np.pi / 2)
 """Orientation of the left gripper: it points to the right arm and closes vertically."""
@@ -45,38 +46,50 @@ class Phase(IntEnum):
     grasp = 5
 
 
-class TransferExpert:
-    """Scripted expert of transfer_cube: the right arm lifts the cube and hands it to the left arm."""
+class BimanualExpert:
+    """Base class of experts of both arms, whose grippers move towards goals."""
 
     def __init__(self, model: Any, data: Any) -> None:
         """Read the state of the simulation from `data`, a MuJoCo MjData that is never changed."""
         self._data, self._measured, self._planned = data, mujoco.MjData(model), mujoco.MjData(model)
-        self._left, self._right = (
-            Arm(model, f"vx300s_{side}/gripper_link", [f"vx300s_{side}/{joint}" for joint in JOINTS], FINGERTIP)
+        self._arms = [
+            Arm(model, f"vx300s_{side}/gripper_link", [f"vx300s_{side}/{joint}" for joint in _JOINTS], _FINGERTIP)
             for side in ("left", "right")
-        )
-        self._cube_column = model.joint("red_box_joint").qposadr[0]
+        ]
         self.reset()
 
     def reset(self) -> None:
         """Start an episode in the current state of the simulation."""
-        self._phase, self._phase_steps = Phase.approach, 0
-        self._cube_position = np.zeros(3)
+        self._phase_steps = 0
         # Targets move at a constant speed from here; the joints follow them at different speeds.
         self._planned.qpos[:] = self._data.qpos
-        self._targets = self._left.pose(self._planned), self._right.pose(self._planned)
+        self._targets = [arm.pose(self._planned) for arm in self._arms]
+
+    def _measure(self) -> list[Pose]:
+        """Return the current poses of the left and the right gripper."""
+        self._measured.qpos[:] = self._data.qpos
+        return [arm.pose(self._measured) for arm in self._arms]
+
+    def _move_towards(self, goals: Sequence[Pose], step: float) -> list[DoubleArray]:
+        """Move the targets of both grippers by up to `step` meters, and return the joint angles [6] of each arm."""
+        pairs = zip(self._targets, goals, strict=True)
+        self._targets = [target.move_towards(goal, step, _TURN) for target, goal in pairs]
+        return [arm.solve(self._planned, target) for arm, target in zip(self._arms, self._targets, strict=True)]
+
+
+class TransferExpert(BimanualExpert):
+    """Scripted expert of transfer_cube: the right arm lifts the cube and hands it to the left arm."""
+
+    def reset(self) -> None:
+        """Start an episode in the current state of the simulation."""
+        super().reset()
+        self._phase, self._cube_position = Phase.approach, np.zeros(3)
 
     def action(self) -> DoubleArray:
         """Return the joint targets [14] for the current state; call it once per step."""
-        self._measured.qpos[:] = self._data.qpos
-        cube = self._data.qpos[self._cube_column :][:3].copy()
-        self._update_phase(cube, self._left.pose(self._measured), self._right.pose(self._measured))
-        left, right = (
-            target.move_towards(goal, _STEP, _TURN)
-            for target, goal in zip(self._targets, self._get_goals(cube), strict=True)
-        )
-        self._targets = left, right
-        left_joints, right_joints = self._left.solve(self._planned, left), self._right.solve(self._planned, right)
+        cube = self._data.joint("red_box_joint").qpos[:3].copy()
+        self._update_phase(cube, *self._measure())
+        left_joints, right_joints = self._move_towards(self._get_goals(cube), STEP)
         closing = _CLOSING_SPEED * self._phase_steps if self._phase is Phase.grasp else 0.0
         return np.concatenate([left_joints, [max(0.0, 1 - closing)], right_joints, [self._phase < Phase.close]])
 
@@ -104,4 +117,4 @@ class TransferExpert:
         right = _MEETING_POINT
         if self._phase < Phase.carry:
             right = self._cube_position + (_APPROACH_OFFSET if self._phase is Phase.approach else _GRASP_OFFSET_RIGHT)
-        return Pose(left, _LEFT_ORIENTATION), Pose(right, _RIGHT_ORIENTATION)
+        return Pose(left, _LEFT_ORIENTATION), Pose(right, RIGHT_ORIENTATION)

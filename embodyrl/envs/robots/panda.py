@@ -1,4 +1,4 @@
-"""Scaled actions and scripted expert for the cube of gym-hil."""
+"""Seeds, scaled actions and scripted expert for the cube of gym-hil."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ _APPROACH_HEIGHT, _MAX_HORIZONTAL_ERROR, _MAX_VERTICAL_ERROR = 0.06, 0.015, 0.01
 """Height above the cube while approaching; horizontal and vertical distances in meters at which a grasp begins."""
 _CLOSED_COMMAND, _CLOSING_STEP = 250.0, 0.2
 """Command of the closed gripper (255 is the maximum), and change of the command per step as a fraction of it."""
+
+
+class SeedsNumpy(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Wrapper that seeds numpy's global generator during `reset`, because gym-hil samples initial states with it."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment; the seed determines the initial state, and the generator's state is restored."""
+        state_before = np.random.get_state()
+        try:
+            np.random.seed(seed)
+            return self.env.reset(seed=seed, options=options)
+        finally:
+            np.random.set_state(state_before)
 
 
 class PandaPickActions(gymnasium.ActionWrapper[Any, Any, Any]):

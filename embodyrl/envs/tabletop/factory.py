@@ -8,7 +8,6 @@ from embodyrl.controls import build_arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
-from embodyrl.envs.sim_checks import find_camera_problems, find_task_problems
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, get_suite_name
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS, Axis
@@ -47,7 +46,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
 
     def problems(self, cfg: TabletopSettings) -> Iterator[str]:
         """Yield errors for unknown tasks and cameras, and for invalid image sizes."""
-        yield from find_task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
+        yield from cfg.task_problems(len(TASKS), "touch 0-2, push 3-11, put 12-20")
         sizes = {"camera_heights": cfg.init_params.camera_heights, "camera_widths": cfg.init_params.camera_widths}
         for key, value in sizes.items():
             if not MIN_IMAGE_SIZE <= value <= MAX_SIZE:
@@ -58,15 +57,15 @@ class TabletopFactory(SimFactory[TabletopSettings]):
                 f"env.init_params: {' and '.join(f'{key}={value}' for key, value in sizes.items())} differ; tabletop's "
                 "cameras are square. Set both to the same number."
             )
-        yield from find_camera_problems(cfg, CAMERAS)
+        yield from cfg.camera_problems(CAMERAS)
 
     def suites(self, cfg: TabletopSettings) -> tuple[str, ...]:
         """Return the names of all variations except the configured one."""
-        return tuple(axis.value for axis in Axis if axis is not cfg.axis)
+        return tuple(str(axis) for axis in Axis if axis is not cfg.axis)
 
     def own_suite(self, cfg: TabletopSettings) -> str | None:
         """Return the name of the configured variation."""
-        return cfg.axis.value
+        return str(cfg.axis)
 
     def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
         """Return the spec of the tabletop environment."""
@@ -89,11 +88,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
                 suites=tuple(get_suite_name(axis) for axis, _ in tasks) if context.suites else (), unnorm_key="tabletop"
             ),
             states_per_task=(STATES_PER_TASK,) * len(tasks),
-            cameras=CameraSpec(
-                names=tuple(cfg.init_params.camera_names),
-                size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
-                needed=True,
-            ),
+            cameras=CameraSpec(names=tuple(cfg.init_params.camera_names), size=cfg.init_params.size, needed=True),
             state_dim=STATE_DIM,
             max_episode_steps=HORIZON,
             expert=ExpertSpec(tasks=tuple(range(len(tasks)))),

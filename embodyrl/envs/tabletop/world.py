@@ -39,25 +39,11 @@ _BLOCK_SPACING = 0.13
 Point = tuple[float, float]
 
 
-class Axis(StrEnum):
-    """Variations of the environment for evaluation."""
-
-    base = "base"
-    """Task without variation."""
-    colours = "colours"
-    """Other shades of the same colors."""
-    positions = "positions"
-    """Plates in front and blocks at the back, the reverse of training."""
-    phrasings = "phrasings"
-    """Rephrased instructions."""
-
-
-class Skill(StrEnum):
-    """Skill that a task requires."""
-
-    touch = "touch"
-    push = "push"
-    put = "put"
+Axis = StrEnum("Axis", ["base", "colours", "positions", "phrasings"])
+"""Variations of the environment for evaluation: none, other shades of the same colors, plates in front and blocks at
+the back (the reverse of training), and rephrased instructions."""
+Skill = StrEnum("Skill", ["touch", "push", "put"])
+"""Skill that a task requires."""
 
 
 @dataclass(frozen=True, slots=True)

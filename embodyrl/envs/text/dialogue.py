@@ -1,24 +1,78 @@
 """Episodes as dialogues: each observation is a user message, and each reply of the policy is an assistant message."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Never, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Never, TypeVar
 
 import numpy as np
 
-from embodyrl.envs.text.environment import truncate_text
+from embodyrl.envs.protocol import AfterStep
+from embodyrl.envs.settings import SEEDS
+from embodyrl.envs.text.settings import DialogueSettings
 from embodyrl.errors import EnvError, NoImageError
 from embodyrl.text.messages import Message, join_messages
-from embodyrl.types import BoolArray, EnvSpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    BoolArray,
+    ChunkResult,
+    EnvSpec,
+    FloatArray,
+    IntArray,
+    SimulatorSpec,
+    TextSpec,
+)
 
 
-class DialogueSettings(Protocol):
-    """Interface of settings that determine the prompt of a dialogue."""
+def truncate_text(text: str, width: int) -> str:
+    """Return the longest prefix of a string that fits into `width` UTF-8 bytes."""
+    # `ignore` drops a character that the cut has split.
+    return text.encode(errors="replace")[:width].decode(errors="ignore")
 
-    prompt: str
-    """System message; empty: no system message."""
-    history: int
-    """Number of earlier turns (observation and reply) in the prompt."""
+
+def create_reply_result(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
+    """Return an empty result and the index of each reply's last token [n]; `actions` [n, K, 1] are token ids."""
+    result = ChunkResult.empty(*actions.shape[:2], parts=parts)
+    result.valid[:] = actions[:, :, 0] >= 0
+    result.valid[:, 0] = True  # an empty reply is a decision, too
+    return result, result.valid.sum(axis=1) - 1
+
+
+class ReplyEnv:
+    """Base class of text environments, which have neither images to record nor a scripted expert."""
+
+    task_limit: int | None = None
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
+
+    def render(self, env_index: int) -> np.ndarray:
+        """Raise NoImageError, because there is no image to record."""
+        raise NoImageError(f"env '{self.spec.name}' is a text environment without images to record; set video=none.")
+
+    def expert_chunk(self, *_: Any, **__: Any) -> Never:
+        """Raise EnvError, because there is no scripted expert."""
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
+
+
+def build_dialogue_spec(cfg: DialogueSettings, name: str, task: str, prompt_bytes: int) -> EnvSpec:
+    """Return the spec of a dialogue: one task, whose initial states are the seeds."""
+    return EnvSpec(
+        name=name,
+        action=ActionSpec(dim=1, kind=ActionKind.text),
+        tasks=(task,),
+        states_per_task=(SEEDS,),
+        text=TextSpec(
+            max_replies=cfg.max_turns,
+            roles=tuple(
+                (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
+                for turns in range(min(cfg.history, 2) + 1)
+            ),
+            prompt_bytes=len(cfg.prompt.encode()) + prompt_bytes,
+        ),
+        simulator=SimulatorSpec(may_truncate=True, renders=False),
+    )
 
 
 @dataclass(kw_only=True)
@@ -33,26 +87,59 @@ class Dialogue:
     reply: str = ""
 
 
+class TurnResult(NamedTuple):
+    """Result of one reply."""
+
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool
+
+
 D = TypeVar("D", bound=Dialogue)
 
 
-class DialogueEnv(Generic[D]):
-    """Base class of text environments whose prompt contains the last turns."""
+class DialogueEnv(ReplyEnv, ABC, Generic[D]):
+    """Base class of text environments (`TextEnv`) whose prompt contains the last turns.
 
-    task_limit: int | None = None
+    A chunk is a reply, and its last token gets the reward of the reply.
+    """
+
     reply_bytes: int
     """Maximum number of bytes of an earlier reply in the prompt."""
 
     def __init__(self, spec: EnvSpec, cfg: DialogueSettings, dialogues: list[D]) -> None:
-        self.spec, self.dialogues = spec, dialogues
-        self._prompt, self._max_messages = cfg.prompt, 2 * cfg.history
+        super().__init__(spec)
+        self.dialogues = dialogues
+        self._prompt, self._max_messages, self._coef = cfg.prompt, 2 * cfg.history, cfg.reward_coef
+
+    @abstractmethod
+    def play_turns(self, env_indices: Sequence[int]) -> Iterable[TurnResult]:
+        """Execute the reply of each environment and update the observation of its dialogue."""
 
     def set_replies(self, env_indices: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Set the replies of the next `step_chunk`; replies that hit the length limit are used unchanged."""
         for env_index, reply in zip(env_indices, replies, strict=True):
             self.dialogues[env_index].reply = reply
 
-    def store_turn(self, dialogue: D) -> None:
+    def step_chunk(
+        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Execute the replies. `actions` [n, K, 1] are token ids; negative ids are padding."""
+        result, last = create_reply_result(actions)
+        dialogues = [self.dialogues[env_index] for env_index in env_indices]
+        for dialogue in dialogues:
+            self._store_turn(dialogue)
+        for i, (dialogue, turn) in enumerate(zip(dialogues, self.play_turns(env_indices), strict=True)):
+            dialogue.steps += 1
+            position = i, last[i]
+            result.reward[position] = self._coef * turn.reward
+            result.terminated[position], result.success[position] = turn.terminated, turn.success
+            reaches_limit = turn.truncated or dialogue.steps >= self.spec.text.max_replies
+            result.truncated[position] = reaches_limit and not turn.terminated
+        return result
+
+    def _store_turn(self, dialogue: D) -> None:
         """Append the current observation and reply to the earlier turns; keep the last `history` turns."""
         reply_message = Message(role="assistant", content=truncate_text(dialogue.reply, self.reply_bytes))
         turns = [*dialogue.turns, Message(role="user", content=dialogue.observation), reply_message]
@@ -66,11 +153,3 @@ class DialogueEnv(Generic[D]):
 
     def observe(self, env_indices: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
         """Do nothing, because the instruction contains the observation."""
-
-    def render(self, env_index: int) -> np.ndarray:
-        """Raise NoImageError, because there is no image."""
-        raise NoImageError(f"env '{self.spec.name}' is a text environment without images; set video=none.")
-
-    def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Raise EnvError, because there is no scripted expert."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")

@@ -5,15 +5,13 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Never
-
-import numpy as np
+from typing import Any
 
 from embodyrl.envs.protocol import AfterStep
+from embodyrl.envs.text.dialogue import ReplyEnv, create_reply_result, truncate_text
 from embodyrl.envs.text.protocol import Answer
 from embodyrl.envs.text.reward_runner import RewardRunner
 from embodyrl.envs.text.settings import TextSettings
-from embodyrl.errors import EnvError, NoImageError
 from embodyrl.registry import load, takes
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import TextRows
@@ -194,20 +192,6 @@ def get_answer_bytes(tools: Sequence[str]) -> int:
     return max((getattr(find_tool(name), "answer_bytes", ANSWER_BYTES) for name in tools), default=0)
 
 
-def truncate_text(text: str, width: int) -> str:
-    """Return the longest prefix of a string that fits into `width` UTF-8 bytes."""
-    # `ignore` drops a character that the cut has split.
-    return text.encode(errors="replace")[:width].decode(errors="ignore")
-
-
-def create_reply_result(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
-    """Return an empty result and the index of each reply's last token [n]; `actions` [n, K, 1] are token ids."""
-    result = ChunkResult.empty(*actions.shape[:2], parts=parts)
-    result.valid[:] = actions[:, :, 0] >= 0
-    result.valid[:, 0] = True  # an empty reply is a decision, too
-    return result, result.valid.sum(axis=1) - 1
-
-
 @dataclass
 class _Conversation:
     """State of the conversation in one environment."""
@@ -220,7 +204,7 @@ class _Conversation:
     turns: int = 0
 
 
-class ConversationEnv:
+class ConversationEnv(ReplyEnv):
     """Text environment (`TextEnv`) whose episodes are conversations about the rows of a data set.
 
     An episode always terminates, because there is no state to bootstrap from after the last reply.
@@ -228,12 +212,10 @@ class ConversationEnv:
     An episode whose last reply hit the length limit is truncated as well.
     """
 
-    task_limit: int | None = None
-
     def __init__(
         self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, reward_runner: RewardRunner, num_envs: int
     ) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
         self._answer_bytes = get_answer_bytes(cfg.tools)
         self._rows = rows
@@ -305,10 +287,6 @@ class ConversationEnv:
         conversation.messages = messages
         return True
 
-    def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Raise EnvError, because text tasks have no scripted expert."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
-
     def observe(
         self, env_indices: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None
     ) -> None:
@@ -321,10 +299,6 @@ class ConversationEnv:
     def instruction(self, env_index: int) -> str:
         """Return the messages of the conversation as one prompt."""
         return join_messages(self._get_conversation(env_index).messages)
-
-    def render(self, env_index: int) -> np.ndarray:
-        """Raise NoImageError, because text tasks have no image to record."""
-        raise NoImageError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def close(self) -> None:
         """Close the reward functions; idempotent."""

@@ -10,23 +10,13 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from embodyrl.config.settings import ChangesStateIds, Index
-from embodyrl.envs.protocol import AfterStep, EnvContext
-from embodyrl.envs.settings import EnvSettings, RewardFactor
-from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv
-from embodyrl.envs.text.environment import create_reply_result, truncate_text
+from embodyrl.config.settings import ChangesStateIds
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv, TurnResult, build_dialogue_spec, truncate_text
+from embodyrl.envs.text.settings import DialogueSettings, Turns
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
 from embodyrl.registry import load, name_problems, takes
-from embodyrl.types import (
-    ActionKind,
-    ActionSpec,
-    ChunkResult,
-    EnvSpec,
-    EpisodeStart,
-    FloatArray,
-    SimulatorSpec,
-    TextSpec,
-)
+from embodyrl.types import EnvSpec, EpisodeStart
 
 GAME_SUFFIXES = (".z8", ".ulx")
 """File name suffixes of games written by `tw-make`."""
@@ -116,14 +106,12 @@ def _find_text_function(path: str) -> TextFunction:
     return load(path, "words", wants="a function of (observation, info)", fits=takes(2))
 
 
-SEEDS = 100_000
-"""Number of reset ids; each reset id is the seed of an episode."""
 OBSERVATION_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
 """Maximum number of bytes of an observation, and of a reply, in the conversation."""
 _COLOR_PATTERN = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
 
-class GameSettings(EnvSettings):
+class GameSettings(DialogueSettings):
     """Config keys for a Gymnasium environment with discrete actions, described in text."""
 
     id: Annotated[str | None, ChangesStateIds] = None
@@ -137,21 +125,10 @@ class GameSettings(EnvSettings):
     action_words: list[str] = []
     """Words that select the discrete actions, in order, for example [left,down,right,up]; default: the action numbers.
     The last matching whole word of a reply selects the action."""
-    prompt: str = ""
-    """System message at the start of every prompt, such as the rules of the game."""
-    history: Index = 0
-    """Number of earlier turns in the prompt, in addition to the current observation."""
-    max_turns: Annotated[int, Field(ge=1, le=1000)] = 20
+    max_turns: Turns = 20
     """Maximum number of replies per episode."""
     unread_reward: Annotated[float, Field(ge=-(10**6), le=0)] = -0.1
     """Reward of a reply that names no action; the state of the game does not change."""
-    reward_coef: RewardFactor = 1.0
-    """Factor that multiplies all rewards."""
-
-    @property
-    def max_chunks(self) -> int:
-        """Maximum number of replies of an episode."""
-        return self.max_turns
 
 
 @dataclass(kw_only=True)
@@ -164,7 +141,7 @@ class _Game(Dialogue):
 
 
 class GameEnv(DialogueEnv[_Game]):
-    """Text environment (`TextEnv`) of games: a chunk is a reply, and its last token gets the reward of the action.
+    """Text environment of games: a reply names an action.
 
     Success is `is_success` in info; without this key, an action that ends the game with a reward above 0.
     """
@@ -184,33 +161,21 @@ class GameEnv(DialogueEnv[_Game]):
             game = self.dialogues[env_index] = _Game(env=self.dialogues[env_index].env)
             game.observation = self._format_observation(game, *game.env.reset(seed=start.reset_id))
 
-    def step_chunk(
-        self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
-    ) -> ChunkResult:
-        """Execute the action in each reply. `actions` [n, K, 1] are token ids; negative ids are padding."""
-        result, last = create_reply_result(actions)
-        for i, env_index in enumerate(env_indices):
-            game, position = self.dialogues[env_index], (i, last[i])
-            reward, terminated, truncated, success = self._play_turn(game)
-            game.steps += 1
-            result.reward[position] = self._cfg.reward_coef * reward
-            result.terminated[position], result.success[position] = terminated, success
-            result.truncated[position] = not terminated and (truncated or game.steps >= self.spec.text.max_replies)
-        return result
+    def play_turns(self, env_indices: Sequence[int]) -> list[TurnResult]:
+        """Execute the action that each reply names."""
+        return [self._play_turn(self.dialogues[env_index]) for env_index in env_indices]
 
-    def _play_turn(self, game: _Game) -> tuple[float, bool, bool, bool]:
-        """Execute the action that the reply names; return the reward, terminated, truncated and success."""
-        self.store_turn(game)
+    def _play_turn(self, game: _Game) -> TurnResult:
         matches = (_build_pattern(game.commands) if game.commands else self._pattern).findall(game.reply)
         if not matches:
-            return self._cfg.unread_reward, False, False, False
+            return TurnResult(self._cfg.unread_reward, False, False, False)
         action = matches[-1] if game.commands else self._action_names.index(matches[-1])
         observation, reward, terminated, truncated, info = game.env.step(action)
         if not np.isfinite(reward):
             raise EnvError(f"env '{self.spec.name}': the game returned reward {reward}, expected a finite number.")
         game.observation = self._format_observation(game, observation, info)
         success = bool(info.get("is_success", terminated and reward > 0))
-        return float(reward), bool(terminated), bool(truncated), success
+        return TurnResult(float(reward), bool(terminated), bool(truncated), success)
 
     def _format_observation(self, game: _Game, observation: Any, info: Mapping[str, Any]) -> str:
         game.commands = info.get(COMMANDS_KEY, ())
@@ -299,22 +264,8 @@ class GameFactory:
         env = build_game(cfg)
         get_action_names(cfg, env)
         env.close()
-        prompt_bytes = len(cfg.prompt.encode()) + (OBSERVATION_BYTES + REPLY_BYTES + 64) * (cfg.history + 1)
-        return EnvSpec(
-            name=f"text/{cfg.id}",
-            action=ActionSpec(dim=1, kind=ActionKind.text),
-            tasks=(str(cfg.id),),
-            states_per_task=(SEEDS,),
-            text=TextSpec(
-                max_replies=cfg.max_turns,
-                roles=tuple(
-                    (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
-                    for turns in range(min(cfg.history, 2) + 1)
-                ),
-                prompt_bytes=prompt_bytes,
-            ),
-            simulator=SimulatorSpec(may_truncate=True, renders=False),
-        )
+        prompt_bytes = (OBSERVATION_BYTES + REPLY_BYTES + 64) * (cfg.history + 1)
+        return build_dialogue_spec(cfg, f"text/{cfg.id}", str(cfg.id), prompt_bytes)
 
     def make(self, cfg: GameSettings, context: EnvContext) -> GameEnv:
         """Build `context.num_envs` games in this process."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from embodyrl.clock import RunClock
 from embodyrl.envs.text.protocol import Answer, RewardResult
-from embodyrl.errors import EmbodyError, UnknownNameError
-from embodyrl.registry import REWARDS
+from embodyrl.errors import EmbodyError
+from embodyrl.registry import REWARDS, name_problems
 from embodyrl.text.rewards.services import find
 from embodyrl.text.rewards.settings import TextRewardSettings
 
@@ -39,16 +39,11 @@ def find_reward_problems(cfg: TextRewardSettings) -> list[str]:
             f"reward.name and reward.path are not set. Set reward.name to one of {', '.join(REWARDS.names())}, or "
             "reward.path to package.module:function, an http address or the folder of a reward model."
         ]
-    errors = [line for name in (cfg.name, cfg.path) if name for line in _find_problems(name)]
-    return errors or [f"reward.weights: {line}" for name in get_function_names(cfg) for line in _find_problems(name)]
-
-
-def _find_problems(name: str) -> list[str]:
-    try:
-        find(name)
-    except UnknownNameError as error:
-        return error.problems
-    return []
+    errors = [
+        *name_problems("reward.name", [cfg.name] if cfg.name else [], find),
+        *name_problems("reward.path", [cfg.path] if cfg.path else [], find),
+    ]
+    return errors or name_problems("reward.weights", get_function_names(cfg), find)
 
 
 def build_reward_runner(cfg: TextRewardSettings, max_tokens: int) -> RewardRunner:

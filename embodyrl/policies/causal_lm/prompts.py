@@ -20,8 +20,6 @@ from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
 _CACHED_PROMPTS = 4096
 _CACHED_PIXELS = 2**26
-_REPLY = "0x0"
-"""Placeholder reply, used to find the text that a chat template adds after a reply."""
 
 
 class Prompt(list[int]):
@@ -95,10 +93,7 @@ class PromptReader:
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
         candidates = [tokenizer.eos_token_id]
         if self._template is not None:
-            turns = (("user", "?"), ("assistant", _REPLY))
-            content = (lambda text: [{"type": "text", "text": text}]) if self._reads_images else str
-            conversation = [{"role": role, "content": content(text)} for role, text in turns]
-            text_after_reply = self._template.render(conversation, reply=False).rpartition(_REPLY)[2]
+            text_after_reply = self._template.render_after_reply(parts=self._reads_images)
             candidates = [*tokenizer(text_after_reply, add_special_tokens=False)["input_ids"], *candidates]
         return next((token for token in candidates if token in end_tokens), end_tokens[0])
 

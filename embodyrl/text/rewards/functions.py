@@ -101,6 +101,9 @@ def tagged(prompt: str, response: str, reference: str) -> float:
     return float(match is not None and len(re.findall(r"</?(?:think|answer)>", response)) == 4)
 
 
+_SIGNS = {"\\times": "*", "\\cdot": "*", "\u00d7": "*", "\u00f7": "/", "\\div": "/", "\u2212": "-"}
+
+
 def countdown(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the response is an expression that uses each number of the reference once and has its value.
 
@@ -108,14 +111,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     """
     numbers, _, target = reference.partition(":")
     expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [find_last_box(response) or response])[-1]
-    for sign, replacement in {
-        "\\times": "*",
-        "\\cdot": "*",
-        "\u00d7": "*",
-        "\u00f7": "/",
-        "\\div": "/",
-        "\u2212": "-",
-    }.items():
+    for sign, replacement in _SIGNS.items():
         expression = expression.replace(sign, replacement)
     expression = re.sub(rf"\s*=\s*{re.escape(target)}$", "", expression.strip(" \n$.`*"))
     if re.search(r"[^0-9+\-*/() ]", expression):

@@ -111,13 +111,8 @@ def _parse_number(match: re.Match[str]) -> Number | None:
         return None
     numerator, denominator = (-numerator, -denominator) if denominator < 0 else (numerator, denominator)
     value = sign * (int(match["whole"] or match["whole_plain"] or 0) + Fraction(numerator, denominator))
-    return Number(
-        value,
-        scale,
-        "/",
-        (numerator, denominator),
-        denominator > 1 and Fraction(numerator, denominator).denominator == denominator,
-    )
+    is_reduced = denominator > 1 and Fraction(numerator, denominator).denominator == denominator
+    return Number(value, scale, "/", (numerator, denominator), is_reduced)
 
 
 def last_number(text: str) -> Number | None:

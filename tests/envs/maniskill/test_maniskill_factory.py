@@ -9,7 +9,7 @@ from panda import PANDA
 from settings import env_of
 
 from embodyrl.envs.maniskill import factory as described
-from embodyrl.envs.maniskill import install, probe
+from embodyrl.envs.maniskill import install
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.settings import ObsMode, SimBackend, get_instruction
 from embodyrl.envs.settings import InitParams
@@ -132,8 +132,8 @@ def test_gpu_renderer_is_probed_on_gpu_machines(tmp_path, monkeypatch):
     """The software driver serves the CPU even if the GPU's driver is broken."""
     (tmp_path / "sapien.py").write_text(SAPIEN.format(enable="pass"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(probe.metadata, "version", lambda name: "3.0.3")
+    monkeypatch.setattr(install.metadata, "version", lambda name: "3.0.3")
     for gpus, level in (("", "ok"), ("0", "warn")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-        finding = probe.probe_vulkan()
+        finding = install.probe_vulkan()
         assert (finding.level, "libxext6" in finding.fix) == (level, level == "warn")
