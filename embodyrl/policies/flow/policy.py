@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, integrate_ode
-from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
+from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, get_steering_shape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
@@ -134,8 +134,7 @@ class FlowModule(HeadedModule):
         if cfg.likelihood is Likelihood.flow_noise:
             low, high = cfg.noise_range
             self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
-        if cfg.is_steered:
-            self.add_actor(steering_shape(cfg, network.shape, network.hidden_width))
+        self.add_actor(get_steering_shape(cfg, network.shape, network.hidden_width))
 
 
 class FlowPolicy:

@@ -12,9 +12,9 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
-from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
+from embodyrl.policies.lerobot.settings import LeRobotSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, has_random_init
 from embodyrl.policies.vla.processors import find_camera_order_problem
 from embodyrl.policies.vla.records import ChunkRecord
@@ -128,12 +128,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
             action_kinds=frozenset({ActionKind.box}),
             warnings=warnings,
         )
-        if (shape := self.steering(cfg, config)) is None:
-            return spec
-        shape.check(self.folder(cfg))
-        spec = add_steering(spec, shape, cfg.likelihood_name)
-        layout = ChunkRecord(shape=chunk_shape(config), layout=shape.layout, per_action=1)
-        return replace(spec, tokens_per_chunk=layout.tokens)
+        return add_steering(spec, self.steering(cfg, config), cfg, self.folder(cfg))
 
     def describe_checkpoint(self, cfg: S, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
@@ -151,14 +146,17 @@ class LeRobotFactory(ABC, Generic[S, C]):
         costs = PolicyCosts(
             num_parameters=count(weight_sizes(self.network, config)), act_passes=self.num_passes(cfg, config)
         )
-        shape = self.steering(cfg, config)
-        return costs if shape is None else steering_costs(costs, shape)
+        return add_steering_costs(costs, self.steering(cfg, config))
 
     def steering(self, cfg: S, config: C) -> SteeringShape | None:
         """Return the sizes of the actor for a frozen network; None if the network itself is trained."""
         if not cfg.is_steered:
             return None
-        return steering_shape(cfg, config, self.features(config), self.num_actor_values(cfg, config))
+        features = self.features(config)
+        if cfg.is_residual:
+            return SteeringShape.for_residual(cfg, features, config.action_dim)
+        num_values = self.num_actor_values(cfg, config)
+        return SteeringShape.for_noise(features, num_values, actions=config.n_action_steps, bound=cfg.noise_bound)
 
     def compare(self, cfg: S, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""

@@ -15,11 +15,10 @@ from embodyrl.policies.openvla_oft.settings import (
     OpenVlaSettings,
     as_oft,
     get_chunk_record,
-    get_residual_shape,
 )
 from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import CONFIG_FILE, TOKENIZER_FILE, Clip, compute_clip_range, find_missing_files
 from embodyrl.policies.vla.problems import find_env_problems
@@ -84,27 +83,19 @@ class OpenVlaOftFactory:
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=get_chunk_record(cfg).tokens
-            if is_diffusion or cfg.is_residual
-            else options.num_action_tokens,
+            tokens_per_chunk=get_chunk_record(cfg).tokens if is_diffusion else options.num_action_tokens,
             scored=get_chunk_record(cfg).per_action if is_diffusion else 0,
             value_dim=value_dim,
             gripper=GripperConvention(open=1.0, closed=0.0),
         )
-        if not cfg.is_residual:
-            return spec
-        shape = _get_residual_shape(cfg)
-        shape.check(config.folder)
-        return add_steering(spec, shape, cfg.likelihood)
+        return add_steering(spec, _get_steering_shape(cfg, config), cfg, config.folder)
 
     def costs(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs from the checkpoint's JSON files."""
         cfg = as_oft(cfg)
         config, options = read_config(_folder(cfg)), self._options(cfg, env, value_dim)
-        costs = oft_costs(config, options)
-        if not cfg.is_residual:
-            return costs
-        return steering_costs(costs, _get_residual_shape(cfg), num_other_trained=value_parameters(config, options))
+        steering, num_other_trained = _get_steering_shape(cfg, config), value_parameters(config, options)
+        return add_steering_costs(oft_costs(config, options), steering, num_other_trained=num_other_trained)
 
     def describe_checkpoint(self, cfg: OpenVlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
@@ -141,8 +132,8 @@ class OpenVlaOftFactory:
             raise CheckpointError(
                 f"{folder} was trained with proprioception (it has a proprio_projector). Set model.use_proprio=true."
             )
-        if cfg.is_residual:
-            _get_residual_shape(cfg).check(folder)
+        if (steering := _get_steering_shape(cfg, base_config)) is not None:
+            steering.check(folder)
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -166,8 +157,8 @@ class OpenVlaOftFactory:
         return OftOptions(cfg=cfg, autoregressive=self.autoregressive, state_dim=state_dim, value_dim=value_dim)
 
 
-def _get_residual_shape(cfg: OftSettings) -> SteeringShape:
-    return get_residual_shape(cfg, read_config(_folder(cfg)).llama.hidden_size)
+def _get_steering_shape(cfg: OftSettings, config: OftConfig) -> SteeringShape | None:
+    return SteeringShape.for_residual(cfg, config.llama.hidden_size, cfg.action_dim) if cfg.is_residual else None
 
 
 def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:

@@ -92,11 +92,11 @@ class HeadedModule(nn.Module):
                 layers += [nn.Linear(inputs, outputs), nn.ReLU()]
             self.value_head = nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))
 
-    def add_actor(self, shape: SteeringShape) -> None:
-        """Add a trainable actor for the frozen network."""
-        if shape.proposes:
+    def add_actor(self, shape: SteeringShape | None) -> None:
+        """Add a trainable actor for the frozen network, unless the shape is None."""
+        if shape is not None and shape.proposes:
             self.residual_actor = SteeringActor(shape, gain=0.0)
-        else:
+        elif shape is not None:
             self.noise_actor = SteeringActor(shape, gain=0.01)
 
     @property

@@ -127,18 +127,35 @@ class SteeringShape:
         """Token layout of a sampled chunk: a seed, and the actor's sample before squashing."""
         return TokenLayout(whole=1, floats=self.width)
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a chunk: a multiple of K."""
+        return self.actions * -(-self.layout.tokens // self.actions)
 
-def add_steering(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySpec:
-    """Return the spec of a policy with a frozen model and an actor."""
-    steering = SteeringSpec(key=f"model.likelihood={likelihood}", is_residual=shape.proposes)
-    return replace(spec, differentiable=True, scored=1, steering=steering)
+
+def add_steering(
+    spec: PolicySpec, shape: SteeringShape | None, cfg: ResidualSettings, folder: Path | None
+) -> PolicySpec:
+    """Add the actor's tokens to the spec of a policy whose weights are in `folder`; without an actor, change nothing.
+
+    Raises:
+        CheckpointError: the folder has an actor with other outputs.
+    """
+    if shape is None:
+        return spec
+    if folder is not None:
+        shape.check(folder)
+    steering = SteeringSpec(key=f"model.likelihood={cfg.likelihood_name}", is_residual=shape.proposes)
+    return replace(spec, differentiable=True, tokens_per_chunk=shape.tokens, scored=1, steering=steering)
 
 
-def steering_costs(costs: PolicyCosts, shape: SteeringShape, *, num_other_trained: int = 0) -> PolicyCosts:
-    """Return the costs of a policy with a frozen model.
+def add_steering_costs(costs: PolicyCosts, shape: SteeringShape | None, *, num_other_trained: int = 0) -> PolicyCosts:
+    """Add the costs of the actor to those of the frozen model; without an actor, change nothing.
 
     `num_other_trained`: number of trained weights outside the actor.
     """
+    if shape is None:
+        return costs
     actor = sum((a + 1) * b for a, b in pairwise((shape.features, *WIDTHS, 2 * shape.width)))
     return replace(
         costs,
