@@ -186,9 +186,8 @@ class FlowPolicy:
             sampled = self._likelihood.sample(velocity, get_seeds(noise), self._device, scale)
             sampled = replace(sampled, logprob=self._select_varying_dimensions(sampled.logprob))
         tokens, logprob = sampled.pad_to_spec(self.spec)
-        executed = sampled.state[:, : self._shape.executed].cpu().numpy()
         return PolicyOutput(
-            actions=self._scale.to_actions(executed, obs),
+            actions=self._to_actions(sampled.state[:, : self._shape.executed], obs),
             tokens=tokens,
             logprob=logprob,
             value=self._value(prefix, len(obs)).cpu().numpy(),
@@ -252,6 +251,10 @@ class FlowPolicy:
         reject_advantage_suffix(folder)
         self._files.load(self._module, folder)
         self._update_scored_dimensions()
+
+    def _to_actions(self, rows: Tensor, obs: Observation) -> FloatArray:
+        """Convert the executed part [B, K, D] of chunks to environment actions [B, K, A]."""
+        return self._scale.to_actions(rows.cpu().numpy(), obs)
 
     @property
     def _size(self) -> tuple[int, int]:

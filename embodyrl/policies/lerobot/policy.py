@@ -17,7 +17,7 @@ from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
 from embodyrl.policies.lerobot.units import Inputs, Normalizer
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import FrozenOutputs, HeadedModule, SteeredPolicy, apply_corrections
+from embodyrl.policies.steering.actor import FrozenOutputs, HeadedModule, ResidualPolicy, SteeredPolicy
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
@@ -186,7 +186,8 @@ class LeRobotPolicy(ABC):
         first = self._config.first_executed
         return chunk[:, first : first + self._shape.executed]
 
-    def _to_actions(self, rows: Tensor) -> FloatArray:
+    def _to_actions(self, rows: Tensor, obs: Observation | None = None) -> FloatArray:
+        """Convert normalized actions [B, K, A] to environment actions, which do not depend on the observations."""
         return self._module.units.unnormalize(ACTION, rows).cpu().numpy()
 
     def _from_actions(self, actions: FloatArray) -> Tensor:
@@ -253,18 +254,13 @@ class NoiseSteeredLeRobotPolicy(SteeredLeRobotPolicy):
         """Return the executed actions [B, K, A] for outputs [B, n] of the actor."""
 
     def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        pre_tanh: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        actor_output = self._actor.shape.bound * pre_tanh.tanh().flatten(1)
-        return self._to_actions(self._from_actor_output(frozen_outputs.model, actor_output))
+        actor_output = self._actor.shape.bound * outputs.flatten(1)
+        return self._to_actions(self._from_actor_output(frozen.model, actor_output))
 
 
-class ResidualLeRobotPolicy(SteeredLeRobotPolicy):
+class ResidualLeRobotPolicy(ResidualPolicy, SteeredLeRobotPolicy):
     """Residual policy (arXiv 2407.16677, 2412.13630): the actor corrects the greedy chunk of the network."""
 
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
@@ -272,15 +268,3 @@ class ResidualLeRobotPolicy(SteeredLeRobotPolicy):
             encoding = self._encode(obs)
             features = torch.cat([encoding.pooled, self._compute_greedy_actions(obs, encoding).flatten(1)], 1)
         return FrozenOutputs(features, self._value(encoding), encoding)
-
-    def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        pre_tanh: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
-    ) -> FloatArray:
-        return self._to_actions(
-            apply_corrections(frozen_outputs.features, pre_tanh.tanh().flatten(1), self._actor.shape)
-        )

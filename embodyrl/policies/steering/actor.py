@@ -1,7 +1,7 @@
 """Actor for a frozen model, its critics, and the base class of policies with such an actor."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,14 +161,9 @@ class SteeredPolicy(ABC):
 
     @abstractmethod
     def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        choice: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Convert unsquashed actor samples [B, rows, n] to actions [B, K, A]; without seeds, add no noise."""
+        """Convert the actor's outputs [B, rows, n] in -1..1 to actions [B, K, A]; without seeds, add no noise."""
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -176,25 +171,22 @@ class SteeredPolicy(ABC):
 
         Greedy chunks use the Gaussian's mean and have zero tokens.
         """
-        frozen_outputs, scale = self._run_frozen_model(obs), temperature or self._temperature
+        frozen, scale = self._run_frozen_model(obs), temperature or self._temperature
         seeds = None if noise is None else get_seeds(noise)
         if seeds is None:
-            sampled = SampledChunks.from_greedy(self._actor.greedy(frozen_outputs.features))
+            sampled = SampledChunks.from_greedy(self._actor.greedy(frozen.features))
         else:
-            sampled = self._actor.sample(frozen_outputs.features, seeds, scale)
+            sampled = self._actor.sample(frozen.features, seeds, scale)
         tokens, logprob = sampled.pad_to_spec(self.spec)
-        actions = self._execute(obs, frozen_outputs, sampled.state, seeds, scale)
-        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=frozen_outputs.value.cpu().numpy())
+        actions = self._execute(obs, frozen, sampled.state.tanh(), seeds, scale)
+        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=frozen.value.cpu().numpy())
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of actor samples [B, L], with gradients of the actor only."""
-        frozen_outputs = self._run_frozen_model(obs)
-        logprob, entropy = self._actor.score(frozen_outputs.features, tokens, self._temperature)
-        return PolicyScores(
-            logprob=pad_per_action(logprob, self.spec),
-            entropy=pad_per_action(entropy, self.spec),
-            value=frozen_outputs.value,
-        )
+        frozen = self._run_frozen_model(obs)
+        scores = self._actor.score(frozen.features, tokens, self._temperature)
+        logprob, entropy = (pad_per_action(part, self.spec) for part in scores)
+        return PolicyScores(logprob=logprob, entropy=entropy, value=frozen.value)
 
     def save(self, folder: Path) -> None:
         """Write the weights (see `Policy.save`) and the shape of the actor."""
@@ -275,3 +267,15 @@ class SteeredPolicy(ABC):
         logprob, _ = head.score(outputs, target.atanh(), 1.0)
         error = (head.get_mean_and_log_std(outputs)[0].detach().tanh() - target).abs().flatten(1).mean(1) * shape.bound
         return ImitationLoss(loss=-logprob.flatten(1).mean(1), accuracy=torch.zeros_like(error), error=error)
+
+
+class ResidualPolicy(SteeredPolicy):
+    """Base class of residual policies, whose actor corrects the greedy chunk of the frozen model."""
+
+    _to_actions: Callable[[Tensor, Observation], FloatArray]
+    """Method of the frozen policy that converts normalized actions [B, K, A] to those of the environment."""
+
+    def _execute(
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
+    ) -> FloatArray:
+        return self._to_actions(apply_corrections(frozen.features, outputs.flatten(1), self._actor.shape), obs)
