@@ -79,8 +79,6 @@ class LeRobotProcessFactory:
         from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
-        if request.trainable:
-            raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
         saved = read_checkpoint(folder)
         return LeRobotPolicy(cfg, spec, request, folder, saved, find_camera_indices(cfg, saved, request.env))
 

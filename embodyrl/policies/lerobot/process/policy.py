@@ -41,10 +41,11 @@ class LeRobotPolicy(InferenceOnlyPolicy):
             views: index of each camera of the checkpoint among the environment's cameras of one step.
 
         Raises:
+            ConfigError: training was requested.
             MissingDependencyError: the interpreter does not exist, or cannot import LeRobot.
             EmbodyError: LeRobot cannot load the policy.
         """
-        super().__init__(spec)
+        super().__init__(spec, request)
         self._env, self._saved, self._views = request.env, saved, views
         self._python, self._timeout_s = cfg.python or sys.executable, cfg.answer_timeout_s
         # Policies have no `close` method; the LeRobot process ends with this object or this process.
