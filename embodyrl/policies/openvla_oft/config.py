@@ -140,7 +140,6 @@ class ActionTokenizer:
 
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
-INDEX_FILE = "model.safetensors.index.json"
 TINY_VIT_FILE = "tiny_vit_specs.json"
 RANDOM_ON_DEVICE = "random_on_device"
 VALUE_HIDDEN = (512, 128)

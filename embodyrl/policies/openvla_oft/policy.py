@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
+from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft.checkpoint import (
     RL_COMPONENTS,
     SFT_COMPONENTS,
     VALUE_HEAD,
     WeightTransform,
     base_state,
-    list_weight_files,
     load_components,
     load_model,
     read_side_files,
