@@ -187,8 +187,8 @@ def _format_fix(steps: int, env: EnvSpec) -> str:
 C = TypeVar("C", bound=LeRobotConfig)
 
 
-def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, Any]]:
-    """Read config.json; return the config and the raw keys.
+def read_config(folder: Path, kind: str, config: type[C]) -> C:
+    """Read config.json.
 
     Raises:
         CheckpointError: the file is missing, malformed, contradictory or of another policy.
@@ -216,7 +216,7 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
         parsed = parsed.model_copy(update={"n_action_steps": available})
     if RANDOM_INIT_KEY not in raw and (problem := parsed.find_problem()):
         raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
-    return parsed, raw
+    return parsed
 
 
 def require_fit(config: LeRobotConfig, env: EnvSpec) -> None:

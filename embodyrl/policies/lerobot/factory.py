@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require
 from embodyrl.policies.lerobot.settings import LeRobotSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
-from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, has_random_init
+from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE, has_random_init
 from embodyrl.policies.vla.processors import find_camera_order_problem
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.weights import count, weight_sizes
@@ -54,9 +55,9 @@ class LeRobotFactory(ABC, Generic[S, C]):
     def record(self, cfg: S, config: C) -> ChunkRecord:
         """Return the token layout of a sampled chunk."""
 
-    @abstractmethod
-    def num_passes(self, cfg: S, config: C) -> int:
+    def num_passes(self, config: C) -> int:
         """Return the number of forward passes per chunk."""
+        return 1
 
     @abstractmethod
     def policy(self, steering: SteeringShape | None) -> type[Any]:
@@ -69,7 +70,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
             problems.append(f"model.precision={cfg.precision}: {self.kind} computes in fp32; set model.precision=fp32.")
         try:
             folder = self.folder(cfg)
-            config, _ = read_config(folder, self.kind, self.config)
+            config = read_config(folder, self.kind, self.config)
             if config.input_features and (problem := self._with_num_actions(cfg, config).find_problem()):
                 problems.append(f"model.num_action_chunks={cfg.num_action_chunks}: {problem}; lower it.")
             if not has_random_init(folder) and not (folder / WEIGHTS_FILE).is_file():
@@ -100,8 +101,8 @@ class LeRobotFactory(ABC, Generic[S, C]):
             ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
-        config, _ = self.plan(cfg, env)
-        saved = read_config(self.folder(cfg), self.kind, self.config)[0]
+        config = self.plan(cfg, env)
+        saved = read_config(self.folder(cfg), self.kind, self.config)
         executed = saved.n_action_steps
         warnings: tuple[str, ...] = ()
         if saved.input_features and executed != cfg.num_action_chunks:
@@ -132,7 +133,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
 
     def describe_checkpoint(self, cfg: S, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
-        config, _ = self.plan(cfg, env)
+        config = self.plan(cfg, env)
         modes = ", ".join(f"{kind} {mode}" for kind, mode in config.normalization_mapping.items())
         height, width = config.image_size
         return [
@@ -142,9 +143,9 @@ class LeRobotFactory(ABC, Generic[S, C]):
 
     def costs(self, cfg: S, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters and of forward passes per chunk."""
-        config, _ = self.plan(cfg, env)
+        config = self.plan(cfg, env)
         costs = PolicyCosts(
-            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.num_passes(cfg, config)
+            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.num_passes(config)
         )
         return add_steering_costs(costs, self.steering(cfg, config))
 
@@ -160,8 +161,8 @@ class LeRobotFactory(ABC, Generic[S, C]):
 
     def compare(self, cfg: S, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""
-        config, _ = self.plan(cfg, env)
-        saved_config, _ = read_config(folder, self.kind, self.config)
+        config = self.plan(cfg, env)
+        saved_config = read_config(folder, self.kind, self.config)
         # With temporal ensembling, one action of the environment is a whole chunk.
         single_env = replace(env, action=replace(env.action, dim=config.action_dim))
         if saved_config.input_features and (problems := saved_config.mismatches(single_env)):
@@ -184,27 +185,35 @@ class LeRobotFactory(ABC, Generic[S, C]):
         Raises:
             CheckpointError: a file is missing, damaged or does not fit.
         """
-        from embodyrl.policies.lerobot.policy import build_policy
+        import torch
+
+        from embodyrl.policies.lerobot.files import read_files
+        from embodyrl.policies.lerobot.policy import LeRobotModule
+        from embodyrl.policies.lerobot.units import Normalizer
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), self.folder(cfg)
-        config, raw = self.plan(cfg, request.env)
-        steering, features = self.steering(cfg, config), self.features(config)
-        policy = build_policy(
-            self.policy(steering), self.network, cfg, spec, config, folder, features, steering, request
-        )
-        if RANDOM_INIT_KEY not in raw:
+        config = self.plan(cfg, request.env)
+        steering = self.steering(cfg, config)
+        policy_class = self.policy(steering)
+        files = read_files(folder, config, self.kind, policy_class.prefix, cfg)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(request.seed)
+            network, units = pkgutil.resolve_name(self.network)(config), Normalizer(config, files.eps)
+            module = LeRobotModule(network, units, self.features(config), request.value_dim, steering)
+        policy = policy_class(spec, cfg, config, module, files, request)
+        if not has_random_init(folder):
             policy.load_weights(folder)
         return policy
 
-    def plan(self, cfg: S, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the config of the policy for an environment, and the raw keys of config.json.
+    def plan(self, cfg: S, env: EnvSpec) -> C:
+        """Return the config of the policy for an environment.
 
         Raises:
             ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
         folder = self.folder(cfg)
-        config, raw = read_config(folder, self.kind, self.config)
+        config = read_config(folder, self.kind, self.config)
         if not config.input_features:
             config = config.fit_to(env, cfg.num_action_chunks)
         config = self._with_num_actions(cfg, config)
@@ -215,7 +224,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         problem = find_camera_order_problem(config.cameras, env.cameras.names, env.cameras.names[last])
         if problem and cfg.cameras is None and not (folder / INPUTS_FILE).is_file():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}")
-        return config, raw
+        return config
 
-    def _with_num_actions(self, cfg: S, config: C) -> LeRobotConfig:
+    def _with_num_actions(self, cfg: S, config: C) -> C:
         return config.model_copy(update={"n_action_steps": cfg.num_action_chunks})

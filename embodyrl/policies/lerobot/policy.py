@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -208,30 +207,6 @@ class LeRobotPolicy(ABC):
         )
         if self._by_dimension:
             self.spec = replace(self.spec, scored=len(self._varying))
-
-
-def build_policy(
-    policy: type[LeRobotPolicy],
-    network: str,
-    cfg: LeRobotSettings,
-    spec: PolicySpec,
-    config: LeRobotConfig,
-    folder: Path,
-    features: int,
-    steering: SteeringShape | None,
-    request: PolicyRequest,
-) -> LeRobotPolicy:
-    """Build a policy with random weights from the seed; `features`: number of inputs of value heads and actors.
-
-    Raises:
-        CheckpointError: a small file of the folder is damaged.
-    """
-    files = read_files(folder, config, spec.name, policy.prefix, cfg)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(request.seed)
-        units = Normalizer(config, files.eps)
-        module = LeRobotModule(pkgutil.resolve_name(network)(config), units, features, request.value_dim, steering)
-    return policy(spec, cfg, config, module, files, request)
 
 
 class SteeredLeRobotPolicy(SteeredPolicy, LeRobotPolicy):
