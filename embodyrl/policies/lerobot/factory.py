@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.files import list_differences
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
 from embodyrl.policies.lerobot.settings import LeRobotSettings
@@ -167,14 +168,11 @@ class LeRobotFactory(ABC, Generic[S, C]):
         single_env = replace(env, action=replace(env.action, dim=config.action_dim))
         if saved_config.input_features and (problems := saved_config.mismatches(single_env)):
             raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
-        expected, saved = config.model_dump(), saved_config.model_dump()
-        differing_keys = [key for key in expected if key not in _MAY_DIFFER and expected[key] != saved[key]]
-        mismatches = [f"{key} is {saved[key]} (this run needs {expected[key]})" for key in differing_keys]
-        if mismatches:
+        expected = config.model_dump(exclude={*_MAY_DIFFER})
+        if differences := list_differences(saved_config.model_dump(), expected):
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {', '.join(mismatches)}. Use the environment and "
-                f"model.path of its "
-                "training."
+                f"{folder / CONFIG_FILE} does not match this run: {differences}. Use the environment and model.path of "
+                "its training."
             )
         if (shape := self.steering(cfg, config)) is not None:
             shape.check(folder)

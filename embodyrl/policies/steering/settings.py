@@ -11,6 +11,7 @@ from pydantic import Field
 
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
+from embodyrl.policies.files import list_differences
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
@@ -105,15 +106,11 @@ class SteeringShape:
         """
         path, expected = folder / SHAPE_FILE, asdict(self)
         saved = read_json(path) if path.is_file() else expected
-        mismatches = [
-            f"{key} is {saved.get(key)} (this run needs {expected[key]})"
-            for key in expected
-            if saved.get(key) != expected[key]
-        ]
-        if mismatches and saved.get("proposes") == self.proposes:
+        differences = list_differences(saved, expected)
+        if differences and saved.get("proposes") == self.proposes:
             keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
             raise CheckpointError(
-                f"{path} does not match this run: {', '.join(mismatches)}. Set model.num_action_chunks, {keys} "
+                f"{path} does not match this run: {differences}. Set model.num_action_chunks, {keys} "
                 "to the values with which the checkpoint was trained."
             )
 

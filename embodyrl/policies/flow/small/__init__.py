@@ -9,6 +9,7 @@ from pydantic import Field
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.files import list_differences
 from embodyrl.policies.flow.settings import FlowSettings, get_chunk_record, get_flow_gripper, get_steering_shape
 from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig, read_bounds
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -82,13 +83,10 @@ class SmallFlowFactory:
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
         """Check that sizes and actor match the weights in a folder (see `PolicyFactory.compare`)."""
-        plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder))
-        mismatches = [
-            f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v
-        ]
-        if mismatches:
+        plan = _plan(cfg, env)
+        if differences := list_differences(asdict(SmallConfig.read(folder)), asdict(plan.config)):
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {', '.join(mismatches)}. Use the environment and "
+                f"{folder / CONFIG_FILE} does not match this run: {differences}. Use the environment and "
                 "model with which the checkpoint was trained."
             )
         if plan.steering is not None:
