@@ -142,15 +142,13 @@ class OpenVlaOftFactory:
             CheckpointError: a file is missing, truncated or does not fit.
         """
         from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
+        from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 
         cfg = as_oft(cfg)
         spec = self.spec(cfg, request.env, request.value_dim)
         options = self._options(cfg, request.env, request.value_dim)
-        if cfg.is_residual:
-            from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
-
-            return ResidualOftPolicy(read_config(_folder(cfg)), spec, options, request)
-        return OpenVlaOftPolicy(read_config(_folder(cfg)), spec, options, request)
+        policy_class = ResidualOftPolicy if cfg.is_residual else OpenVlaOftPolicy
+        return policy_class(read_config(_folder(cfg)), spec, options, request)
 
     def _options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:
         state_dim = env.state_dim if cfg.use_proprio else 0
