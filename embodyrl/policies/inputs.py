@@ -8,7 +8,7 @@ from typing import Any
 
 from embodyrl.errors import CheckpointError, ConfigError, format_reason
 from embodyrl.files import inside, read_json
-from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
+from embodyrl.types import ActionKind, ByteArray, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -126,6 +126,11 @@ def find_short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
         f"the longest demonstration of the weights has {longest} steps, more than {' and '.join(too_short)}, so slower "
         "episodes fail at the time limit; fix: a larger limit"
     )
+
+
+def rotate_upright(images: ByteArray, rotation_deg: int) -> ByteArray:
+    """Rotate images [..., H, W, 3] by 0 or 180 degrees, from a simulator's orientation to upright or back."""
+    return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
@@ -76,7 +77,7 @@ class LeRobotPolicy(ABC):
     ) -> None:
         self.spec = spec
         self._cfg, self._config, self._files, self._shape = cfg, config, files, chunk_shape(config)
-        self._temperature, self._rotates_images = request.temperature, request.env.cameras.rotation_deg == 180
+        self._temperature, self._rotation_deg = request.temperature, request.env.cameras.rotation_deg
         self._device = torch.device(request.device)
         module.units.set_statistics(files.statistics, cfg.path)
         self._module = module.to(self._device).requires_grad_(request.trainable)
@@ -169,8 +170,7 @@ class LeRobotPolicy(ABC):
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
         images = None
         if config.cameras:
-            frames = obs.images[:, : steps * len(config.cameras)]
-            frames = frames[:, :, ::-1, ::-1] if self._rotates_images else frames
+            frames = rotate_upright(obs.images[:, : steps * len(config.cameras)], self._rotation_deg)
             pixels = on_device(np.ascontiguousarray(frames), self._device).permute(0, 1, 4, 2, 3)
             images = pixels.float().div(255.0).unflatten(1, (steps, -1))
         return self._module.units.normalize_inputs(

@@ -11,6 +11,7 @@ import numpy as np
 
 from embodyrl.clock import RunClock
 from embodyrl.errors import EmbodyError
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.policies.remote.wire_formats import (
@@ -21,7 +22,6 @@ from embodyrl.policies.remote.wire_formats import (
     get_field_names,
     import_optional,
     pack,
-    rotate_upright,
     unpack,
 )
 from embodyrl.policies.untrained.policy import InferenceOnlyPolicy

@@ -28,6 +28,7 @@ from embodyrl.policies.flow.prompts import FlowPromptEncoder
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.vla.folder import from_deltas, get_prompt_format, pad_dims, read_normalizer, to_deltas
 from embodyrl.policies.flow.vla.settings import VlaSettings
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
@@ -244,9 +245,7 @@ class VlaProcessor:
         Images [B, C, H, W, 3] have the simulator's orientation; states [B, S] are unnormalized.
         """
         count, cameras = len(obs), self.cfg.num_images_in_input
-        frames = obs.images[:, :cameras]
-        if self._env.cameras.rotation_deg == 180:
-            frames = frames[..., ::-1, ::-1, :]
+        frames = rotate_upright(obs.images[:, :cameras], self._env.cameras.rotation_deg)
         frames = np.ascontiguousarray(frames.reshape(-1, *frames.shape[2:]))
         side = self._spec.vision.image_size
         if isinstance(self._spec, Pi0Spec):

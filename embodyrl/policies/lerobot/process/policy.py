@@ -10,6 +10,7 @@ import numpy as np
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.external_python import ExternalScript
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.lerobot.process import worker
 from embodyrl.policies.lerobot.process.checkpoint import Checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
@@ -66,7 +67,7 @@ class LeRobotPolicy(InferenceOnlyPolicy):
     def _steps(self, obs: Observation) -> list[dict[str, Any]]:
         """Return the observation of each step as a dict of LeRobot features, oldest step first."""
         count = self._saved.n_obs_steps
-        images = obs.images[..., ::-1, ::-1, :] if self._env.cameras.rotation_deg == 180 else obs.images
+        images = rotate_upright(obs.images, self._env.cameras.rotation_deg)
         images = images.reshape(len(obs), count, -1, *images.shape[2:]) if self._views else images
         states = obs.state.reshape(len(obs), count, -1)
         steps = []
