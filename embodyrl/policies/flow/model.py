@@ -5,7 +5,7 @@ Convention of openpi: x_t = t * noise + (1 - t) * actions, velocity u = noise - 
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -314,8 +314,3 @@ class FlowModel(nn.Module, ABC):
         """Mix embedded times [B or 1, D] into noisy actions [B, H, D] with the time MLP."""
         time_tokens = time[:, None].to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, time_tokens], dim=-1))
-
-
-def add_memory(context: AttentionContext, layers: tuple[KeysValues, ...]) -> tuple[AttentionContext, ...]:
-    """Return a copy of `context` for each layer, with the keys and values of the layer as memory."""
-    return tuple(replace(context, memory=pair) for pair in layers)

@@ -85,10 +85,6 @@ class NoiseHead(nn.Module):
         return (0.5 * (self._low + (self._high - self._low) * fraction)).exp()
 
 
-RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
-"""Modules of `FlowModule` added by RL; optional in both the model and the checkpoint."""
-
-
 class ActionScale(Protocol):
     """Interface of the conversion between environment actions and the units of the flow."""
 

@@ -97,14 +97,13 @@ class FlowSettings(ResidualSettings):
         yield from super().problems()
         if self.is_steered or self.likelihood is Likelihood.fpo:
             return
-        if not self.every_step and self.sampled_steps == 0:
+        if self.num_steps == 1 and (
+            self.likelihood is Likelihood.flow_cps or (self.ignore_last and not self.every_step)
+        ):
             yield (
                 "model.num_steps=1 leaves no stochastic step: with flow_cps or ignore_last, the last step is "
-                "deterministic. Set "
-                "model.num_steps to 2 or more."
+                "deterministic. Set model.num_steps to 2 or more."
             )
-        elif self.likelihood is Likelihood.flow_cps and self.num_steps == 1:
-            yield "model.num_steps=1: the last step of flow_cps is deterministic; set model.num_steps to 2 or more."
 
 
 def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:

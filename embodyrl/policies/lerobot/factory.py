@@ -13,7 +13,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.files import list_differences
 from embodyrl.policies.inputs import INPUTS_FILE
-from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
+from embodyrl.policies.lerobot.config import LeRobotConfig, read_config
 from embodyrl.policies.lerobot.settings import LeRobotSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
@@ -217,7 +217,8 @@ class LeRobotFactory(ABC, Generic[S, C]):
         config = self._with_num_actions(cfg, config)
         if problem := config.find_problem():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}.")
-        require_fit(config, env)
+        if problems := config.mismatches(env):
+            raise ConfigError(problems)
         last = slice((config.n_obs_steps - 1) * len(config.cameras), config.n_obs_steps * len(config.cameras))
         problem = find_camera_order_problem(config.cameras, env.cameras.names, env.cameras.names[last])
         if problem and cfg.cameras is None and not (folder / INPUTS_FILE).is_file():

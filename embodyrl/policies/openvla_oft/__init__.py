@@ -17,11 +17,10 @@ from embodyrl.policies.openvla_oft.settings import (
     get_chunk_record,
 )
 from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
-from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.protocol import Policy, PolicyRequest, find_env_problems
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import CONFIG_FILE, TOKENIZER_FILE, Clip, compute_clip_range, find_missing_files
-from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny."

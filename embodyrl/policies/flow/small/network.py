@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.policy import RL_HEADS
+from embodyrl.policies.flow.layouts import HEADS
 from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE
@@ -41,7 +41,7 @@ class SmallFlowWeightIO:
             CheckpointError: weights are missing, damaged or of another shape; the message names them.
         """
         fix = f"Use the {CONFIG_FILE} and the model settings of that run."
-        fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=RL_HEADS, fix=fix)
+        fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=HEADS, fix=fix)
 
 
 POSITION_SCALE = 0.3

@@ -19,11 +19,10 @@ from embodyrl.policies.flow.vla.folder import (
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.sizes import estimate_costs
 from embodyrl.policies.inputs import INPUTS_FILE
-from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.protocol import Policy, PolicyRequest, find_env_problems
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, Clip, find_missing_files
-from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.policies.vla.processors import find_camera_order_problem, read_image_features
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
