@@ -97,9 +97,7 @@ class FlowSettings(ResidualSettings):
         yield from super().problems()
         if self.is_steered or self.likelihood is Likelihood.fpo:
             return
-        if self.num_steps == 1 and (
-            self.likelihood is Likelihood.flow_cps or (self.ignore_last and not self.every_step)
-        ):
+        if self.sampled_steps == 0 and (not self.every_step or self.likelihood is Likelihood.flow_cps):
             yield (
                 "model.num_steps=1 leaves no stochastic step: with flow_cps or ignore_last, the last step is "
                 "deterministic. Set model.num_steps to 2 or more."
