@@ -166,11 +166,8 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
         return problems
     try:
         saved = read_json(path)
-        trained_cameras, trained_rotation, trained_env = (
-            list(saved["cameras"]),
-            int(saved["image_rotation_deg"]),
-            str(saved["environment"]),
-        )
+        trained_cameras, trained_env = list(saved["cameras"]), str(saved["environment"])
+        trained_rotation = int(saved["image_rotation_deg"])
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({format_reason(error)}); use another checkpoint.") from error

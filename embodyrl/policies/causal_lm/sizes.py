@@ -132,10 +132,8 @@ def read_image_sizes(folder: Path, cfg: CausalLMSettings, height: int, width: in
     else:
         max_pixels = preprocessor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
         min_pixels = preprocessor.get("min_pixels") or size.get("shortest_edge") or 0
-        patches, merge_size = (
-            -(-max(min_pixels, min(max_pixels, height * width)) // patch**2),
-            int(vision.get("spatial_merge_size", 2)),
-        )
+        patches = -(-max(min_pixels, min(max_pixels, height * width)) // patch**2)
+        merge_size = int(vision.get("spatial_merge_size", 2))
     return ImageSizes(tower=_parse_transformer(vision, cfg), patches=patches, tokens=-(-patches // merge_size**2))
 
 

@@ -185,11 +185,8 @@ class OpenVlaOftPolicy:
         trained, otherwise merged into the weights of `model.path`. The folder's action statistics replace the
         current ones, because the folder's weights predict actions that are normalized with them.
         """
-        adapter, model, base = (
-            None if list_weight_files(folder) else find_adapter(folder),
-            self._model,
-            self._config.folder,
-        )
+        adapter = None if list_weight_files(folder) else find_adapter(folder)
+        model, base = self._model, self._config.folder
         if adapter is None:
             load_model(model, folder)
         elif self._adapter is None:

@@ -53,17 +53,13 @@ def pad_dims(x: npt.ArrayLike, size: int) -> FloatArray:
 
 def to_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
     """Subtract the state [B, S] from the first `dims` dimensions of actions [B, H, A], both unnormalized."""
-    return _add_state(actions, state, dims, -1.0)
+    return from_deltas(actions, -np.asarray(state, np.float32), dims)
 
 
 def from_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
     """Add the state [B, S] to the first `dims` dimensions of actions [B, H, A]: the inverse of `to_deltas`."""
-    return _add_state(actions, state, dims, 1.0)
-
-
-def _add_state(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float) -> FloatArray:
     out = np.array(actions, np.float32)
-    out[..., :dims] += sign * np.asarray(state, np.float32)[..., None, :dims]
+    out[..., :dims] += np.asarray(state, np.float32)[..., None, :dims]
     return out
 
 
