@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.policies.inputs import rotate_upright
-from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig
+from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
 from embodyrl.policies.lerobot.units import Inputs, Normalizer
@@ -165,20 +165,20 @@ class LeRobotPolicy(ABC):
 
     def _inputs(self, obs: Observation) -> Inputs:
         """Normalize observations. History steps are concatenated in state and cameras, oldest first."""
-        config, steps = self._config, self._config.n_obs_steps
-        state_dim, environment_dim = config.state_dim, config.environment_dim
+        config, steps, units = self._config, self._config.n_obs_steps, self._module.units
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
-        images = None
+        state = environment = images = None
+        first, end = config.state_dim, config.state_dim + config.environment_dim
+        if config.state_dim:
+            state = units.normalize(STATE, numbers[:, :, :first])
+        if config.environment_dim:
+            environment = units.normalize(config.environment_name, numbers[:, :, first:end])
         if config.cameras:
             frames = rotate_upright(obs.images[:, : steps * len(config.cameras)], self._rotation_deg)
             pixels = on_device(np.ascontiguousarray(frames), self._device).permute(0, 1, 4, 2, 3)
-            images = pixels.float().div(255.0).unflatten(1, (steps, -1))
-        return self._module.units.normalize_inputs(
-            numbers[:, :, :state_dim] if state_dim else None,
-            numbers[:, :, state_dim : state_dim + environment_dim] if environment_dim else None,
-            images,
-            config.cameras,
-        )
+            views = pixels.float().div(255.0).unflatten(1, (steps, -1)).unbind(2)
+            images = torch.stack([units.normalize(*pair) for pair in zip(config.cameras, views, strict=True)], 2)
+        return Inputs(state=state, environment=environment, images=images)
 
     def _select_executed(self, chunk: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] of chunks [B, H, A]."""
