@@ -193,16 +193,8 @@ class LanguageModel(nn.Module):
 
         `image_inputs`: image tensors, by the names of the model's arguments.
         """
-        out = self.lm(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=num_positions,
-            output_hidden_states=self.value_head is not None,
-            **image_inputs,
-        )
+        more = {"logits_to_keep": num_positions, "output_hidden_states": self.value_head is not None}
+        out = _run(self.lm, ids, mask, positions, cache, **image_inputs, **more)
         logits = out.logits.float()
         if self.value_head is None:
             return logits, logits.new_zeros(logits.shape[:2])
@@ -252,15 +244,7 @@ class LanguageModel(nn.Module):
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **image_inputs: Tensor
     ) -> Tensor:
         """Return the last hidden states [B, T, D]; only for models with `head_is_last`."""
-        out = self._base_model.base_model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **image_inputs,
-        )
-        return out.last_hidden_state
+        return _run(self._base_model.base_model, ids, mask, positions, cache, **image_inputs).last_hidden_state
 
     def compute_last_scores(
         self,
@@ -314,6 +298,12 @@ class LanguageModel(nn.Module):
         if self.value_head is None:
             return torch.zeros_like(template)
         return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+
+
+def _run(lm: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None, **more: Any) -> Any:
+    """Run a model of transformers; `more`: further arguments."""
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return lm(**inputs, past_key_values=cache, use_cache=cache is not None, **more)
 
 
 class _Scores(torch.autograd.Function):
