@@ -78,11 +78,11 @@ class LeRobotPolicy(InferenceOnlyPolicy):
             for name, size in self._saved.states:
                 features[name] = np.ascontiguousarray(states[:, step, start : start + size])
                 start += size
-            steps.append(worker.encode_arrays(features))
+            steps.append(features)
         return steps
 
     def _request(self, request: dict[str, Any], timeout_s: float, key: str) -> dict[str, Any]:
-        reply = worker.decode_arrays(self._script.call(request, timeout_s, key))
+        reply = self._script.call(request, timeout_s, key)
         if "missing" in reply:
             raise MissingDependencyError(
                 f"{self._python}: {reply['missing']}. Fix: pip install lerobot in a separate virtual "
