@@ -25,16 +25,14 @@ from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, P
 
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
-    "a local folder, or owner/name on the hub, "
-    "in the published OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "
-    "dataset_statistics.json, model*.safetensors)"
+    "a local folder, or owner/name on the hub, in the published OpenVLA-OFT layout (config.json, "
+    "preprocessor_config.json, tokenizer.json, dataset_statistics.json, model*.safetensors)"
 )
 NO_PATH = (
     f"model.path is not set. Set it to {PUBLIC_LAYOUT}. Suitable checkpoints have discrete action tokens: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
     "RLinf/RLinf-OpenVLAOFT-LIBERO-130, or L1 regression (moojink/openvla-7b-oft-finetuned-libero-*) with "
-    "model=openvla_oft_official. "
-    f"{TRY_NOW}"
+    f"model=openvla_oft_official. {TRY_NOW}"
 )
 
 
@@ -207,8 +205,7 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
     if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} contains a continuous action head (L1 or diffusion), so its language model was not "
-            f"trained on action tokens. Set model.action_head=l1 or diffusion, or use a checkpoint with discrete "
-            f"tokens."
+            "trained on action tokens. Set model.action_head=l1 or diffusion, or use a checkpoint with discrete tokens."
         )
     return problems
 

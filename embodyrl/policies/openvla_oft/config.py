@@ -80,8 +80,7 @@ class Statistics:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{where} has no usable {part} {low_name}/{high_name} ({format_reason(error)}). Download the file "
-                "again, "
-                f"or check model.action_normalization and model.use_proprio."
+                "again, or check model.action_normalization and model.use_proprio."
             ) from error
         if not len(low) == len(high) == len(mask):
             raise CheckpointError(

@@ -28,9 +28,8 @@ from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 PUBLIC_LAYOUT = (
-    "a local folder, or owner/name on the hub, "
-    "with config.json, model*.safetensors, statistics and the language model's tokenizer.json, as "
-    "openpi (PyTorch), lerobot, transformers or RLinf publish it"
+    "a local folder, or owner/name on the hub, with config.json, model*.safetensors, statistics and the language "
+    "model's tokenizer.json, as openpi (PyTorch), lerobot, transformers or RLinf publish it"
 )
 _MAX_STATE = {Normalization.mean_std: 6.0, Normalization.quantiles: 2.0}
 """Largest plausible absolute value of a normalized state."""
