@@ -27,11 +27,11 @@ from embodyrl.policies.vla.sampling import (
     START,
     TIMES,
     SampledChunks,
+    build_scores,
     get_observation_seeds,
     get_seeds,
     get_varying_dimensions,
     normals,
-    pad_per_action,
     uniforms,
 )
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -180,14 +180,8 @@ class FlowPolicy:
         else:
             scale = temperature or self._temperature
             sampled = self._likelihood.sample(velocity, get_seeds(noise), self._device, scale)
-            sampled = replace(sampled, logprob=self._select_varying_dimensions(sampled.logprob))
-        tokens, logprob = sampled.pad_to_spec(self.spec)
-        return PolicyOutput(
-            actions=self._to_actions(sampled.state[:, : self._shape.executed], obs),
-            tokens=tokens,
-            logprob=logprob,
-            value=self._value(prefix, len(obs)).cpu().numpy(),
-        )
+        actions = self._to_actions(sampled.state[:, : self._shape.executed], obs)
+        return sampled.to_output(actions, self._value(prefix, len(obs)), self.spec, self._varying)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -204,9 +198,8 @@ class FlowPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         prefix, velocity = self._encode_for_inference(obs)
-        scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
-        logprob, entropy = (pad_per_action(self._select_varying_dimensions(part), self.spec) for part in scored)
-        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
+        scores = self._likelihood.score(velocity, tokens, self._device, self._temperature)
+        return build_scores(scores, self._value(prefix, len(obs)), self.spec, self._varying)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity of a chunk.
@@ -295,11 +288,9 @@ class FlowPolicy:
             _, hidden = self._velocity(prefix, zero_noise, torch.ones(count, device=self._device))
         return head(hidden.mean(1))
 
-    def _select_varying_dimensions(self, per_action: Tensor) -> Tensor:
-        """Select the log-probabilities [B, K, P] of action dimensions that are not constant in the data."""
-        return per_action[..., get_varying_dimensions(self._scale.varying_mask)] if self._by_dimension else per_action
-
     def _update_scored_dimensions(self) -> None:
-        """Set the number of log-probabilities per action, without dimensions that are constant in the data."""
+        """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
+        self._varying = None
         if self._by_dimension:
-            self.spec = replace(self.spec, scored=len(get_varying_dimensions(self._scale.varying_mask)))
+            self._varying = get_varying_dimensions(self._scale.varying_mask)
+            self.spec = replace(self.spec, scored=len(self._varying))

@@ -21,7 +21,7 @@ from embodyrl.policies.steering.actor import FrozenOutputs, HeadedModule, Residu
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
-from embodyrl.policies.vla.sampling import SampledChunks, get_seeds, get_varying_dimensions, pad_per_action
+from embodyrl.policies.vla.sampling import SampledChunks, build_scores, get_seeds, get_varying_dimensions
 from embodyrl.types import (
     BoolArray,
     FloatArray,
@@ -122,15 +122,7 @@ class LeRobotPolicy(ABC):
             sampled = SampledChunks.from_greedy(self._compute_greedy_actions(obs, encoding))
         else:
             sampled = self._sample(encoding, get_seeds(noise), temperature or self._temperature)
-        tokens, logprob = SampledChunks(
-            state=sampled.state, tokens=sampled.tokens, logprob=self._select_varying_dimensions(sampled.logprob)
-        ).pad_to_spec(self.spec)
-        return PolicyOutput(
-            actions=self._to_actions(sampled.state),
-            tokens=tokens,
-            logprob=logprob,
-            value=self._value(encoding).cpu().numpy(),
-        )
+        return sampled.to_output(self._to_actions(sampled.state), self._value(encoding), self.spec, self._varying)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -140,10 +132,7 @@ class LeRobotPolicy(ABC):
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         encoding = self._encode(obs)
-        logprob, entropy = (
-            pad_per_action(self._select_varying_dimensions(part), self.spec) for part in self._score(encoding, tokens)
-        )
-        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(encoding))
+        return build_scores(self._score(encoding, tokens), self._value(encoding), self.spec, self._varying)
 
     def save(self, folder: Path) -> None:
         """Write the policy in LeRobot's layout, and RL heads in a separate file."""
@@ -193,19 +182,11 @@ class LeRobotPolicy(ABC):
         rows = on_device(np.ascontiguousarray(actions, np.float32), self._device)
         return self._module.units.normalize(ACTION, rows)
 
-    def _select_varying_dimensions(self, per_number: Tensor) -> Tensor:
-        """Select the log-probabilities [B, K, A] of action dimensions that are not constant in the data."""
-        return per_number[..., self._varying] if per_number.shape[2] == self._config.action_dim else per_number
-
     def _update_scored_dimensions(self) -> None:
         """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
-        varying_mask = self._module.units.get_varying_mask()
-        self._varying = (
-            np.arange(self._config.action_dim)
-            if varying_mask is None
-            else get_varying_dimensions(varying_mask.cpu().numpy())
-        )
-        if self._by_dimension:
+        varying_mask, self._varying = self._module.units.get_varying_mask(), None
+        if self._by_dimension and varying_mask is not None:
+            self._varying = get_varying_dimensions(varying_mask.cpu().numpy())
             self.spec = replace(self.spec, scored=len(self._varying))
 
 

@@ -43,7 +43,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.adapter import find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
-from embodyrl.policies.vla.sampling import pad_per_action
+from embodyrl.policies.vla.sampling import build_scores
 from embodyrl.types import (
     ByteArray,
     FloatArray,
@@ -97,13 +97,8 @@ class OpenVlaOftPolicy:
         """
         with self._autocast:
             sampled, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
-        tokens, logprob = sampled.pad_to_spec(self.spec)
-        return PolicyOutput(
-            actions=unnormalize(sampled.state.double().cpu().numpy(), self._bounds),
-            tokens=tokens,
-            logprob=logprob,
-            value=value.cpu().numpy(),
-        )
+        actions = unnormalize(sampled.state.double().cpu().numpy(), self._bounds)
+        return sampled.to_output(actions, value, self.spec)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -138,9 +133,7 @@ class OpenVlaOftPolicy:
         """Return log-probabilities, entropies and values of tokens [B, L], with gradients."""
         with self._scoring:
             logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
-        return PolicyScores(
-            logprob=pad_per_action(logprob, self.spec), entropy=pad_per_action(entropy, self.spec), value=value
-        )
+        return build_scores((logprob, entropy), value, self.spec)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Return tokens of actions (see `TokenPolicy.encode_actions`).

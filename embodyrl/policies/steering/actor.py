@@ -14,7 +14,7 @@ from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, SampledChunks, get_seeds, normals, pad_per_action
+from embodyrl.policies.vla.sampling import START, SampledChunks, build_scores, get_seeds, normals
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 MAX_CORRECTION = 1.0 - 1e-3
@@ -177,16 +177,14 @@ class SteeredPolicy(ABC):
             sampled = SampledChunks.from_greedy(self._actor.greedy(frozen.features))
         else:
             sampled = self._actor.sample(frozen.features, seeds, scale)
-        tokens, logprob = sampled.pad_to_spec(self.spec)
         actions = self._execute(obs, frozen, sampled.state.tanh(), seeds, scale)
-        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=frozen.value.cpu().numpy())
+        return sampled.to_output(actions, frozen.value, self.spec)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of actor samples [B, L], with gradients of the actor only."""
         frozen = self._run_frozen_model(obs)
         scores = self._actor.score(frozen.features, tokens, self._temperature)
-        logprob, entropy = (pad_per_action(part, self.spec) for part in scores)
-        return PolicyScores(logprob=logprob, entropy=entropy, value=frozen.value)
+        return build_scores(scores, frozen.value, self.spec)
 
     def save(self, folder: Path) -> None:
         """Write the weights (see `Policy.save`) and the shape of the actor."""
