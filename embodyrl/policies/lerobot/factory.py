@@ -21,7 +21,7 @@ from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE, has_random_i
 from embodyrl.policies.vla.processors import find_camera_order_problem
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.weights import count, weight_sizes
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 S = TypeVar("S", bound=LeRobotSettings)
 C = TypeVar("C", bound=LeRobotConfig)
@@ -127,7 +127,6 @@ class LeRobotFactory(ABC, Generic[S, C]):
             ),
             observed_steps=config.n_obs_steps,
             gripper=env.action.gripper,
-            action_kinds=frozenset({ActionKind.box}),
             warnings=warnings,
         )
         return add_steering(spec, self.steering(cfg, config), cfg, self.folder(cfg))

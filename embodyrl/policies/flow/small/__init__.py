@@ -17,7 +17,7 @@ from embodyrl.policies.steering.settings import SteeringShape, add_steering, add
 from embodyrl.policies.vla.folder import CONFIG_FILE, has_random_init
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.weights import count, weight_sizes
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 _NETWORK_CLASS = "embodyrl.policies.flow.small.network:SmallFlow"
 
@@ -71,7 +71,6 @@ class SmallFlowFactory:
             scored=record.per_action,
             value_dim=value_dim,
             gripper=get_flow_gripper(env),
-            action_kinds=frozenset({ActionKind.box}),
         )
         return add_steering(spec, plan.steering, cfg, _folder(cfg))
 

@@ -25,7 +25,7 @@ from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, Clip, find_missing_files
 from embodyrl.policies.vla.processors import find_camera_order_problem, read_image_features
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 PUBLIC_LAYOUT = (
     "a local folder, or owner/name on the hub, with config.json, model*.safetensors, statistics and the language "
@@ -76,7 +76,6 @@ class VlaFactory:
             imitated=model.horizon,
             value_dim=value_dim,
             gripper=get_flow_gripper(env),
-            action_kinds=frozenset({ActionKind.box}),
             warnings=find_warnings(folder, cfg),
         )
         return add_steering(spec, _steering(cfg, model, env), cfg, folder)

@@ -12,7 +12,7 @@ from embodyrl.policies.lerobot.config import IMAGES
 from embodyrl.policies.lerobot.process.checkpoint import Checkpoint, read_checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicySpec
 
 if TYPE_CHECKING:
     from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
@@ -64,7 +64,6 @@ class LeRobotProcessFactory:
             gripper=env.action.gripper,
             takes_noise=False,
             untrainable="its weights are in a process of LeRobot, which returns actions without probabilities",
-            action_kinds=frozenset({ActionKind.box}),
             warnings=warnings,
         )
 
