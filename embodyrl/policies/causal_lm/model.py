@@ -27,9 +27,9 @@ from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, find_merged_adapter_problem
+from embodyrl.policies.vla.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from embodyrl.policies.weights import check_weights
 
-_ADAPTER_CONFIG = "adapter_config.json"
 _MERGED_FIELDS = (
     "alpha_pattern",
     "bias",
@@ -75,7 +75,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
         CheckpointError: the folder has no such model, or a file is damaged.
         MissingDependencyError: the processor needs a package that is not installed.
     """
-    if not (folder / "config.json").is_file() or (folder / _ADAPTER_CONFIG).is_file():
+    if not (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         # The library would search its hub cache for the folder, or for the adapter's base model.
         raise CheckpointError(
             f"{folder} does not contain a full model. Use the folder of a full model, and set an adapter with "
@@ -131,14 +131,14 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
     path = path or lora.path
     if path is not None:
         folder = resolve_asset(path)
-        for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             if not (folder / name).is_file():  # otherwise the library would query the hub, or load a pickle
                 raise CheckpointError(
                     f"{folder}: {name} is missing; the adapter folder is incomplete. Download the folder again."
                 )
         if path == lora.path and (problem := find_merged_adapter_problem(folder)):
             raise CheckpointError(f"model.lora.path: {problem}")
-        file = folder / _ADAPTER_CONFIG
+        file = folder / ADAPTER_CONFIG
         ignored = (*ADAPTER_FIELDS, *_MERGED_FIELDS)
         check_keys(read_json(file), file, ignored=ignored, only=_SUPPORTED_VALUES, fix="Use a LoRA adapter.")
         with _suppress_warnings():
