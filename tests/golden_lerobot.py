@@ -112,7 +112,7 @@ def policy_of(folder: Path, *, value_dim: int = 0, env: EnvSpec | None = None, s
     """Build the policy of a folder for a matching environment, with the checkpoint's number of executed actions."""
     kind = json.loads((folder / "config.json").read_text())["type"]
     factory = POLICIES.get(kind)
-    config = read_config(folder, kind, factory.config)[0]
+    config = read_config(folder, kind, factory.config)
     keys = {"num_action_chunks": config.n_action_steps} | keys
     cfg = model_of(kind, path=str(folder), **keys)
     assert factory.validate(cfg) == []

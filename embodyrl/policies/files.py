@@ -66,6 +66,15 @@ def check_keys(
         raise CheckpointError(f"{where}: {listing} is not supported. {fix}")
 
 
+def list_differences(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """Return the keys of `expected` whose values differ in `saved`, with both values; empty without differences."""
+    return ", ".join(
+        f"{key} is {saved.get(key)} (this run needs {value})"
+        for key, value in expected.items()
+        if saved.get(key) != value
+    )
+
+
 def find_merged_adapter_problem(adapter: Path) -> str | None:
     """Return an error if an adapter folder is inside a folder with full model weights."""
     kinds = ("model*.safetensors*", "pytorch_model*.bin*")

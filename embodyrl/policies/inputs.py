@@ -8,10 +8,10 @@ from typing import Any
 
 from embodyrl.errors import CheckpointError, ConfigError, format_reason
 from embodyrl.files import inside, read_json
-from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
+from embodyrl.types import ActionKind, ByteArray, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 _MAX_INSTRUCTIONS = 1000
 """Maximum number of instructions that are saved with the weights."""
 
@@ -43,9 +43,8 @@ def read_saved_inputs(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is damaged.
     """
-    path = folder / INPUTS_FILE
     try:
-        saved = read_json(path) if path.is_file() else {}
+        saved = _read_inputs(folder)
         if "image_size" not in saved:
             return {}
         height, width = saved["image_size"]
@@ -53,22 +52,44 @@ def read_saved_inputs(folder: Path) -> dict[str, Any]:
         images = {f"env.init_params.{key}": value for key, value in cameras.items()} if saved["cameras"] else {}
         return images | {"model.num_action_chunks": saved["num_action_chunks"], "environment": saved["environment"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({format_reason(error)}); use another checkpoint.") from None
+        file = folder / INPUTS_FILE
+        raise ConfigError(f"{file} is damaged ({format_reason(error)}); use another checkpoint.") from None
+
+
+def _read_inputs(folder: Path) -> dict[str, Any]:
+    path = folder / INPUTS_FILE
+    return read_json(path) if path.is_file() else {}
+
+
+def list_weight_files(folder: Path, files: str = "model*.safetensors") -> list[Path]:
+    """Return the weight files that the index of a folder lists, or without an index all that match `files`.
+
+    Raises:
+        CheckpointError: the index is malformed or names a missing file.
+    """
+    index = folder / INDEX_FILE
+    try:
+        # The folder may also contain old files, which are not in the index.
+        paths = [inside(folder, name) for name in sorted(set(read_json(index)["weight_map"].values()))]
+    except FileNotFoundError:
+        return sorted(folder.glob(files))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} cannot be read ({format_reason(error)}); download the file again.") from error
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(paths)} weight files, such as {missing[0]}; the download or copy "
+            "is incomplete; download the missing files."
+        )
+    return paths
 
 
 def find_missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
     """Return an error if a folder has no weights in `files`, or lacks files that its index lists."""
     try:
-        index = read_json(folder / _INDEX_FILE)
-        paths = {name: inside(folder, name) for name in index["weight_map"].values()}
-    except FileNotFoundError:
-        return None if any(folder.glob(files)) else f"{folder} contains no {files}; download the weights."
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{folder / _INDEX_FILE} cannot be read ({format_reason(error)}); download the file again."
-    missing = sorted(name for name, path in paths.items() if not path.is_file())
-    if not missing:
-        return None
-    return f"{folder} lacks {len(missing)} of {len(paths)} weight files, such as {missing[0]}; download the weights."
+        found = list_weight_files(folder, files)
+    except CheckpointError as error:
+        return str(error)
+    return None if found else f"{folder} contains no {files}; download the weights."
 
 
 def _get_instructions(env: EnvSpec) -> list[str]:
@@ -81,8 +102,7 @@ def _get_instructions(env: EnvSpec) -> list[str]:
 
 def find_unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[int]) -> str | None:
     """Return a warning if the weights in a folder were not trained on any instruction of the given tasks."""
-    path = folder / INPUTS_FILE
-    known = read_json(path).get("instructions", []) if path.is_file() else []
+    known = _read_inputs(folder).get("instructions", [])
     selected_tasks = {*env.instructions} or {env.tasks[task] for task in task_ids}
     instructions = [text for text in _get_instructions(env) if text in selected_tasks]
     if not known or not instructions or {*known} & {*instructions}:
@@ -98,8 +118,7 @@ def find_short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
 
     `limits`: maximum number of steps by config key.
     """
-    path = folder / INPUTS_FILE
-    longest = read_json(path).get("longest_demonstration", 0) if path.is_file() else 0
+    longest = _read_inputs(folder).get("longest_demonstration", 0)
     too_short = [f"{key}={steps}" for key, steps in limits.items() if steps < longest]
     if not too_short:
         return None
@@ -107,6 +126,11 @@ def find_short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
         f"the longest demonstration of the weights has {longest} steps, more than {' and '.join(too_short)}, so slower "
         "episodes fail at the time limit; fix: a larger limit"
     )
+
+
+def rotate_upright(images: ByteArray, rotation_deg: int) -> ByteArray:
+    """Rotate images [..., H, W, 3] by 0 or 180 degrees, from a simulator's orientation to upright or back."""
+    return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +166,8 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
         return problems
     try:
         saved = read_json(path)
-        trained_cameras, trained_rotation, trained_env = (
-            list(saved["cameras"]),
-            int(saved["image_rotation_deg"]),
-            str(saved["environment"]),
-        )
+        trained_cameras, trained_env = list(saved["cameras"]), str(saved["environment"])
+        trained_rotation = int(saved["image_rotation_deg"])
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({format_reason(error)}); use another checkpoint.") from error

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.protocol import Policy
 from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.policies.remote.wire_formats import (
@@ -26,7 +27,6 @@ from embodyrl.policies.remote.wire_formats import (
     encode_vla_eval_array,
     import_optional,
     pack,
-    rotate_upright,
     unpack,
 )
 from embodyrl.specs import convert_gripper

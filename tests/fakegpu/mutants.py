@@ -56,7 +56,7 @@ BUGS = {
         check="policy",
     ),
     "numpy of what is on the device": Bug(
-        "placement", "embodyrl.policies.openvla_oft.policy", "value=value.cpu().numpy()", "value=value.numpy()"
+        "placement", "embodyrl.policies.vla.sampling", "value=value.cpu().numpy()", "value=value.numpy()"
     ),
     "frozen weights meet float32 pixels": Bug(
         "dtype",

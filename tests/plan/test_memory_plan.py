@@ -187,15 +187,22 @@ def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
     assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
 
 
+def text_sizes(*, uses_bf16: bool = False, adapters: bool = True) -> TextSizes:
+    sizes = {"vocabulary": 1000, "width": 8, "hidden": 16, "layers": 2, "kv_width": 8}
+    return TextSizes(**sizes, tied=True, supports_sharing=True, uses_bf16=uses_bf16, adapters=adapters)
+
+
 def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
     """Three float32 copies of the logits of all replies, at most those of a chunk; and the gradients of the matrix."""
-    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, kv_width=8, tied=True, supports_sharing=True)
+    size = text_sizes()
     reply, chunk = size.logit_bytes(10)
     assert (reply, chunk) == (120_000, 12 * CHUNK_LOGITS)
-    adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(uses_bf16=False, adapters=True))
+    adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes)
     assert adapters.scoring(4) == (480_000, 480_000)
     assert adapters.scoring(1e9) == (chunk, chunk)
-    whole = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(uses_bf16=True, adapters=False))
+    whole = PolicyCosts(
+        logit_bytes=(reply, chunk), scoring_bytes=text_sizes(uses_bf16=True, adapters=False).scoring_bytes
+    )
     assert whole.scoring(0) == (64_000, 96_000), "the gradients are added after the logits"
     assert whole.scoring(4) == (512_000, 528_000)
 
@@ -213,10 +220,10 @@ def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_
 
 
 def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
-    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, kv_width=8, tied=True, supports_sharing=True)
-    assert size.bytes_per_token(uses_bf16=False, adapters=True) == 512
-    assert size.bytes_per_token(uses_bf16=False, adapters=False) == 576, "inputs of trained norms"
-    reply, prompt = size.shared_bytes(20, 4, uses_bf16=False, adapters=True)
+    size = text_sizes()
+    assert size.bytes_per_token == 512
+    assert text_sizes(adapters=False).bytes_per_token == 576, "inputs of trained norms"
+    reply, prompt = size.shared_bytes(20, 4)
     assert (reply, prompt) == (2 * (4 * 448 + 24 * 64), 2 * 20 * (512 + 64)), "keys and values of the prompt repeat"
     whole = 2 * 24 * 512
     costs = PolicyCosts(
@@ -225,7 +232,7 @@ def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
     assert costs.stored(8, 1) == 8 * reply + prompt
     assert costs.stored(8, 8) == 8 * whole, "all prompts are different"
     assert replace(costs, reply_tokens=16).stored(8, 1) == 8 * whole, "most tokens are those of replies"
-    assert replace(size, supports_sharing=False).shared_bytes(20, 4, uses_bf16=False, adapters=True) == (0, 0)
+    assert replace(size, supports_sharing=False).shared_bytes(20, 4) == (0, 0)
 
 
 def test_only_tensors_below_the_mapped_size_fragment_memory(tmp_path, monkeypatch):

@@ -306,7 +306,8 @@ def test_every_wait_has_a_deadline(vla_eval, request):
     def ready(url: str) -> None:
         threading.Thread(target=talk, args=[url], daemon=True).start()
 
-    policy = UntrainedPolicy(RANDOM.spec(ModelSettings(model_type="random"), ENV, 0), ENV.action)
+    request = PolicyRequest(env=ENV, device="cpu", seed=0, trainable=False)
+    policy = UntrainedPolicy(RANDOM.spec(ModelSettings(model_type="random"), ENV, 0), request)
     cfg = ServeSettings(port=0, answer_timeout_s=0.2, idle_timeout_s=3.0)
     said: list[str] = []
     with pytest.raises(Interrupted):
@@ -335,7 +336,7 @@ def test_served_policy_converts_image_rotation_and_gripper():
     spec = RANDOM.spec(ModelSettings(model_type="random", num_action_chunks=2), env, 0)
     inputs = InputSpec(num_images=2, state=True)
     spec = replace(spec, inputs=inputs, gripper=GripperConvention(open=1.0, closed=0.0))
-    policy = Looking(spec, ENV.action)
+    policy = Looking(spec, PolicyRequest(env=env, device="cpu", seed=0, trainable=False))
     wrist = observation()["observation/image"][:, ::-1]
     message = observation() | {"observation/state": [1.0, 2.0], "observation/wrist_image": wrist}
     actions = ObservationHandler(policy, env, OPENPI)(message)

@@ -63,14 +63,12 @@ class ActorCriticFactory:
             CheckpointError: the folder has no weights of this shape.
         """
         from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
+        from embodyrl.policies.actor_critic.squashed import SquashedPolicy
 
         spec = self.spec(cfg, request.env, request.value_dim)
         shape = self._build_shape(cfg, request.env, request.value_dim)
-        if shape.squashed:
-            from embodyrl.policies.actor_critic.squashed import SquashedPolicy
-
-            return SquashedPolicy(spec, shape, request, cfg)
-        return ActorCriticPolicy(spec, shape, request, cfg)
+        policy_class = SquashedPolicy if shape.squashed else ActorCriticPolicy
+        return policy_class(spec, shape, request, cfg)
 
     def _build_shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
         action, reads_images = env.action, self.reads_images

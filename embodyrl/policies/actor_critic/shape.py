@@ -10,6 +10,7 @@ from typing import Any
 
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
+from embodyrl.policies.files import list_differences
 from embodyrl.types import ActionKind
 
 CHANNELS = (32, 64, 64)
@@ -111,21 +112,12 @@ class NetShape:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."
             ) from error
-        expected = json.loads(json.dumps(asdict(self)))
-        # Defaults for older folders.
-        defaults = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False}
-        defaults |= {"squashed": False, "grey": False}
-        saved = defaults | {"cameras": expected["cameras"]} | saved
-        mismatches = [key for key in expected if key != "value_dim" and saved.get(key) != expected[key]]
-        if mismatches:
-            differences = ", ".join(f"{key} is {saved.get(key)} (this run needs {expected[key]})" for key in mismatches)
-            fix = "Use the environment and model settings of the training run."
-            if "grey" in mismatches:
-                fix = (
-                    "Older policies and data sets store grey images as three equal channels: train the policy again, "
-                    "on new demonstrations."
-                )
-            raise CheckpointError(f"{path} does not fit this run: {differences}. {fix}")
+        expected = json.loads(json.dumps(asdict(self))) | {"value_dim": saved.get("value_dim")}
+        if differences := list_differences(saved, expected):
+            raise CheckpointError(
+                f"{path} does not fit this run: {differences}. Use the environment and model settings of the training "
+                "run."
+            )
 
 
 def _count_mlp_parameters(widths: tuple[int, ...]) -> int:

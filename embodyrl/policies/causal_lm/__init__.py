@@ -99,46 +99,37 @@ class CausalLMFactory:
     def costs(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs from config.json and the headers of the weight files."""
         folder = self.folder(cfg)
-        size, num_images = read_sizes(folder), len(env.cameras.names) if self.reads_images else 0
-        tokens = cfg.num_action_chunks
+        size, num_images = read_sizes(folder, cfg), len(env.cameras.names) if self.reads_images else 0
+        reply_tokens = cfg.num_action_chunks
         if env.text.prompt_tokens:
-            tokens = max(1, env.text.max_replies) * tokens + env.text.prompt_tokens
+            tokens = max(1, env.text.max_replies) * reply_tokens + env.text.prompt_tokens
         else:
-            tokens += -(-env.text.prompt_bytes // BYTES_PER_PROMPT_TOKEN)
-        per_token = size.bytes_per_token(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora)
+            tokens = reply_tokens + -(-env.text.prompt_bytes // BYTES_PER_PROMPT_TOKEN)
         total = self.default_num_parameters if cfg.path is None else _count_parameters(folder)
         adapters, tower_bytes = size.adapter_parameters(cfg.lora.r), 0
         if self.reads_images:
-            image_sizes = read_image_sizes(folder, *env.cameras.size)
+            image_sizes = read_image_sizes(folder, cfg, *env.cameras.size)
+            tower = image_sizes.tower
             tokens += num_images * image_sizes.tokens
-            tower_bytes = (
-                num_images
-                * image_sizes.patches
-                * image_sizes.tower.layers
-                * image_sizes.tower.bytes_per_token(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora)
-            )
-            adapters += image_sizes.tower.adapter_parameters(cfg.lora.r)
+            tower_bytes = num_images * image_sizes.patches * tower.layers * tower.bytes_per_token
+            adapters += tower.adapter_parameters(cfg.lora.r)
         residual_bytes = 4 if not (cfg.uses_bf16 and cfg.is_lora) else 2
         return PolicyCosts(
             num_parameters=total,
             num_trained=adapters + _count_full_parameters(cfg, size) if cfg.is_lora else None,
-            activation_bytes=tokens * size.layers * per_token + tower_bytes,
-            shared_bytes=(0, 0)
-            if self.reads_images
-            else size.shared_bytes(
-                tokens - cfg.num_action_chunks, cfg.num_action_chunks, uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora
-            ),
-            tensor_fractions=size.tensor_fractions(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora),
+            activation_bytes=tokens * size.layers * size.bytes_per_token + tower_bytes,
+            shared_bytes=(0, 0) if self.reads_images else size.shared_bytes(tokens - reply_tokens, reply_tokens),
+            tensor_fractions=size.tensor_fractions,
             recomputed_bytes=tokens * size.layers * residual_bytes * size.width + tower_bytes,
-            largest_layer=(size.layer_parameters, tokens * per_token),
+            largest_layer=(size.layer_parameters, tokens * size.bytes_per_token),
             outside_layers=size.outside_parameters,
-            logit_bytes=size.logit_bytes(cfg.num_action_chunks),
-            scoring_bytes=size.scoring_bytes(uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora),
+            logit_bytes=size.logit_bytes(reply_tokens),
+            scoring_bytes=size.scoring_bytes,
             inference_bytes=tokens * size.layers * (6 if cfg.uses_bf16 else 8) * size.kv_width + 12 * size.vocabulary,
             sample_tokens=tokens,
-            reply_tokens=cfg.num_action_chunks,
+            reply_tokens=reply_tokens,
             forward_flops=2.0 * total * tokens,
-            act_passes=cfg.num_action_chunks,
+            act_passes=reply_tokens,
         )
 
     def backend_problems(self, cfg: CausalLMSettings, backend: str) -> list[str]:

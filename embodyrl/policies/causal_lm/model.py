@@ -27,9 +27,9 @@ from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, find_merged_adapter_problem
+from embodyrl.policies.vla.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from embodyrl.policies.weights import check_weights
 
-_ADAPTER_CONFIG = "adapter_config.json"
 _MERGED_FIELDS = (
     "alpha_pattern",
     "bias",
@@ -75,7 +75,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
         CheckpointError: the folder has no such model, or a file is damaged.
         MissingDependencyError: the processor needs a package that is not installed.
     """
-    if not (folder / "config.json").is_file() or (folder / _ADAPTER_CONFIG).is_file():
+    if not (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         # The library would search its hub cache for the folder, or for the adapter's base model.
         raise CheckpointError(
             f"{folder} does not contain a full model. Use the folder of a full model, and set an adapter with "
@@ -131,14 +131,14 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
     path = path or lora.path
     if path is not None:
         folder = resolve_asset(path)
-        for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             if not (folder / name).is_file():  # otherwise the library would query the hub, or load a pickle
                 raise CheckpointError(
                     f"{folder}: {name} is missing; the adapter folder is incomplete. Download the folder again."
                 )
         if path == lora.path and (problem := find_merged_adapter_problem(folder)):
             raise CheckpointError(f"model.lora.path: {problem}")
-        file = folder / _ADAPTER_CONFIG
+        file = folder / ADAPTER_CONFIG
         ignored = (*ADAPTER_FIELDS, *_MERGED_FIELDS)
         check_keys(read_json(file), file, ignored=ignored, only=_SUPPORTED_VALUES, fix="Use a LoRA adapter.")
         with _suppress_warnings():
@@ -193,16 +193,8 @@ class LanguageModel(nn.Module):
 
         `image_inputs`: image tensors, by the names of the model's arguments.
         """
-        out = self.lm(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=num_positions,
-            output_hidden_states=self.value_head is not None,
-            **image_inputs,
-        )
+        more = {"logits_to_keep": num_positions, "output_hidden_states": self.value_head is not None}
+        out = _run(self.lm, ids, mask, positions, cache, **image_inputs, **more)
         logits = out.logits.float()
         if self.value_head is None:
             return logits, logits.new_zeros(logits.shape[:2])
@@ -252,15 +244,7 @@ class LanguageModel(nn.Module):
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **image_inputs: Tensor
     ) -> Tensor:
         """Return the last hidden states [B, T, D]; only for models with `head_is_last`."""
-        out = self._base_model.base_model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **image_inputs,
-        )
-        return out.last_hidden_state
+        return _run(self._base_model.base_model, ids, mask, positions, cache, **image_inputs).last_hidden_state
 
     def compute_last_scores(
         self,
@@ -314,6 +298,12 @@ class LanguageModel(nn.Module):
         if self.value_head is None:
             return torch.zeros_like(template)
         return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+
+
+def _run(lm: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None, **more: Any) -> Any:
+    """Run a model of transformers; `more`: further arguments."""
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return lm(**inputs, past_key_values=cache, use_cache=cache is not None, **more)
 
 
 class _Scores(torch.autograd.Function):

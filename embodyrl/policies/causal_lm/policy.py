@@ -233,12 +233,8 @@ class CausalLMPolicy:
         row_index = rows if deterministic else on_device([source_index[first[id(p)]] for p in prompts], self._device)
         if not deterministic:
             cache.reorder_cache(row_index)  # type: ignore[arg-type]
-        logits, value, mask, position = (
-            logits[row_index, 0],
-            value[row_index, 0],
-            mask[row_index],
-            positions[..., row_index, -1],
-        )
+        logits, value = logits[row_index, 0], value[row_index, 0]
+        mask, position = mask[row_index], positions[..., row_index, -1]
         used_tokens = mark_prompt_tokens(ids[row_index], mask, logits, self._sampling)
         # `rows` are the unfinished replies; all other arrays except `out` and `uniform` have the order of `rows`.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]

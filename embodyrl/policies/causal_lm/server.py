@@ -167,10 +167,8 @@ class ServerEngine(_Server):
         tokens, logprobs, top_tokens = allocate_outputs(len(prompts), limit, top)
         for row, completion in enumerate(completions):
             reply_tokens, reply_logprobs = _parse_reply(completion)
-            tokens[row, : len(reply_tokens)], logprobs[row, : len(reply_tokens)] = (
-                reply_tokens[:limit],
-                reply_logprobs[:limit],
-            )
+            tokens[row, : len(reply_tokens)] = reply_tokens[:limit]
+            logprobs[row, : len(reply_tokens)] = reply_logprobs[:limit]
             for t, pairs in enumerate(_parse_top_tokens(completion, top)[:limit] if top else ()):
                 pairs = [(reply_tokens[t], reply_logprobs[t]), *pairs]
                 top_tokens[row, t, : len(pairs)] = pairs

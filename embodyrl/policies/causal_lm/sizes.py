@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.files import read_json
+from embodyrl.policies.causal_lm.settings import CausalLMSettings
 
 CHUNK_LOGITS = 2**26
 """Number of logits that are scored at a time: 0.25 GiB in float32. A backward pass holds a few copies."""
@@ -14,8 +15,11 @@ _DEFAULT_MAX_PIXELS = 14 * 14 * 4 * 1280
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSizes:
-    """Sizes of a decoder-only transformer with gated MLPs; approximate for other architectures."""
+    """Sizes and precision of a decoder-only transformer with gated MLPs; approximate for other architectures."""
 
+    uses_bf16: bool
+    adapters: bool
+    """True if low-rank adapters are trained instead of the weights."""
     vocabulary: int
     width: int
     hidden: int
@@ -41,28 +45,31 @@ class TextSizes:
         w, m, k = self.width, self.hidden, self.kv_width
         return rank * self.layers * (2 * (w + w) + 2 * (w + k) + 3 * (w + m))
 
-    def bytes_per_token(self, *, uses_bf16: bool, adapters: bool) -> int:
-        """Return the bytes that a layer stores per token for its backward pass, counted tensor by tensor.
+    @property
+    def bytes_per_token(self) -> int:
+        """Number of bytes that a layer stores per token for its backward pass, counted tensor by tensor.
 
         bfloat16 with float32 masters: residual stream and norms in float32, a bfloat16 copy of a norm's output for each
         linear layer; keys and values are repeated for all heads. Trained norms store their normalized inputs.
         """
-        return sum(self._bytes_by_width(uses_bf16=uses_bf16, adapters=adapters))
+        return sum(self._bytes_by_width)
 
-    def tensor_fractions(self, *, uses_bf16: bool, adapters: bool) -> tuple[tuple[int, float], ...]:
-        """Return `PolicyCosts.tensor_fractions` of the tensors as wide as the residual stream, and as the MLP."""
-        narrow, wide = self._bytes_by_width(uses_bf16=uses_bf16, adapters=adapters)
+    @property
+    def tensor_fractions(self) -> tuple[tuple[int, float], ...]:
+        """`PolicyCosts.tensor_fractions` of the tensors as wide as the residual stream, and as the MLP."""
+        narrow, wide = self._bytes_by_width
         total = max(1, narrow + wide)
         return (4 * self.width, narrow / total), (4 * self.hidden, wide / total)
 
-    def _bytes_by_width(self, *, uses_bf16: bool, adapters: bool) -> tuple[int, int]:
+    @property
+    def _bytes_by_width(self) -> tuple[int, int]:
         w, m = self.width, self.hidden
-        if not uses_bf16:
-            return 4 * (8 if adapters else 10) * w, 4 * 4 * m
+        if not self.uses_bf16:
+            return 4 * (8 if self.adapters else 10) * w, 4 * 4 * m
         # The adapter library casts the inputs of all seven linear layers to float32.
-        return (44 * w, 10 * m) if adapters else (34 * w, 8 * m)
+        return (44 * w, 10 * m) if self.adapters else (34 * w, 8 * m)
 
-    def shared_bytes(self, prompt: int, reply: int, *, uses_bf16: bool, adapters: bool) -> tuple[int, int]:
+    def shared_bytes(self, prompt: int, reply: int) -> tuple[int, int]:
         """Return the activation bytes of one reply and of one distinct prompt if replies share prompts.
 
         Return (0, 0) if the model does not support shared prompts. Each reply stores its prompt's keys and values
@@ -70,11 +77,8 @@ class TextSizes:
         """
         if not self.supports_sharing:
             return 0, 0
-        bytes_per_number = 2 if uses_bf16 else 4
-        stored, repeated = (
-            self.bytes_per_token(uses_bf16=uses_bf16, adapters=adapters),
-            2 * bytes_per_number * self.width,
-        )
+        bytes_per_number = 2 if self.uses_bf16 else 4
+        stored, repeated = self.bytes_per_token, 2 * bytes_per_number * self.width
         reply_numbers = reply * (stored - repeated) + (prompt + reply) * repeated
         return self.layers * reply_numbers, self.layers * prompt * (stored + 2 * bytes_per_number * self.kv_width)
 
@@ -82,23 +86,24 @@ class TextSizes:
         """Return the bytes of three float32 copies of a reply's logits, and of three copies of one chunk's logits."""
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
-    def scoring_bytes(self, *, uses_bf16: bool, adapters: bool) -> tuple[int, int]:
-        """Return the temporary bytes for gradients of the output matrix, without and with recomputation of layers.
+    @property
+    def scoring_bytes(self) -> tuple[int, int]:
+        """Temporary bytes for gradients of the output matrix, without and with recomputation of layers.
 
         Gradients of earlier micro-batches, of earlier chunks of logits and of this chunk exist at the same time. In
         bfloat16, autocast keeps one cast of the matrix and gradients are summed in bfloat16. With recomputed layers,
         each chunk's gradient is cast and summed in float32 instead.
         """
         matrix = self.vocabulary * self.width
-        if adapters:
+        if self.adapters:
             return 0, 0
-        return 4 * matrix, (6 if uses_bf16 else 4) * matrix
+        return 4 * matrix, (6 if self.uses_bf16 else 4) * matrix
 
 
-def read_sizes(folder: Path) -> TextSizes:
+def read_sizes(folder: Path, cfg: CausalLMSettings) -> TextSizes:
     """Read the sizes from a folder's config.json."""
     config: Any = read_json(folder / "config.json")
-    return _parse_transformer(config.get("text_config", config))
+    return _parse_transformer(config.get("text_config", config), cfg)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +117,7 @@ class ImageSizes:
     """Number of image tokens in the input of the language model."""
 
 
-def read_image_sizes(folder: Path, height: int, width: int) -> ImageSizes:
+def read_image_sizes(folder: Path, cfg: CausalLMSettings, height: int, width: int) -> ImageSizes:
     """Estimate patches and tokens of an image of `height` x `width` from the folder's JSON files."""
     config = _read_optional_json(folder / "config.json")
     preprocessor = _read_optional_json(folder / "preprocessor_config.json")
@@ -127,23 +132,23 @@ def read_image_sizes(folder: Path, height: int, width: int) -> ImageSizes:
     else:
         max_pixels = preprocessor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
         min_pixels = preprocessor.get("min_pixels") or size.get("shortest_edge") or 0
-        patches, merge_size = (
-            -(-max(min_pixels, min(max_pixels, height * width)) // patch**2),
-            int(vision.get("spatial_merge_size", 2)),
-        )
-    return ImageSizes(tower=_parse_transformer(vision), patches=patches, tokens=-(-patches // merge_size**2))
+        patches = -(-max(min_pixels, min(max_pixels, height * width)) // patch**2)
+        merge_size = int(vision.get("spatial_merge_size", 2))
+    return ImageSizes(tower=_parse_transformer(vision, cfg), patches=patches, tokens=-(-patches // merge_size**2))
 
 
 def _read_optional_json(file: Path) -> Any:
     return read_json(file) if file.is_file() else {}
 
 
-def _parse_transformer(config: Any) -> TextSizes:
+def _parse_transformer(config: Any, cfg: CausalLMSettings) -> TextSizes:
     # `embed_dim` is the width of a vision tower whose `hidden_size` is the language model's width.
     width = int(config.get("embed_dim") or config.get("hidden_size", config.get("n_embd", 0)))
     heads = int(config.get("num_attention_heads", config.get("n_head", config.get("num_heads", 1))))
     head = int(config.get("head_dim") or width // max(1, heads))
     return TextSizes(
+        uses_bf16=cfg.uses_bf16,
+        adapters=cfg.is_lora,
         vocabulary=int(config.get("vocab_size", 0)),
         width=width,
         hidden=int(config.get("intermediate_size") or config.get("mlp_ratio", 4) * width),

@@ -11,7 +11,7 @@ from embodyrl.errors import CheckpointError
 
 EMBEDDING = "language.embed_tokens.weight"
 HEADS = ("value_head.", "noise_head.", "noise_actor.", "residual_actor.")
-"""Heads added by RL (the first two with RLinf's names): optional in both the model and the checkpoint."""
+"""Modules of `FlowModule` added by RL (the first two with RLinf's names): optional in the model and the checkpoint."""
 _CHARACTERISTIC_PREFIXES = (
     "vision.embeddings.",
     "language.layers.",

@@ -5,7 +5,7 @@ Convention of openpi: x_t = t * noise + (1 - t) * actions, velocity u = noise - 
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embodyrl.policies.flow.layers import AttentionContext, Decoder, KeysValues, get_positions, key_mask, rotary
 from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSpec, VisionSpec
+from embodyrl.policies.openvla_oft.vision import Mlp
 
 LAYER_NORM_EPS = 1e-6
 CYCLES, CONTRAST = 4, 3.0
@@ -53,19 +54,6 @@ class SiglipAttention(nn.Module):
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class SiglipMlp(nn.Module):
-    """MLP: linear, tanh approximation of GELU, linear."""
-
-    def __init__(self, spec: VisionSpec) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(spec.width, spec.mlp)
-        self.fc2 = nn.Linear(spec.mlp, spec.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map tokens [N, T, width] to the same shape."""
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class SiglipBlock(nn.Module):
     """Pre-norm transformer block."""
 
@@ -74,7 +62,7 @@ class SiglipBlock(nn.Module):
         self.layer_norm1 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
         self.self_attn = SiglipAttention(spec)
         self.layer_norm2 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.mlp = SiglipMlp(spec)
+        self.mlp = Mlp(spec.width, spec.mlp, spec.width, approximate="tanh")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [N, T, width] to the same shape."""
@@ -314,8 +302,3 @@ class FlowModel(nn.Module, ABC):
         """Mix embedded times [B or 1, D] into noisy actions [B, H, D] with the time MLP."""
         time_tokens = time[:, None].to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, time_tokens], dim=-1))
-
-
-def add_memory(context: AttentionContext, layers: tuple[KeysValues, ...]) -> tuple[AttentionContext, ...]:
-    """Return a copy of `context` for each layer, with the keys and values of the layer as memory."""
-    return tuple(replace(context, memory=pair) for pair in layers)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, integrate_ode
-from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
+from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, get_steering_shape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
@@ -27,11 +27,11 @@ from embodyrl.policies.vla.sampling import (
     START,
     TIMES,
     SampledChunks,
+    build_scores,
     get_observation_seeds,
     get_seeds,
     get_varying_dimensions,
     normals,
-    pad_per_action,
     uniforms,
 )
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -85,10 +85,6 @@ class NoiseHead(nn.Module):
         return (0.5 * (self._low + (self._high - self._low) * fraction)).exp()
 
 
-RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
-"""Modules of `FlowModule` added by RL; optional in both the model and the checkpoint."""
-
-
 class ActionScale(Protocol):
     """Interface of the conversion between environment actions and the units of the flow."""
 
@@ -134,8 +130,7 @@ class FlowModule(HeadedModule):
         if cfg.likelihood is Likelihood.flow_noise:
             low, high = cfg.noise_range
             self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
-        if cfg.is_steered:
-            self.add_actor(steering_shape(cfg, network.shape, network.hidden_width))
+        self.add_actor(get_steering_shape(cfg, network.shape, network.hidden_width))
 
 
 class FlowPolicy:
@@ -185,15 +180,8 @@ class FlowPolicy:
         else:
             scale = temperature or self._temperature
             sampled = self._likelihood.sample(velocity, get_seeds(noise), self._device, scale)
-            sampled = replace(sampled, logprob=self._select_varying_dimensions(sampled.logprob))
-        tokens, logprob = sampled.pad_to_spec(self.spec)
-        executed = sampled.state[:, : self._shape.executed].cpu().numpy()
-        return PolicyOutput(
-            actions=self._scale.to_actions(executed, obs),
-            tokens=tokens,
-            logprob=logprob,
-            value=self._value(prefix, len(obs)).cpu().numpy(),
-        )
+        actions = self._to_actions(sampled.state[:, : self._shape.executed], obs)
+        return sampled.to_output(actions, self._value(prefix, len(obs)), self.spec, self._varying)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -210,9 +198,8 @@ class FlowPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         prefix, velocity = self._encode_for_inference(obs)
-        scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
-        logprob, entropy = (pad_per_action(self._select_varying_dimensions(part), self.spec) for part in scored)
-        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
+        scores = self._likelihood.score(velocity, tokens, self._device, self._temperature)
+        return build_scores(scores, self._value(prefix, len(obs)), self.spec, self._varying)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity of a chunk.
@@ -253,6 +240,10 @@ class FlowPolicy:
         reject_advantage_suffix(folder)
         self._files.load(self._module, folder)
         self._update_scored_dimensions()
+
+    def _to_actions(self, rows: Tensor, obs: Observation) -> FloatArray:
+        """Convert the executed part [B, K, D] of chunks to environment actions [B, K, A]."""
+        return self._scale.to_actions(rows.cpu().numpy(), obs)
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -297,11 +288,9 @@ class FlowPolicy:
             _, hidden = self._velocity(prefix, zero_noise, torch.ones(count, device=self._device))
         return head(hidden.mean(1))
 
-    def _select_varying_dimensions(self, per_action: Tensor) -> Tensor:
-        """Select the log-probabilities [B, K, P] of action dimensions that are not constant in the data."""
-        return per_action[..., get_varying_dimensions(self._scale.varying_mask)] if self._by_dimension else per_action
-
     def _update_scored_dimensions(self) -> None:
-        """Set the number of log-probabilities per action, without dimensions that are constant in the data."""
+        """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
+        self._varying = None
         if self._by_dimension:
-            self.spec = replace(self.spec, scored=len(get_varying_dimensions(self._scale.varying_mask)))
+            self._varying = get_varying_dimensions(self._scale.varying_mask)
+            self.spec = replace(self.spec, scored=len(self._varying))

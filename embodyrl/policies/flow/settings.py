@@ -1,17 +1,15 @@
 """Config keys for all flow policies, and the token layouts of their chunks. Does not import torch."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from embodyrl.config.settings import Constraint, Count, Share, valid_if
-from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, add_steering, steering_costs
+from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
-from embodyrl.types import EnvSpec, GripperConvention, PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, GripperConvention
 
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
@@ -99,14 +97,11 @@ class FlowSettings(ResidualSettings):
         yield from super().problems()
         if self.is_steered or self.likelihood is Likelihood.fpo:
             return
-        if not self.every_step and self.sampled_steps == 0:
+        if self.sampled_steps == 0 and (not self.every_step or self.likelihood is Likelihood.flow_cps):
             yield (
                 "model.num_steps=1 leaves no stochastic step: with flow_cps or ignore_last, the last step is "
-                "deterministic. Set "
-                "model.num_steps to 2 or more."
+                "deterministic. Set model.num_steps to 2 or more."
             )
-        elif self.likelihood is Likelihood.flow_cps and self.num_steps == 1:
-            yield "model.num_steps=1: the last step of flow_cps is deterministic; set model.num_steps to 2 or more."
 
 
 def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
@@ -115,42 +110,17 @@ def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
     return None if gripper is None else GripperConvention(open=-1.0, closed=1.0, index=gripper.index)
 
 
-def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
-    """Return the input and output sizes of the actor for a frozen flow; `hidden`: number of expert features."""
+def get_steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape | None:
+    """Return the input and output sizes of the actor for a frozen flow; None if the flow is trained.
+
+    `hidden`: number of expert features.
+    """
+    if not cfg.is_steered:
+        return None
     if cfg.is_residual:
         return SteeringShape.for_residual(cfg, hidden, shape.action_dim)
     num_values = shape.width * (1 if cfg.noise_repeated else shape.horizon)
     return SteeringShape.for_noise(hidden, num_values, actions=shape.executed, bound=cfg.noise_bound)
-
-
-def add_actor_spec(
-    spec: PolicySpec, cfg: FlowSettings, env: EnvSpec, shape: ChunkShape, hidden: int, folder: Path | None
-) -> PolicySpec:
-    """Return the spec of a flow policy in a folder. For a frozen flow, the spec has the actor's token layout.
-
-    Raises:
-        CheckpointError: the folder has an actor with other outputs.
-    """
-    if folder is not None:
-        check_steering(cfg, shape, hidden, folder)
-    if cfg.is_steered:
-        return add_steering(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
-    return replace(spec, scored=get_chunk_record(cfg, shape).per_action)
-
-
-def add_actor_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
-    """Return the costs of a flow policy, including the costs of the actor if the flow is frozen."""
-    return steering_costs(costs, steering_shape(cfg, shape, hidden)) if cfg.is_steered else costs
-
-
-def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:
-    """Check that the actor of a flow policy matches the actor in a folder, if both exist.
-
-    Raises:
-        CheckpointError: the outputs of the actors differ.
-    """
-    if cfg.is_steered:
-        steering_shape(cfg, shape, hidden).check(folder)
 
 
 def get_chunk_record(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
@@ -159,10 +129,9 @@ def get_chunk_record(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
     * One stochastic step: index of the step, state before the step, executed part of the state after the step.
     * All steps stochastic: seed of the first state, all intermediate states, executed part of the last state.
     * FPO: seed of the (noise, time) pairs, and chunk.
-    * Frozen flow: seed, and the sampled noise or correction.
+
+    The tokens of an actor for a frozen flow are those of `SteeringShape`.
     """
     if cfg.likelihood is Likelihood.fpo:
         return ChunkRecord(shape=shape, layout=TokenLayout(whole=1, floats=shape.horizon * shape.width), per_action=1)
-    if cfg.is_steered:
-        return ChunkRecord(shape=shape, layout=steering_shape(cfg, shape, 0).layout, per_action=1)
     return ChunkRecord.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)

@@ -107,18 +107,12 @@ GEMMA_300M = LayersSpec(width=1024, depth=18, mlp=4096, heads=8, kv_heads=1, hea
 PALIGEMMA_VOCAB = 257152
 
 PI0 = Pi0Spec(vision=SO400M, language=GEMMA_2B, expert=GEMMA_300M, vocab=PALIGEMMA_VOCAB)
-PI05 = Pi0Spec(vision=SO400M, language=GEMMA_2B, expert=GEMMA_300M, vocab=PALIGEMMA_VOCAB, adaptive=True)
-
-SMOL_TEXT = LayersSpec(
-    width=960, depth=16, mlp=2560, heads=15, kv_heads=5, head_dim=64, norm_eps=1e-5, gemma=False
-)  # fmt: skip
-SMOL_EXPERT = LayersSpec(
-    width=720, depth=16, mlp=expert_mlp(720), heads=15, kv_heads=5, head_dim=64, norm_eps=1e-5, gemma=False
-)
+PI05 = replace(PI0, adaptive=True)
+SMOL_TEXT = LayersSpec(width=960, depth=16, mlp=2560, heads=15, kv_heads=5, head_dim=64, norm_eps=1e-5, gemma=False)
 SMOLVLA = SmolVlaSpec(
     vision=VisionSpec(image_size=512, patch_size=16, width=768, depth=12, heads=12, mlp=3072),
     language=SMOL_TEXT,
-    expert=SMOL_EXPERT,
+    expert=replace(SMOL_TEXT, width=720, mlp=expert_mlp(720)),
     vocab=49280,
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from embodyrl.policies.flow.likelihood import flow_sde, get_step_times, integrate_ode
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
-from embodyrl.policies.steering.actor import FrozenOutputs, SteeredPolicy, apply_corrections
+from embodyrl.policies.steering.actor import FrozenOutputs, ResidualPolicy, SteeredPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Velocity
 from embodyrl.policies.vla.sampling import STEP, normals
@@ -46,17 +46,12 @@ class NoiseSteeredFlowPolicy(SteeredFlowPolicy):
         return velocity(zero_noise, torch.ones(len(obs), device=self._device))[1].mean(1)
 
     def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        pre_tanh: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
         """Integrate the ODE of the frozen flow or, with `steered_noise` and seeds, its SDE."""
         # Noise for all rows, or for one row that is repeated.
-        rows = (self._cfg.noise_bound * pre_tanh.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
-        x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, frozen_outputs.model
+        rows = (self._cfg.noise_bound * outputs).unflatten(2, (-1, self._shape.width))[:, 0]
+        x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, frozen.model
         if seeds is None or not self._cfg.steered_noise:
             x = integrate_ode(velocity, x, steps)
         else:
@@ -65,10 +60,10 @@ class NoiseSteeredFlowPolicy(SteeredFlowPolicy):
                 t, end = get_step_times(torch.full((len(x),), k, device=x.device), steps)
                 step = flow_sde(x, velocity(x, t.flatten())[0], t, end, level)
                 x = step.mean + step.std * temperature * normals(seeds, STEP + k, x.shape[1:], x.device)
-        return self._scale.to_actions(x[:, : self._shape.executed].cpu().numpy(), obs)
+        return self._to_actions(x[:, : self._shape.executed], obs)
 
 
-class ResidualFlowPolicy(SteeredFlowPolicy):
+class ResidualFlowPolicy(ResidualPolicy, SteeredFlowPolicy):
     """Residual policy: adds the actor's output times `residual_scale` to the executed actions of the greedy chunk."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
@@ -82,17 +77,6 @@ class ResidualFlowPolicy(SteeredFlowPolicy):
 
         proposed = self._compute_greedy_chunk(obs, record_hidden)[:, : self._shape.executed, : self._shape.action_dim]
         return torch.cat([hidden[0].mean(1), proposed.flatten(1)], 1)
-
-    def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        pre_tanh: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
-    ) -> FloatArray:
-        rows = apply_corrections(frozen_outputs.features, pre_tanh.tanh().flatten(1), self._actor.shape)
-        return self._scale.to_actions(rows.cpu().numpy(), obs)
 
 
 def policy_class(cfg: FlowSettings) -> type[FlowPolicy]:

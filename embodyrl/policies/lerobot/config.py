@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
 from embodyrl.policies.files import LEROBOT_FIELDS, check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY
@@ -187,8 +187,8 @@ def _format_fix(steps: int, env: EnvSpec) -> str:
 C = TypeVar("C", bound=LeRobotConfig)
 
 
-def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, Any]]:
-    """Read config.json; return the config and the raw keys.
+def read_config(folder: Path, kind: str, config: type[C]) -> C:
+    """Read config.json.
 
     Raises:
         CheckpointError: the file is missing, malformed, contradictory or of another policy.
@@ -216,14 +216,4 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
         parsed = parsed.model_copy(update={"n_action_steps": available})
     if RANDOM_INIT_KEY not in raw and (problem := parsed.find_problem()):
         raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
-    return parsed, raw
-
-
-def require_fit(config: LeRobotConfig, env: EnvSpec) -> None:
-    """Check that an environment has the inputs of a policy.
-
-    Raises:
-        ConfigError: inputs are missing; the message names them.
-    """
-    if problems := config.mismatches(env):
-        raise ConfigError(problems)
+    return parsed

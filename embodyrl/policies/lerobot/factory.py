@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.files import list_differences
 from embodyrl.policies.inputs import INPUTS_FILE
-from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
-from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
+from embodyrl.policies.lerobot.config import LeRobotConfig, read_config
+from embodyrl.policies.lerobot.settings import LeRobotSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
-from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, has_random_init
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
+from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE, has_random_init
 from embodyrl.policies.vla.processors import find_camera_order_problem
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.weights import count, weight_sizes
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 S = TypeVar("S", bound=LeRobotSettings)
 C = TypeVar("C", bound=LeRobotConfig)
@@ -54,9 +56,9 @@ class LeRobotFactory(ABC, Generic[S, C]):
     def record(self, cfg: S, config: C) -> ChunkRecord:
         """Return the token layout of a sampled chunk."""
 
-    @abstractmethod
-    def num_passes(self, cfg: S, config: C) -> int:
+    def num_passes(self, config: C) -> int:
         """Return the number of forward passes per chunk."""
+        return 1
 
     @abstractmethod
     def policy(self, steering: SteeringShape | None) -> type[Any]:
@@ -69,7 +71,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
             problems.append(f"model.precision={cfg.precision}: {self.kind} computes in fp32; set model.precision=fp32.")
         try:
             folder = self.folder(cfg)
-            config, _ = read_config(folder, self.kind, self.config)
+            config = read_config(folder, self.kind, self.config)
             if config.input_features and (problem := self._with_num_actions(cfg, config).find_problem()):
                 problems.append(f"model.num_action_chunks={cfg.num_action_chunks}: {problem}; lower it.")
             if not has_random_init(folder) and not (folder / WEIGHTS_FILE).is_file():
@@ -100,8 +102,8 @@ class LeRobotFactory(ABC, Generic[S, C]):
             ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
-        config, _ = self.plan(cfg, env)
-        saved = read_config(self.folder(cfg), self.kind, self.config)[0]
+        config = self.plan(cfg, env)
+        saved = read_config(self.folder(cfg), self.kind, self.config)
         executed = saved.n_action_steps
         warnings: tuple[str, ...] = ()
         if saved.input_features and executed != cfg.num_action_chunks:
@@ -125,19 +127,13 @@ class LeRobotFactory(ABC, Generic[S, C]):
             ),
             observed_steps=config.n_obs_steps,
             gripper=env.action.gripper,
-            action_kinds=frozenset({ActionKind.box}),
             warnings=warnings,
         )
-        if (shape := self.steering(cfg, config)) is None:
-            return spec
-        shape.check(self.folder(cfg))
-        spec = add_steering(spec, shape, cfg.likelihood_name)
-        layout = ChunkRecord(shape=chunk_shape(config), layout=shape.layout, per_action=1)
-        return replace(spec, tokens_per_chunk=layout.tokens)
+        return add_steering(spec, self.steering(cfg, config), cfg, self.folder(cfg))
 
     def describe_checkpoint(self, cfg: S, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
-        config, _ = self.plan(cfg, env)
+        config = self.plan(cfg, env)
         modes = ", ".join(f"{kind} {mode}" for kind, mode in config.normalization_mapping.items())
         height, width = config.image_size
         return [
@@ -147,35 +143,35 @@ class LeRobotFactory(ABC, Generic[S, C]):
 
     def costs(self, cfg: S, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters and of forward passes per chunk."""
-        config, _ = self.plan(cfg, env)
+        config = self.plan(cfg, env)
         costs = PolicyCosts(
-            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.num_passes(cfg, config)
+            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.num_passes(config)
         )
-        shape = self.steering(cfg, config)
-        return costs if shape is None else steering_costs(costs, shape)
+        return add_steering_costs(costs, self.steering(cfg, config))
 
     def steering(self, cfg: S, config: C) -> SteeringShape | None:
         """Return the sizes of the actor for a frozen network; None if the network itself is trained."""
         if not cfg.is_steered:
             return None
-        return steering_shape(cfg, config, self.features(config), self.num_actor_values(cfg, config))
+        features = self.features(config)
+        if cfg.is_residual:
+            return SteeringShape.for_residual(cfg, features, config.action_dim)
+        num_values = self.num_actor_values(cfg, config)
+        return SteeringShape.for_noise(features, num_values, actions=config.n_action_steps, bound=cfg.noise_bound)
 
     def compare(self, cfg: S, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of network and actor match a folder (see `PolicyFactory.compare`)."""
-        config, _ = self.plan(cfg, env)
-        saved_config, _ = read_config(folder, self.kind, self.config)
+        config = self.plan(cfg, env)
+        saved_config = read_config(folder, self.kind, self.config)
         # With temporal ensembling, one action of the environment is a whole chunk.
         single_env = replace(env, action=replace(env.action, dim=config.action_dim))
         if saved_config.input_features and (problems := saved_config.mismatches(single_env)):
             raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
-        expected, saved = config.model_dump(), saved_config.model_dump()
-        differing_keys = [key for key in expected if key not in _MAY_DIFFER and expected[key] != saved[key]]
-        mismatches = [f"{key} is {saved[key]} (this run needs {expected[key]})" for key in differing_keys]
-        if mismatches:
+        expected = config.model_dump(exclude={*_MAY_DIFFER})
+        if differences := list_differences(saved_config.model_dump(), expected):
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {', '.join(mismatches)}. Use the environment and "
-                f"model.path of its "
-                "training."
+                f"{folder / CONFIG_FILE} does not match this run: {differences}. Use the environment and model.path of "
+                "its training."
             )
         if (shape := self.steering(cfg, config)) is not None:
             shape.check(folder)
@@ -186,38 +182,47 @@ class LeRobotFactory(ABC, Generic[S, C]):
         Raises:
             CheckpointError: a file is missing, damaged or does not fit.
         """
-        from embodyrl.policies.lerobot.policy import build_policy
+        import torch
+
+        from embodyrl.policies.lerobot.files import read_files
+        from embodyrl.policies.lerobot.policy import LeRobotModule
+        from embodyrl.policies.lerobot.units import Normalizer
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), self.folder(cfg)
-        config, raw = self.plan(cfg, request.env)
-        steering, features = self.steering(cfg, config), self.features(config)
-        policy = build_policy(
-            self.policy(steering), self.network, cfg, spec, config, folder, features, steering, request
-        )
-        if RANDOM_INIT_KEY not in raw:
+        config = self.plan(cfg, request.env)
+        steering = self.steering(cfg, config)
+        policy_class = self.policy(steering)
+        files = read_files(folder, config, self.kind, policy_class.prefix, cfg)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(request.seed)
+            network, units = pkgutil.resolve_name(self.network)(config), Normalizer(config, files.eps)
+            module = LeRobotModule(network, units, self.features(config), request.value_dim, steering)
+        policy = policy_class(spec, cfg, config, module, files, request)
+        if not has_random_init(folder):
             policy.load_weights(folder)
         return policy
 
-    def plan(self, cfg: S, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the config of the policy for an environment, and the raw keys of config.json.
+    def plan(self, cfg: S, env: EnvSpec) -> C:
+        """Return the config of the policy for an environment.
 
         Raises:
             ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
         folder = self.folder(cfg)
-        config, raw = read_config(folder, self.kind, self.config)
+        config = read_config(folder, self.kind, self.config)
         if not config.input_features:
             config = config.fit_to(env, cfg.num_action_chunks)
         config = self._with_num_actions(cfg, config)
         if problem := config.find_problem():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}.")
-        require_fit(config, env)
+        if problems := config.mismatches(env):
+            raise ConfigError(problems)
         last = slice((config.n_obs_steps - 1) * len(config.cameras), config.n_obs_steps * len(config.cameras))
         problem = find_camera_order_problem(config.cameras, env.cameras.names, env.cameras.names[last])
         if problem and cfg.cameras is None and not (folder / INPUTS_FILE).is_file():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}")
-        return config, raw
+        return config
 
-    def _with_num_actions(self, cfg: S, config: C) -> LeRobotConfig:
+    def _with_num_actions(self, cfg: S, config: C) -> C:
         return config.model_copy(update={"n_action_steps": cfg.num_action_chunks})

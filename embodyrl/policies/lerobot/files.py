@@ -143,8 +143,9 @@ def read_files(
     Raises:
         CheckpointError: a file is damaged or lacks statistics, or a processor is not supported.
     """
-    raw = read_config(folder, policy_type, type(config))[1]
+    read_config(folder, policy_type, type(config))
     config_files = {path.name: read_side_file(path) for path in _list_config_files(folder)}
+    raw: dict[str, Any] = json.loads(config_files[CONFIG_FILE])
     random_init = RANDOM_INIT_KEY in raw
     statistics, eps = _read_processor_statistics(folder, config_files, config, mapped=cfg.cameras is not None)
     sft_file, weights = folder / STATISTICS_FILE, folder / WEIGHTS_FILE
@@ -156,8 +157,8 @@ def read_files(
         compiled = {_remove_compile_prefix(key): key for key in read_tensors(weights, _COMPILED_KEY_PATTERN)[0]}
         if not statistics and old_statistics and not sft_file.is_file():
             statistics = _select_old_statistics(old_statistics, config, weights, cfg.unnorm_key)
-    if not random_init and json.loads(config_files[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:
-        config_files[CONFIG_FILE] = json.dumps(dict(raw) | {"n_action_steps": config.n_action_steps}, indent=4).encode()
+    if not random_init and raw.get("n_action_steps") != config.n_action_steps:
+        config_files[CONFIG_FILE] = json.dumps(raw | {"n_action_steps": config.n_action_steps}, indent=4).encode()
     if sft_file.is_file():
         statistics, old_statistics = dict(statistics) | _read_sft_statistics(sft_file, config), {}
         config_files |= _build_processor_files(config, statistics, eps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig
+from embodyrl.policies.inputs import rotate_upright
+from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
 from embodyrl.policies.lerobot.units import Inputs, Normalizer
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import FrozenOutputs, HeadedModule, SteeredPolicy, apply_corrections
+from embodyrl.policies.steering.actor import FrozenOutputs, HeadedModule, ResidualPolicy, SteeredPolicy
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
-from embodyrl.policies.vla.sampling import SampledChunks, get_seeds, get_varying_dimensions, pad_per_action
+from embodyrl.policies.vla.sampling import SampledChunks, build_scores, get_seeds, get_varying_dimensions
 from embodyrl.types import (
     BoolArray,
     FloatArray,
@@ -77,7 +77,7 @@ class LeRobotPolicy(ABC):
     ) -> None:
         self.spec = spec
         self._cfg, self._config, self._files, self._shape = cfg, config, files, chunk_shape(config)
-        self._temperature, self._rotates_images = request.temperature, request.env.cameras.rotation_deg == 180
+        self._temperature, self._rotation_deg = request.temperature, request.env.cameras.rotation_deg
         self._device = torch.device(request.device)
         module.units.set_statistics(files.statistics, cfg.path)
         self._module = module.to(self._device).requires_grad_(request.trainable)
@@ -122,15 +122,7 @@ class LeRobotPolicy(ABC):
             sampled = SampledChunks.from_greedy(self._compute_greedy_actions(obs, encoding))
         else:
             sampled = self._sample(encoding, get_seeds(noise), temperature or self._temperature)
-        tokens, logprob = SampledChunks(
-            state=sampled.state, tokens=sampled.tokens, logprob=self._select_varying_dimensions(sampled.logprob)
-        ).pad_to_spec(self.spec)
-        return PolicyOutput(
-            actions=self._to_actions(sampled.state),
-            tokens=tokens,
-            logprob=logprob,
-            value=self._value(encoding).cpu().numpy(),
-        )
+        return sampled.to_output(self._to_actions(sampled.state), self._value(encoding), self.spec, self._varying)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -140,10 +132,7 @@ class LeRobotPolicy(ABC):
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         encoding = self._encode(obs)
-        logprob, entropy = (
-            pad_per_action(self._select_varying_dimensions(part), self.spec) for part in self._score(encoding, tokens)
-        )
-        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(encoding))
+        return build_scores(self._score(encoding, tokens), self._value(encoding), self.spec, self._varying)
 
     def save(self, folder: Path) -> None:
         """Write the policy in LeRobot's layout, and RL heads in a separate file."""
@@ -165,72 +154,40 @@ class LeRobotPolicy(ABC):
 
     def _inputs(self, obs: Observation) -> Inputs:
         """Normalize observations. History steps are concatenated in state and cameras, oldest first."""
-        config, steps = self._config, self._config.n_obs_steps
-        state_dim, environment_dim = config.state_dim, config.environment_dim
+        config, steps, units = self._config, self._config.n_obs_steps, self._module.units
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
-        images = None
+        state = environment = images = None
+        first, end = config.state_dim, config.state_dim + config.environment_dim
+        if config.state_dim:
+            state = units.normalize(STATE, numbers[:, :, :first])
+        if config.environment_dim:
+            environment = units.normalize(config.environment_name, numbers[:, :, first:end])
         if config.cameras:
-            frames = obs.images[:, : steps * len(config.cameras)]
-            frames = frames[:, :, ::-1, ::-1] if self._rotates_images else frames
+            frames = rotate_upright(obs.images[:, : steps * len(config.cameras)], self._rotation_deg)
             pixels = on_device(np.ascontiguousarray(frames), self._device).permute(0, 1, 4, 2, 3)
-            images = pixels.float().div(255.0).unflatten(1, (steps, -1))
-        return self._module.units.normalize_inputs(
-            numbers[:, :, :state_dim] if state_dim else None,
-            numbers[:, :, state_dim : state_dim + environment_dim] if environment_dim else None,
-            images,
-            config.cameras,
-        )
+            views = pixels.float().div(255.0).unflatten(1, (steps, -1)).unbind(2)
+            images = torch.stack([units.normalize(*pair) for pair in zip(config.cameras, views, strict=True)], 2)
+        return Inputs(state=state, environment=environment, images=images)
 
     def _select_executed(self, chunk: Tensor) -> Tensor:
         """Return the executed actions [B, K, A] of chunks [B, H, A]."""
         first = self._config.first_executed
         return chunk[:, first : first + self._shape.executed]
 
-    def _to_actions(self, rows: Tensor) -> FloatArray:
+    def _to_actions(self, rows: Tensor, obs: Observation | None = None) -> FloatArray:
+        """Convert normalized actions [B, K, A] to environment actions, which do not depend on the observations."""
         return self._module.units.unnormalize(ACTION, rows).cpu().numpy()
 
     def _from_actions(self, actions: FloatArray) -> Tensor:
         rows = on_device(np.ascontiguousarray(actions, np.float32), self._device)
         return self._module.units.normalize(ACTION, rows)
 
-    def _select_varying_dimensions(self, per_number: Tensor) -> Tensor:
-        """Select the log-probabilities [B, K, A] of action dimensions that are not constant in the data."""
-        return per_number[..., self._varying] if per_number.shape[2] == self._config.action_dim else per_number
-
     def _update_scored_dimensions(self) -> None:
         """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
-        varying_mask = self._module.units.get_varying_mask()
-        self._varying = (
-            np.arange(self._config.action_dim)
-            if varying_mask is None
-            else get_varying_dimensions(varying_mask.cpu().numpy())
-        )
-        if self._by_dimension:
+        varying_mask, self._varying = self._module.units.get_varying_mask(), None
+        if self._by_dimension and varying_mask is not None:
+            self._varying = get_varying_dimensions(varying_mask.cpu().numpy())
             self.spec = replace(self.spec, scored=len(self._varying))
-
-
-def build_policy(
-    policy: type[LeRobotPolicy],
-    network: str,
-    cfg: LeRobotSettings,
-    spec: PolicySpec,
-    config: LeRobotConfig,
-    folder: Path,
-    features: int,
-    steering: SteeringShape | None,
-    request: PolicyRequest,
-) -> LeRobotPolicy:
-    """Build a policy with random weights from the seed; `features`: number of inputs of value heads and actors.
-
-    Raises:
-        CheckpointError: a small file of the folder is damaged.
-    """
-    files = read_files(folder, config, spec.name, policy.prefix, cfg)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(request.seed)
-        units = Normalizer(config, files.eps)
-        module = LeRobotModule(pkgutil.resolve_name(network)(config), units, features, request.value_dim, steering)
-    return policy(spec, cfg, config, module, files, request)
 
 
 class SteeredLeRobotPolicy(SteeredPolicy, LeRobotPolicy):
@@ -253,18 +210,13 @@ class NoiseSteeredLeRobotPolicy(SteeredLeRobotPolicy):
         """Return the executed actions [B, K, A] for outputs [B, n] of the actor."""
 
     def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        pre_tanh: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        actor_output = self._actor.shape.bound * pre_tanh.tanh().flatten(1)
-        return self._to_actions(self._from_actor_output(frozen_outputs.model, actor_output))
+        actor_output = self._actor.shape.bound * outputs.flatten(1)
+        return self._to_actions(self._from_actor_output(frozen.model, actor_output))
 
 
-class ResidualLeRobotPolicy(SteeredLeRobotPolicy):
+class ResidualLeRobotPolicy(ResidualPolicy, SteeredLeRobotPolicy):
     """Residual policy (arXiv 2407.16677, 2412.13630): the actor corrects the greedy chunk of the network."""
 
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
@@ -272,15 +224,3 @@ class ResidualLeRobotPolicy(SteeredLeRobotPolicy):
             encoding = self._encode(obs)
             features = torch.cat([encoding.pooled, self._compute_greedy_actions(obs, encoding).flatten(1)], 1)
         return FrozenOutputs(features, self._value(encoding), encoding)
-
-    def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        pre_tanh: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
-    ) -> FloatArray:
-        return self._to_actions(
-            apply_corrections(frozen_outputs.features, pre_tanh.tanh().flatten(1), self._actor.shape)
-        )

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from embodyrl.config.shared import Precision
 from embodyrl.policies.lerobot.config import LeRobotConfig
-from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
+from embodyrl.policies.steering.settings import ResidualSettings
 from embodyrl.policies.vla.records import ChunkShape
 
 
@@ -30,13 +30,3 @@ def chunk_shape(config: LeRobotConfig) -> ChunkShape:
     """Return the chunk sizes of a config: predicted actions, executed actions and action dimension."""
     width = config.action_dim
     return ChunkShape(horizon=config.horizon_length, width=width, executed=config.n_action_steps, action_dim=width)
-
-
-def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, num_actor_values: int) -> SteeringShape:
-    """Return the input and output sizes of the actor for a frozen model with `features` features.
-
-    `num_actor_values`: number of values that the DSRL actor chooses per chunk.
-    """
-    if cfg.is_residual:
-        return SteeringShape.for_residual(cfg, features, config.action_dim)
-    return SteeringShape.for_noise(features, num_actor_values, actions=config.n_action_steps, bound=cfg.noise_bound)

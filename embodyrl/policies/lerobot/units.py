@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization
+from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig, Normalization
 
 PAIRS = {
     Normalization.MEAN_STD: ("mean", "std"),
@@ -44,7 +44,7 @@ class Normalizer(nn.Module):
 
     def __init__(self, config: LeRobotConfig, eps: float) -> None:
         super().__init__()
-        self._eps, self._environment = eps, config.environment_name
+        self._eps = eps
         self._modes: dict[str, Normalization] = {}
         for name, feature in (config.input_features | config.output_features).items():
             mode = config.normalization_mapping.get(feature.type, Normalization.IDENTITY)
@@ -115,18 +115,6 @@ class Normalizer(nn.Module):
         first, second = self._get_pair(ACTION)
         deviation = second if mode is Normalization.MEAN_STD else second - first
         return (deviation.abs() > 1e-6).float()
-
-    def normalize_inputs(
-        self, state: Tensor | None, environment: Tensor | None, images: Tensor | None, names: tuple[str, ...]
-    ) -> Inputs:
-        """Normalize observations; `names`: cameras of the images [B, T, C, 3, H, W], which are in 0..1."""
-        if images is not None:
-            images = torch.stack([self.normalize(name, images[:, :, i]) for i, name in enumerate(names)], 2)
-        return Inputs(
-            state=None if state is None else self.normalize(STATE, state),
-            environment=None if environment is None else self.normalize(self._environment, environment),
-            images=images,
-        )
 
     def _get_span(self, first: Tensor, second: Tensor) -> Tensor:
         span = second - first

@@ -15,28 +15,24 @@ from embodyrl.policies.openvla_oft.settings import (
     OpenVlaSettings,
     as_oft,
     get_chunk_record,
-    get_residual_shape,
 )
 from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
-from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape, add_steering, steering_costs
+from embodyrl.policies.protocol import Policy, PolicyRequest, find_env_problems
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import CONFIG_FILE, TOKENIZER_FILE, Clip, compute_clip_range, find_missing_files
-from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
 TRY_NOW = "To start without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
-    "a local folder, or owner/name on the hub, "
-    "in the published OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "
-    "dataset_statistics.json, model*.safetensors)"
+    "a local folder, or owner/name on the hub, in the published OpenVLA-OFT layout (config.json, "
+    "preprocessor_config.json, tokenizer.json, dataset_statistics.json, model*.safetensors)"
 )
 NO_PATH = (
     f"model.path is not set. Set it to {PUBLIC_LAYOUT}. Suitable checkpoints have discrete action tokens: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
     "RLinf/RLinf-OpenVLAOFT-LIBERO-130, or L1 regression (moojink/openvla-7b-oft-finetuned-libero-*) with "
-    "model=openvla_oft_official. "
-    f"{TRY_NOW}"
+    f"model=openvla_oft_official. {TRY_NOW}"
 )
 
 
@@ -84,28 +80,20 @@ class OpenVlaOftFactory:
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=get_chunk_record(cfg).tokens
-            if is_diffusion or cfg.is_residual
-            else options.num_action_tokens,
+            tokens_per_chunk=get_chunk_record(cfg).tokens if is_diffusion else options.num_action_tokens,
             scored=get_chunk_record(cfg).per_action if is_diffusion else 0,
             value_dim=value_dim,
             gripper=GripperConvention(open=1.0, closed=0.0),
             regresses=cfg.action_head == ActionHead.l1 and not cfg.is_residual,
         )
-        if not cfg.is_residual:
-            return spec
-        shape = _get_residual_shape(cfg)
-        shape.check(config.folder)
-        return add_steering(spec, shape, cfg.likelihood)
+        return add_steering(spec, _get_steering_shape(cfg, config), cfg, config.folder)
 
     def costs(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs from the checkpoint's JSON files."""
         cfg = as_oft(cfg)
         config, options = read_config(_folder(cfg)), self._options(cfg, env, value_dim)
-        costs = oft_costs(config, options)
-        if not cfg.is_residual:
-            return costs
-        return steering_costs(costs, _get_residual_shape(cfg), num_other_trained=value_parameters(config, options))
+        steering, num_other_trained = _get_steering_shape(cfg, config), value_parameters(config, options)
+        return add_steering_costs(oft_costs(config, options), steering, num_other_trained=num_other_trained)
 
     def describe_checkpoint(self, cfg: OpenVlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
@@ -142,8 +130,8 @@ class OpenVlaOftFactory:
             raise CheckpointError(
                 f"{folder} was trained with proprioception (it has a proprio_projector). Set model.use_proprio=true."
             )
-        if cfg.is_residual:
-            _get_residual_shape(cfg).check(folder)
+        if (steering := _get_steering_shape(cfg, base_config)) is not None:
+            steering.check(folder)
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -152,23 +140,21 @@ class OpenVlaOftFactory:
             CheckpointError: a file is missing, truncated or does not fit.
         """
         from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
+        from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 
         cfg = as_oft(cfg)
         spec = self.spec(cfg, request.env, request.value_dim)
         options = self._options(cfg, request.env, request.value_dim)
-        if cfg.is_residual:
-            from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
-
-            return ResidualOftPolicy(read_config(_folder(cfg)), spec, options, request)
-        return OpenVlaOftPolicy(read_config(_folder(cfg)), spec, options, request)
+        policy_class = ResidualOftPolicy if cfg.is_residual else OpenVlaOftPolicy
+        return policy_class(read_config(_folder(cfg)), spec, options, request)
 
     def _options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:
         state_dim = env.state_dim if cfg.use_proprio else 0
         return OftOptions(cfg=cfg, autoregressive=self.autoregressive, state_dim=state_dim, value_dim=value_dim)
 
 
-def _get_residual_shape(cfg: OftSettings) -> SteeringShape:
-    return get_residual_shape(cfg, read_config(_folder(cfg)).llama.hidden_size)
+def _get_steering_shape(cfg: OftSettings, config: OftConfig) -> SteeringShape | None:
+    return SteeringShape.for_residual(cfg, config.llama.hidden_size, cfg.action_dim) if cfg.is_residual else None
 
 
 def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
@@ -220,8 +206,7 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
     if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} contains a continuous action head (L1 or diffusion), so its language model was not "
-            f"trained on action tokens. Set model.action_head=l1 or diffusion, or use a checkpoint with discrete "
-            f"tokens."
+            "trained on action tokens. Set model.action_head=l1 or diffusion, or use a checkpoint with discrete tokens."
         )
     return problems
 

@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from embodyrl.errors import CheckpointError, format_reason
-from embodyrl.files import inside, read_json
-from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.inputs import list_weight_files
+from embodyrl.policies.openvla_oft.config import PREPROCESSOR_FILE, TINY_VIT_FILE
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     STATISTICS_FILE,
@@ -112,29 +112,6 @@ _FIXES = {
 
 WeightTransform = Callable[[str, Tensor], Tensor]
 """Function that receives a weight's name and value, and returns the value to load."""
-
-
-def list_weight_files(folder: Path) -> list[Path]:
-    """Return the shards of the model in a folder, as listed by the index; empty if there are none.
-
-    Raises:
-        CheckpointError: the index is malformed or names a missing file.
-    """
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return sorted(folder.glob("model*.safetensors"))
-    try:
-        # Use the index, because the folder may contain old shards.
-        paths = [inside(folder, name) for name in sorted(set(read_json(index)["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {format_reason(error)}. Download the file again.") from error
-    missing = [path.name for path in paths if not path.exists()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} lists ({len(paths)} shards in all). The "
-            f"download or copy is incomplete; download the missing files."
-        )
-    return paths
 
 
 def map_weights(path: Path) -> dict[str, Tensor]:

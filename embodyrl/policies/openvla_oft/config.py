@@ -80,8 +80,7 @@ class Statistics:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{where} has no usable {part} {low_name}/{high_name} ({format_reason(error)}). Download the file "
-                "again, "
-                f"or check model.action_normalization and model.use_proprio."
+                "again, or check model.action_normalization and model.use_proprio."
             ) from error
         if not len(low) == len(high) == len(mask):
             raise CheckpointError(
@@ -140,7 +139,6 @@ class ActionTokenizer:
 
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
-INDEX_FILE = "model.safetensors.index.json"
 TINY_VIT_FILE = "tiny_vit_specs.json"
 RANDOM_ON_DEVICE = "random_on_device"
 VALUE_HIDDEN = (512, 128)

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.openvla_oft.config import PixelNorm
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.tokens import compute_padded_width, pad_right, read_tokenizer
@@ -50,7 +51,7 @@ def preprocess(
         [B, 6*C, S, S] float32; per camera the channels of DINOv2, then of SigLIP.
     """
     batch, cameras = images.shape[:2]
-    frames = _rotate(images.reshape(-1, *images.shape[2:]), rotation_deg)
+    frames = rotate_upright(images.reshape(-1, *images.shape[2:]), rotation_deg)
     # Pixels must be the same for acting and training; inside autocast, resizing would run in bfloat16.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if pipeline == "official":
@@ -71,16 +72,10 @@ def resize(images: ByteArray, *, rotation_deg: int, size: int, device: torch.dev
 
     The orientation is unchanged, and `preprocess` returns the same numbers for the result as for the original images.
     """
-    frames = _rotate(images.reshape(-1, *images.shape[2:]), rotation_deg)
+    frames = rotate_upright(images.reshape(-1, *images.shape[2:]), rotation_deg)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         resized = rlinf_pixels(frames, size, device).permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
-    return _rotate(resized, rotation_deg).reshape(*images.shape[:2], size, size, 3)
-
-
-def _rotate(frames: ByteArray, rotation_deg: int) -> ByteArray:
-    """Rotate frames [N, H, W, 3] by 0 or 180 degrees; the result is a view."""
-    assert rotation_deg in (0, 180), rotation_deg
-    return frames[:, ::-1, ::-1] if rotation_deg else frames
+    return rotate_upright(resized, rotation_deg).reshape(*images.shape[:2], size, size, 3)
 
 
 def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:

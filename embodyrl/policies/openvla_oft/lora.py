@@ -138,14 +138,7 @@ def inject(
         raise ConfigError(
             f"model.lora.target_modules={','.join(spec.target_modules)} matches no layer. Known layer names: {known}."
         )
-    config = LoraConfig(
-        r=spec.r,
-        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]  (peft also scales by fractions)
-        use_rslora=spec.use_rslora,
-        target_modules=target_names,
-        lora_dropout=0.0,
-        init_lora_weights="gaussian" if init == "gaussian" else True,
-    )
+    config = _build_config(spec, target_names, init_lora_weights="gaussian" if init == "gaussian" else True)
     with torch.random.fork_rng(devices=[]):  # peft initializes them on the CPU
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, module)
@@ -163,6 +156,11 @@ def inject(
         else:
             # peft has frozen all weights, including those without an adapter.
             parameter.requires_grad_(not name.startswith(prefixes) and trained[name])
+
+
+def _build_config(spec: AdapterSpec, targets: list[str] | str, **more: Any) -> LoraConfig:
+    alpha: Any = spec.lora_alpha  # peft also scales by fractions
+    return LoraConfig(r=spec.r, lora_alpha=alpha, use_rslora=spec.use_rslora, target_modules=targets, **more)
 
 
 def _forward_adapted(layer: Any, x: Tensor) -> Tensor:
@@ -209,10 +207,4 @@ def save_adapter(module: nn.Module, spec: AdapterSpec, folder: Path) -> None:
     }
     save_file(state, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     targets = ALL_LINEAR if spec.target_modules == (ALL_LINEAR,) else list(spec.target_modules)
-    config = LoraConfig(
-        r=spec.r,
-        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]
-        use_rslora=spec.use_rslora,
-        target_modules=targets,
-    )
-    config.save_pretrained(str(target))
+    _build_config(spec, targets).save_pretrained(str(target))

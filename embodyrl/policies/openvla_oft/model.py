@@ -21,9 +21,10 @@ from embodyrl.policies.openvla_oft.heads import (
     time_embedding,
 )
 from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, RepeatedTokens, RmsNorm
-from embodyrl.policies.openvla_oft.settings import ActionHead, get_residual_shape
+from embodyrl.policies.openvla_oft.settings import ActionHead
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 from embodyrl.policies.steering.actor import SteeringActor
+from embodyrl.policies.steering.settings import SteeringShape
 
 BODY = ("vision_backbone", "projector", "language_model", *SFT_COMPONENTS)
 """Names of all submodules except those that RL adds (value head, action scale, residual actor)."""
@@ -230,10 +231,10 @@ class OpenVlaOft(nn.Module):
 
     def add_residual_actor(self, seed: int) -> None:
         """Add the actor that corrects the model's actions; initial corrections are zero."""
-        width = self.language_model.lm_head.in_features
+        cfg, width = self.options.cfg, self.language_model.lm_head.in_features
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            actor = SteeringActor(get_residual_shape(self.options.cfg, width), gain=0.0)
+            actor = SteeringActor(SteeringShape.for_residual(cfg, width, cfg.action_dim), gain=0.0)
         self.residual_actor = actor.to(self.language_model.lm_head.weight.device)
 
     def recompute_activations(self) -> None:

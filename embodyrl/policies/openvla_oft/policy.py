@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
+from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft.checkpoint import (
     RL_COMPONENTS,
     SFT_COMPONENTS,
     VALUE_HEAD,
     WeightTransform,
     base_state,
-    list_weight_files,
     load_components,
     load_model,
     read_side_files,
@@ -46,7 +46,7 @@ from embodyrl.policies.steering.settings import WIDTHS
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.adapter import find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
-from embodyrl.policies.vla.sampling import pad_per_action
+from embodyrl.policies.vla.sampling import build_scores
 from embodyrl.types import (
     ByteArray,
     FloatArray,
@@ -105,13 +105,8 @@ class OpenVlaOftPolicy:
         """
         with self._autocast:
             sampled, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
-        tokens, logprob = sampled.pad_to_spec(self.spec)
-        return PolicyOutput(
-            actions=unnormalize(sampled.state.double().cpu().numpy(), self._bounds),
-            tokens=tokens,
-            logprob=logprob,
-            value=value.cpu().numpy(),
-        )
+        actions = unnormalize(sampled.state.double().cpu().numpy(), self._bounds)
+        return sampled.to_output(actions, value, self.spec)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -177,9 +172,7 @@ class OpenVlaOftPolicy:
         """Return log-probabilities, entropies and values of tokens [B, L], with gradients."""
         with self._scoring:
             logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
-        return PolicyScores(
-            logprob=pad_per_action(logprob, self.spec), entropy=pad_per_action(entropy, self.spec), value=value
-        )
+        return build_scores((logprob, entropy), value, self.spec)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Return tokens of actions (see `TokenPolicy.encode_actions`).
@@ -224,11 +217,8 @@ class OpenVlaOftPolicy:
         trained, otherwise merged into the weights of `model.path`. The folder's action statistics replace the
         current ones, because the folder's weights predict actions that are normalized with them.
         """
-        adapter, model, base = (
-            None if list_weight_files(folder) else find_adapter(folder),
-            self._model,
-            self._config.folder,
-        )
+        adapter = None if list_weight_files(folder) else find_adapter(folder)
+        model, base = self._model, self._config.folder
         if adapter is None:
             load_model(model, folder)
         elif self._adapter is None:

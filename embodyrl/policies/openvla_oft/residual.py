@@ -60,13 +60,8 @@ class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
         return FrozenOutputs(features, self._model.value(hidden), proposed)
 
     def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        pre_tanh: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
         # In float64, a correction of 0 preserves every bit of the proposed actions.
-        correction = self._actor.shape.bound * pre_tanh.tanh().double().cpu().numpy()
-        return unnormalize(frozen_outputs.model + correction, self._bounds)
+        correction = self._actor.shape.bound * outputs.double().cpu().numpy()
+        return unnormalize(frozen.model + correction, self._bounds)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from embodyrl.config.settings import Count, Positive, Share
 from embodyrl.policies.settings import AdapterSettings
-from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
+from embodyrl.policies.steering.settings import ResidualSettings
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic
 
 Normalization = StrEnum("Normalization", ["bounds_q99", "bounds"])
@@ -96,14 +96,7 @@ def as_oft(cfg: OpenVlaSettings) -> OftSettings:
 
 
 def get_chunk_record(cfg: OftSettings) -> ChunkRecord:
-    """Return the token layout of a sampled chunk: states before and after stochastic steps, or the correction."""
+    """Return the token layout of a chunk of the diffusion head: states before and after stochastic steps."""
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
-    if cfg.is_residual:
-        return ChunkRecord(shape=shape, layout=get_residual_shape(cfg, 0).layout, per_action=1)
     return ChunkRecord.chain(shape, cfg.num_diffusion_steps_inference - 1 if cfg.every_step else 1)
-
-
-def get_residual_shape(cfg: OftSettings, hidden: int) -> SteeringShape:
-    """Return the input and output sizes of the actor for a frozen model; `hidden`: width of the hidden states."""
-    return SteeringShape.for_residual(cfg, hidden, cfg.action_dim)

@@ -48,16 +48,18 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """MLP with exact GELU, used in the towers and to project proprioception and noisy actions."""
+    """MLP with GELU, used in the towers and to project proprioception and noisy actions."""
 
-    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+    def __init__(self, inputs: int, hidden: int, outputs: int, *, approximate: str = "none") -> None:
+        """Build the layers; `approximate`: none for exact GELU, or tanh."""
         super().__init__()
         self.fc1 = nn.Linear(inputs, hidden)
         self.fc2 = nn.Linear(hidden, outputs)
+        self._approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs] to [..., outputs]."""
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(F.gelu(self.fc1(x), approximate=self._approximate))
 
 
 class LayerScale(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from embodyrl.errors import ConfigError
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicySpec
@@ -57,10 +56,7 @@ class RemoteFactory:
         """
         from embodyrl.policies.remote.policy import RemotePolicy
 
-        spec = self.spec(cfg, request.env, request.value_dim)
-        if request.trainable:
-            raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
-        return RemotePolicy(cfg, spec, request.env)
+        return RemotePolicy(cfg, self.spec(cfg, request.env, request.value_dim), request)
 
 
 FACTORY = RemoteFactory()

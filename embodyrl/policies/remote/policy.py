@@ -11,6 +11,8 @@ import numpy as np
 
 from embodyrl.clock import RunClock
 from embodyrl.errors import EmbodyError
+from embodyrl.policies.inputs import rotate_upright
+from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.policies.remote.wire_formats import (
     MessageError,
@@ -20,11 +22,10 @@ from embodyrl.policies.remote.wire_formats import (
     get_field_names,
     import_optional,
     pack,
-    rotate_upright,
     unpack,
 )
 from embodyrl.policies.untrained.policy import InferenceOnlyPolicy
-from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
+from embodyrl.types import FloatArray, Observation, PolicyOutput, PolicySpec
 
 _RETRY_S = 0.2
 _MAX_BYTES = 1 << 24
@@ -34,14 +35,15 @@ _MAX_BYTES = 1 << 24
 class RemotePolicy(InferenceOnlyPolicy):
     """Inference-only policy that requests chunks from a server and executes K actions; implements `Policy`."""
 
-    def __init__(self, cfg: RemoteSettings, spec: PolicySpec, env: EnvSpec) -> None:
+    def __init__(self, cfg: RemoteSettings, spec: PolicySpec, request: PolicyRequest) -> None:
         """Connect and read the server's metadata.
 
         Raises:
+            ConfigError: training was requested.
             EmbodyError: there is no server at `model.url`, or the server uses another protocol.
         """
-        super().__init__(spec)
-        self._cfg, self._env_spec, self._names = cfg, env, get_field_names(cfg)
+        super().__init__(spec, request)
+        self._cfg, self._env_spec, self._names = cfg, request.env, get_field_names(cfg)
         self._sequence = 0
         connection = ExitStack()
         self._socket = _connect(cfg, connection)

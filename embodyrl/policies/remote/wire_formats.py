@@ -275,8 +275,3 @@ def _get_first(message: Mapping[Any, Any], names: Sequence[str]) -> Any:
 
 def _list_received_fields(message: Mapping[Any, Any]) -> str:
     return f"Received: {', '.join(sorted(map(repr, message))) or 'nothing'}."
-
-
-def rotate_upright(images: ByteArray, rotation_deg: int) -> ByteArray:
-    """Rotate images [..., H, W, 3] by 0 or 180 degrees, from a simulator's orientation to upright or back."""
-    return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images

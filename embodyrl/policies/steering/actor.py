@@ -1,7 +1,7 @@
 """Actor for a frozen model, its critics, and the base class of policies with such an actor."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, SampledChunks, get_seeds, normals, pad_per_action
+from embodyrl.policies.vla.sampling import START, SampledChunks, build_scores, get_seeds, normals
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 MAX_CORRECTION = 1.0 - 1e-3
@@ -92,11 +92,11 @@ class HeadedModule(nn.Module):
                 layers += [nn.Linear(inputs, outputs), nn.ReLU()]
             self.value_head = nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))
 
-    def add_actor(self, shape: SteeringShape) -> None:
-        """Add a trainable actor for the frozen network."""
-        if shape.proposes:
+    def add_actor(self, shape: SteeringShape | None) -> None:
+        """Add a trainable actor for the frozen network, unless the shape is None."""
+        if shape is not None and shape.proposes:
             self.residual_actor = SteeringActor(shape, gain=0.0)
-        else:
+        elif shape is not None:
             self.noise_actor = SteeringActor(shape, gain=0.01)
 
     @property
@@ -161,14 +161,9 @@ class SteeredPolicy(ABC):
 
     @abstractmethod
     def _execute(
-        self,
-        obs: Observation,
-        frozen_outputs: FrozenOutputs,
-        choice: Tensor,
-        seeds: IntArray | None,
-        temperature: float,
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Convert unsquashed actor samples [B, rows, n] to actions [B, K, A]; without seeds, add no noise."""
+        """Convert the actor's outputs [B, rows, n] in -1..1 to actions [B, K, A]; without seeds, add no noise."""
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -176,25 +171,20 @@ class SteeredPolicy(ABC):
 
         Greedy chunks use the Gaussian's mean and have zero tokens.
         """
-        frozen_outputs, scale = self._run_frozen_model(obs), temperature or self._temperature
+        frozen, scale = self._run_frozen_model(obs), temperature or self._temperature
         seeds = None if noise is None else get_seeds(noise)
         if seeds is None:
-            sampled = SampledChunks.from_greedy(self._actor.greedy(frozen_outputs.features))
+            sampled = SampledChunks.from_greedy(self._actor.greedy(frozen.features))
         else:
-            sampled = self._actor.sample(frozen_outputs.features, seeds, scale)
-        tokens, logprob = sampled.pad_to_spec(self.spec)
-        actions = self._execute(obs, frozen_outputs, sampled.state, seeds, scale)
-        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=frozen_outputs.value.cpu().numpy())
+            sampled = self._actor.sample(frozen.features, seeds, scale)
+        actions = self._execute(obs, frozen, sampled.state.tanh(), seeds, scale)
+        return sampled.to_output(actions, frozen.value, self.spec)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of actor samples [B, L], with gradients of the actor only."""
-        frozen_outputs = self._run_frozen_model(obs)
-        logprob, entropy = self._actor.score(frozen_outputs.features, tokens, self._temperature)
-        return PolicyScores(
-            logprob=pad_per_action(logprob, self.spec),
-            entropy=pad_per_action(entropy, self.spec),
-            value=frozen_outputs.value,
-        )
+        frozen = self._run_frozen_model(obs)
+        scores = self._actor.score(frozen.features, tokens, self._temperature)
+        return build_scores(scores, frozen.value, self.spec)
 
     def save(self, folder: Path) -> None:
         """Write the weights (see `Policy.save`) and the shape of the actor."""
@@ -275,3 +265,15 @@ class SteeredPolicy(ABC):
         logprob, _ = head.score(outputs, target.atanh(), 1.0)
         error = (head.get_mean_and_log_std(outputs)[0].detach().tanh() - target).abs().flatten(1).mean(1) * shape.bound
         return ImitationLoss(loss=-logprob.flatten(1).mean(1), accuracy=torch.zeros_like(error), error=error)
+
+
+class ResidualPolicy(SteeredPolicy):
+    """Base class of residual policies, whose actor corrects the greedy chunk of the frozen model."""
+
+    _to_actions: Callable[[Tensor, Observation], FloatArray]
+    """Method of the frozen policy that converts normalized actions [B, K, A] to those of the environment."""
+
+    def _execute(
+        self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
+    ) -> FloatArray:
+        return self._to_actions(apply_corrections(frozen.features, outputs.flatten(1), self._actor.shape), obs)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
+from embodyrl.policies.files import list_differences
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
@@ -105,15 +106,11 @@ class SteeringShape:
         """
         path, expected = folder / SHAPE_FILE, asdict(self)
         saved = read_json(path) if path.is_file() else expected
-        mismatches = [
-            f"{key} is {saved.get(key)} (this run needs {expected[key]})"
-            for key in expected
-            if saved.get(key) != expected[key]
-        ]
-        if mismatches and saved.get("proposes") == self.proposes:
+        differences = list_differences(saved, expected)
+        if differences and saved.get("proposes") == self.proposes:
             keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
             raise CheckpointError(
-                f"{path} does not match this run: {', '.join(mismatches)}. Set model.num_action_chunks, {keys} "
+                f"{path} does not match this run: {differences}. Set model.num_action_chunks, {keys} "
                 "to the values with which the checkpoint was trained."
             )
 
@@ -127,18 +124,35 @@ class SteeringShape:
         """Token layout of a sampled chunk: a seed, and the actor's sample before squashing."""
         return TokenLayout(whole=1, floats=self.width)
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a chunk: a multiple of K."""
+        return self.actions * -(-self.layout.tokens // self.actions)
 
-def add_steering(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySpec:
-    """Return the spec of a policy with a frozen model and an actor."""
-    steering = SteeringSpec(key=f"model.likelihood={likelihood}", is_residual=shape.proposes)
-    return replace(spec, differentiable=True, scored=1, steering=steering)
+
+def add_steering(
+    spec: PolicySpec, shape: SteeringShape | None, cfg: ResidualSettings, folder: Path | None
+) -> PolicySpec:
+    """Add the actor's tokens to the spec of a policy whose weights are in `folder`; without an actor, change nothing.
+
+    Raises:
+        CheckpointError: the folder has an actor with other outputs.
+    """
+    if shape is None:
+        return spec
+    if folder is not None:
+        shape.check(folder)
+    steering = SteeringSpec(key=f"model.likelihood={cfg.likelihood_name}", is_residual=shape.proposes)
+    return replace(spec, differentiable=True, tokens_per_chunk=shape.tokens, scored=1, steering=steering)
 
 
-def steering_costs(costs: PolicyCosts, shape: SteeringShape, *, num_other_trained: int = 0) -> PolicyCosts:
-    """Return the costs of a policy with a frozen model.
+def add_steering_costs(costs: PolicyCosts, shape: SteeringShape | None, *, num_other_trained: int = 0) -> PolicyCosts:
+    """Add the costs of the actor to those of the frozen model; without an actor, change nothing.
 
     `num_other_trained`: number of trained weights outside the actor.
     """
+    if shape is None:
+        return costs
     actor = sum((a + 1) * b for a, b in pairwise((shape.features, *WIDTHS, 2 * shape.width)))
     return replace(
         costs,

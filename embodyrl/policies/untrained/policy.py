@@ -12,7 +12,6 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import (
     ActionKind,
-    ActionSpec,
     EnvSpec,
     FloatArray,
     Observation,
@@ -26,10 +25,17 @@ class InferenceOnlyPolicy:
 
     spec: PolicySpec
 
-    def __init__(self, spec: PolicySpec) -> None:
+    def __init__(self, spec: PolicySpec, request: PolicyRequest) -> None:
+        """Set up the policy.
+
+        Raises:
+            ConfigError: training was requested.
+        """
         from torch import nn
 
         self.spec = spec
+        if request.trainable:
+            self.reject_training()
         self.module: nn.Module = nn.Module()
 
     def output(self, actions: FloatArray) -> PolicyOutput:
@@ -72,9 +78,9 @@ class UntrainedPolicy(InferenceOnlyPolicy):
     Greedy and scripted actions are the center of the range.
     """
 
-    def __init__(self, spec: PolicySpec, space: ActionSpec) -> None:
-        super().__init__(spec)
-        self._space = space
+    def __init__(self, spec: PolicySpec, request: PolicyRequest) -> None:
+        super().__init__(spec, request)
+        self._space = request.env.action
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a chunk for each observation (see `Policy.act`)."""
@@ -134,10 +140,7 @@ class UntrainedFactory:
         Raises:
             ConfigError: training was requested.
         """
-        policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request.env.action)
-        if request.trainable:
-            policy.reject_training()
-        return policy
+        return UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request)
 
 
 RANDOM = UntrainedFactory(name="random", scripted=False)

@@ -100,8 +100,7 @@ def read_processors(
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder}/{name}.json or the file of its normalizer is damaged ({format_reason(error)}). Download "
-                "both "
-                "files again."
+                "both files again."
             ) from error
         if problem:
             raise CheckpointError(f"{folder}/{name}.json {problem} {_FIX}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
+from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 START, STEP_INDEX, PAIRS, TIMES, STEP = range(5)
 """Indices of random streams: initial noise (START), index of the stochastic step (STEP_INDEX), noise and times of FPO's
@@ -73,15 +73,31 @@ class SampledChunks:
         empty = torch.zeros(len(state), 1, 0, device=state.device)
         return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=empty)
 
-    def pad_to_spec(self, spec: PolicySpec) -> tuple[IntArray, FloatArray]:
-        """Return tokens and log-probabilities [B, L], padded with zeros."""
+    def to_output(
+        self, actions: FloatArray, value: Tensor, spec: PolicySpec, varying: IntArray | None = None
+    ) -> PolicyOutput:
+        """Return the output of a policy, with tokens and log-probabilities [B, L] padded with zeros.
+
+        `varying`: action dimensions that have log-probabilities; None: all.
+        """
         tokens = np.zeros((len(self.tokens), spec.tokens_per_chunk), np.int64)
         tokens[:, : self.tokens.shape[1]] = self.tokens
-        return tokens, pad_per_action(self.logprob, spec).cpu().numpy()
+        logprob = pad_per_action(self.logprob, spec, varying).cpu().numpy()
+        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=value.cpu().numpy())
 
 
-def pad_per_action(numbers: Tensor, spec: PolicySpec) -> Tensor:
+def build_scores(
+    scores: tuple[Tensor, Tensor], value: Tensor, spec: PolicySpec, varying: IntArray | None = None
+) -> PolicyScores:
+    """Return log-probabilities and entropies [B, K, P] as scores [B, L] (see `SampledChunks.to_output`)."""
+    logprob, entropy = (pad_per_action(part, spec, varying) for part in scores)
+    return PolicyScores(logprob=logprob, entropy=entropy, value=value)
+
+
+def pad_per_action(numbers: Tensor, spec: PolicySpec, varying: IntArray | None) -> Tensor:
     """Place the P values of each action [B, K, P] at the action's first P tokens: [B, L], padded with 0."""
+    if varying is not None and numbers.shape[2]:
+        numbers = numbers[..., varying]
     tokens_per_action = spec.tokens_per_chunk // numbers.shape[1]
     return torch.nn.functional.pad(numbers, (0, tokens_per_action - numbers.shape[2])).flatten(1)
 

@@ -176,7 +176,7 @@ def test_contradictory_lerobot_settings_are_reported(kind, tmp_path):
 def test_mismatched_environment_is_rejected(tmp_path):
     folder = folder_of("diffusion/state", tmp_path / "in")
     cfg, factory = model_of("diffusion", path=str(folder), num_action_chunks=3), POLICIES.get("diffusion")
-    config, _ = read_config(folder, "diffusion", factory.config)
+    config = read_config(folder, "diffusion", factory.config)
     assert factory.spec(cfg, env_of_config(config), 0).inputs.state
     one_step = env_of_config(config, state_dim=10)
     with pytest.raises(ConfigError, match=r"for each of 3 steps.*env.history=3.*data.history=3"):
@@ -210,7 +210,7 @@ def test_cameras_are_not_mistaken_for_history_frames(tmp_path):
 
 def test_temporal_ensemble_policy_returns_whole_chunks(tmp_path):
     folder, data = folder_of("act/state", tmp_path / "in"), recorded("act/state")
-    config, _ = read_config(folder, "act", ActConfig)
+    config = read_config(folder, "act", ActConfig)
     env = with_chunks(env_of_config(config), config.chunk_size)
     policy = policy_of(folder, env=env, temporal_ensemble=True)
     out = policy.act(observation(config, data, "raw."), noise=None)

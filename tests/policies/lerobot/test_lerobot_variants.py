@@ -37,7 +37,7 @@ def built(case, folder):
     fresh(kind, folder)
     raw = {"type": kind, "embodyrl_init": "random", "input_features": inputs, "output_features": action} | keys
     (folder / "config.json").write_text(json.dumps(raw))
-    config, _ = read_config(folder, kind, POLICIES.get(kind).config)
+    config = read_config(folder, kind, POLICIES.get(kind).config)
     policy = policy_of(folder, env=env_of_config(config), num_action_chunks=config.n_action_steps)
     for name, tensor in policy.module.network.state_dict().items():
         if name.rpartition(".")[2] not in FIXED:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft import checkpoint as checkpoint_module
 
 SHARD = "model-00002-of-00003.safetensors"
@@ -147,7 +148,7 @@ def _cut_header(folder):
 
 def _lose_shard(folder):
     (folder / SHARD).unlink()
-    return rf"lacks {SHARD}, which model\.safetensors\.index\.json lists \(3 shards"
+    return rf"lacks 1 of 3 weight files, such as {SHARD}"
 
 
 def _break_index(folder):
@@ -174,7 +175,7 @@ def test_index_cannot_name_files_outside_its_folder(checkpoint):
     content["weight_map"][next(iter(content["weight_map"]))] = "../model.safetensors"
     index.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"'../model.safetensors' is outside the folder"):
-        checkpoint_module.list_weight_files(checkpoint)
+        list_weight_files(checkpoint)
 
 
 def test_a_folder_without_weights_is_rejected(checkpoint, make_policy, tmp_path):

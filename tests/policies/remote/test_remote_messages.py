@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.remote.settings import ConversationSettings
 from embodyrl.policies.remote.wire_formats import (
     OPENPI,
@@ -21,7 +22,6 @@ from embodyrl.policies.remote.wire_formats import (
     encode_vla_eval_array,
     get_field_names,
     pack,
-    rotate_upright,
     unpack,
 )
 

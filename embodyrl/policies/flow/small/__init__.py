@@ -9,20 +9,15 @@ from pydantic import Field
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.settings import (
-    FlowSettings,
-    add_actor_costs,
-    add_actor_spec,
-    check_steering,
-    get_chunk_record,
-    get_flow_gripper,
-)
+from embodyrl.policies.files import list_differences
+from embodyrl.policies.flow.settings import FlowSettings, get_chunk_record, get_flow_gripper, get_steering_shape
 from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig, read_bounds
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.vla.folder import CONFIG_FILE
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
+from embodyrl.policies.vla.folder import CONFIG_FILE, has_random_init
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.weights import count, weight_sizes
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 _NETWORK_CLASS = "embodyrl.policies.flow.small.network:SmallFlow"
 
@@ -40,12 +35,12 @@ class SmallFlowSettings(FlowSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Config, chunk shape and bounds of a policy whose weights are not yet loaded."""
+    """Config, chunk shape, bounds and actor of a policy whose weights are not yet loaded."""
 
     config: SmallConfig
     bounds: NormalizationBounds
     shape: ChunkShape
-    random: bool
+    steering: SteeringShape | None
 
 
 class SmallFlowFactory:
@@ -66,37 +61,35 @@ class SmallFlowFactory:
             CheckpointError: the folder's JSON files are malformed.
         """
         plan = _plan(cfg, env)
+        record = get_chunk_record(cfg, plan.shape)
         spec = PolicySpec(
             inputs=InputSpec(instructions=True, num_images=plan.config.num_images, state=plan.config.state_dim > 0),
             name="flow_small",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action.dim,
-            tokens_per_chunk=get_chunk_record(cfg, plan.shape).tokens,
+            tokens_per_chunk=record.tokens,
+            scored=record.per_action,
             value_dim=value_dim,
             gripper=get_flow_gripper(env),
-            action_kinds=frozenset({ActionKind.box}),
         )
-        return add_actor_spec(spec, cfg, env, plan.shape, plan.config.width, _folder(cfg))
+        return add_steering(spec, plan.steering, cfg, _folder(cfg))
 
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters."""
         plan = _plan(cfg, env)
         weights = weight_sizes(_NETWORK_CLASS, plan.config, plan.shape, plan.bounds, min_words=1)
-        costs = PolicyCosts(num_parameters=count(weights))
-        return add_actor_costs(costs, cfg, plan.shape, plan.config.width)
+        return add_steering_costs(PolicyCosts(num_parameters=count(weights)), plan.steering)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
         """Check that sizes and actor match the weights in a folder (see `PolicyFactory.compare`)."""
-        plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder)[0])
-        mismatches = [
-            f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v
-        ]
-        if mismatches:
+        plan = _plan(cfg, env)
+        if differences := list_differences(asdict(SmallConfig.read(folder)), asdict(plan.config)):
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {', '.join(mismatches)}. Use the environment and "
+                f"{folder / CONFIG_FILE} does not match this run: {differences}. Use the environment and "
                 "model with which the checkpoint was trained."
             )
-        check_steering(cfg, plan.shape, plan.config.width, folder)
+        if plan.steering is not None:
+            plan.steering.check(folder)
 
     def build(self, cfg: SmallFlowSettings, request: PolicyRequest) -> Policy:
         """Build the policy with weights initialized from the seed, or with those in `cfg.path`.
@@ -104,26 +97,36 @@ class SmallFlowFactory:
         Raises:
             CheckpointError: the folder has no weights of this shape.
         """
-        from embodyrl.policies.flow.small.network import build_policy
+        import torch
 
-        plan = _plan(cfg, request.env)
-        spec = self.spec(cfg, request.env, request.value_dim)
-        folder = None if plan.random else _folder(cfg)
-        return build_policy(cfg, spec, plan.config, plan.shape, plan.bounds, folder, request)
+        from embodyrl.policies.flow.policy import FlowModule
+        from embodyrl.policies.flow.small.network import SmallFlow, SmallFlowWeightIO
+        from embodyrl.policies.flow.steering import policy_class
+
+        env, folder, plan = request.env, _folder(cfg), _plan(cfg, request.env)
+        longest = max((len(task.split()) for task in env.instructions or env.tasks), default=1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(request.seed)
+            network = SmallFlow(plan.config, plan.shape, plan.bounds, min_words=max(1, longest))
+            module = FlowModule(network, cfg, request.value_dim)
+        spec = self.spec(cfg, env, request.value_dim)
+        policy = policy_class(cfg)(spec, cfg, module, network, SmallFlowWeightIO(plan.config), request)
+        if folder is not None and not has_random_init(folder):
+            policy.load_weights(folder)
+        return policy
 
 
 def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
-    config, random = SmallConfig.read(_folder(cfg))
-    bounds = read_bounds(env, get_flow_gripper(env), _folder(cfg))
     config = replace(
-        config,
+        SmallConfig.read(_folder(cfg)),
         num_images=cfg.num_images_in_input,
         state_dim=env.state_dim if cfg.use_proprio else 0,
         action_width=env.action.dim,
     )
     chunk, width = cfg.num_action_chunks, env.action.dim
     shape = ChunkShape(horizon=chunk, width=width, executed=chunk, action_dim=width)
-    return _Plan(config=config, bounds=bounds, shape=shape, random=random)
+    bounds = read_bounds(env, get_flow_gripper(env), _folder(cfg))
+    return _Plan(config=config, bounds=bounds, shape=shape, steering=get_steering_shape(cfg, shape, config.width))
 
 
 def _folder(cfg: SmallFlowSettings) -> Path | None:

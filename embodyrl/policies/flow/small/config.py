@@ -32,24 +32,24 @@ class SmallConfig:
     """A: dimension of an action."""
 
     @classmethod
-    def read(cls, folder: Path | None) -> tuple[Self, bool]:
-        """Return the config of a folder, and True if the folder has no weights; without a folder, return the defaults.
+    def read(cls, folder: Path | None) -> Self:
+        """Return the config of a folder; without a folder, return the defaults.
 
         Raises:
             CheckpointError: the file is missing or malformed.
         """
         if folder is None:
-            return cls(), True
+            return cls()
         path = folder / CONFIG_FILE
         try:
             saved: dict[str, Any] = dict(read_json(path))
-            random = saved.pop(RANDOM_INIT_KEY, None) == "random"
+            saved.pop(RANDOM_INIT_KEY, None)
             if unknown := saved.keys() - {f.name for f in fields(cls)}:
                 raise ValueError(f"the file contains unknown keys: {', '.join(sorted(unknown))}")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); use the folder of a small flow policy.") from error
         saved["planes"] = tuple(saved.get("planes", cls().planes))
-        return cls(**saved), random
+        return cls(**saved)
 
     def save(self, folder: Path) -> None:
         """Write `config.json`."""

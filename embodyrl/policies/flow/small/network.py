@@ -13,16 +13,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
-from embodyrl.policies.flow.settings import FlowSettings
+from embodyrl.policies.flow.layouts import HEADS
 from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig
-from embodyrl.policies.flow.steering import policy_class
-from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import fill_weights
-from embodyrl.types import FloatArray, Observation, PolicySpec
+from embodyrl.types import FloatArray, Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class SmallFlowWeightIO:
             CheckpointError: weights are missing, damaged or of another shape; the message names them.
         """
         fix = f"Use the {CONFIG_FILE} and the model settings of that run."
-        fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=RL_HEADS, fix=fix)
+        fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=HEADS, fix=fix)
 
 
 POSITION_SCALE = 0.3
@@ -280,28 +277,3 @@ def _embed_times(t: Tensor, width: int) -> Tensor:
     fraction = torch.linspace(0, 1, width // 2, device=t.device)
     angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** fraction))
     return torch.cat([angle.sin(), angle.cos()], -1)
-
-
-def build_policy(
-    cfg: FlowSettings,
-    spec: PolicySpec,
-    config: SmallConfig,
-    shape: ChunkShape,
-    bounds: NormalizationBounds,
-    folder: Path | None,
-    request: PolicyRequest,
-) -> FlowPolicy:
-    """Build the policy with weights initialized from the seed, or with those of a folder.
-
-    Raises:
-        CheckpointError: the folder has no weights of this shape.
-    """
-    max_words = max((len(task.split()) for task in request.env.instructions or request.env.tasks), default=1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(request.seed)
-        network = SmallFlow(config, shape, bounds, min_words=max(1, max_words))
-        module = FlowModule(network, cfg, request.value_dim)
-    policy = policy_class(cfg)(spec, cfg, module, network, SmallFlowWeightIO(config), request)
-    if folder is not None:
-        policy.load_weights(folder)
-    return policy

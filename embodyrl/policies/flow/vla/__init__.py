@@ -7,13 +7,7 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import (
-    add_actor_costs,
-    add_actor_spec,
-    check_steering,
-    get_chunk_record,
-    get_flow_gripper,
-)
+from embodyrl.policies.flow.settings import get_chunk_record, get_flow_gripper, get_steering_shape
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     check_prompts,
@@ -25,18 +19,17 @@ from embodyrl.policies.flow.vla.folder import (
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings, reads_state
 from embodyrl.policies.flow.vla.sizes import estimate_costs
 from embodyrl.policies.inputs import INPUTS_FILE
-from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.protocol import Policy, PolicyRequest, find_env_problems
+from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, Clip, find_missing_files
-from embodyrl.policies.vla.problems import find_env_problems
 from embodyrl.policies.vla.processors import find_camera_order_problem, read_image_features
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 PUBLIC_LAYOUT = (
-    "a local folder, or owner/name on the hub, "
-    "with config.json, model*.safetensors, statistics and the language model's tokenizer.json, as "
-    "openpi (PyTorch), lerobot, transformers or RLinf publish it"
+    "a local folder, or owner/name on the hub, with config.json, model*.safetensors, statistics and the language "
+    "model's tokenizer.json, as openpi (PyTorch), lerobot, transformers or RLinf publish it"
 )
 _MAX_STATE = {Normalization.mean_std: 6.0, Normalization.quantiles: 2.0}
 """Largest plausible absolute value of a normalized state."""
@@ -67,7 +60,7 @@ class VlaFactory:
         read_normalizer(folder, cfg, env.state_dim, env.action.dim)
         self._check_cameras(cfg, env, folder)
         check_prompts(get_prompt_format(cfg, model, folder), folder, env.instructions or env.tasks, env.state_dim)
-        shape = _shape(cfg, model, env)
+        record = get_chunk_record(cfg, _shape(cfg, model, env))
         spec = PolicySpec(
             inputs=InputSpec(
                 instructions=True,
@@ -78,14 +71,14 @@ class VlaFactory:
             name=cfg.model_type,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action.dim,
-            tokens_per_chunk=get_chunk_record(cfg, shape).tokens,
+            tokens_per_chunk=record.tokens,
+            scored=record.per_action,
             imitated=model.horizon,
             value_dim=value_dim,
             gripper=get_flow_gripper(env),
-            action_kinds=frozenset({ActionKind.box}),
             warnings=find_warnings(folder, cfg),
         )
-        return add_actor_spec(spec, cfg, env, shape, model.expert.width, folder)
+        return add_steering(spec, _steering(cfg, model, env), cfg, folder)
 
     def _check_cameras(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the cameras in LeRobot's config.json match the cameras of the environment."""
@@ -98,7 +91,7 @@ class VlaFactory:
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate size and memory from the checkpoint's config.json."""
         model = read_flow_spec(_folder(cfg), cfg)
-        return add_actor_costs(estimate_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
+        return add_steering_costs(estimate_costs(model, cfg), _steering(cfg, model, env))
 
     def describe_checkpoint(self, cfg: VlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
@@ -121,8 +114,8 @@ class VlaFactory:
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the actor matches the actor in the folder (see `PolicyFactory.compare`)."""
-        model = read_flow_spec(_folder(cfg), cfg)
-        check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
+        if (steering := _steering(cfg, read_flow_spec(_folder(cfg), cfg), env)) is not None:
+            steering.check(folder)
 
     def build(self, cfg: VlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -144,6 +137,10 @@ def _shape(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> ChunkShape:
     return ChunkShape(
         horizon=model.horizon, width=model.action_dim, executed=cfg.num_action_chunks, action_dim=env.action.dim
     )
+
+
+def _steering(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> SteeringShape | None:
+    return get_steering_shape(cfg, _shape(cfg, model, env), model.expert.width)
 
 
 def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:

@@ -34,11 +34,11 @@ from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.flow.vla.statistics import STATISTIC
+from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft.checkpoint import (
     SHARD_BYTES,
     WeightTransform,
     base_state,
-    list_weight_files,
     map_weights,
 )
 from embodyrl.policies.protocol import PolicyRequest

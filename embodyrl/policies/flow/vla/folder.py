@@ -53,17 +53,13 @@ def pad_dims(x: npt.ArrayLike, size: int) -> FloatArray:
 
 def to_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
     """Subtract the state [B, S] from the first `dims` dimensions of actions [B, H, A], both unnormalized."""
-    return _add_state(actions, state, dims, -1.0)
+    return from_deltas(actions, -np.asarray(state, np.float32), dims)
 
 
 def from_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
     """Add the state [B, S] to the first `dims` dimensions of actions [B, H, A]: the inverse of `to_deltas`."""
-    return _add_state(actions, state, dims, 1.0)
-
-
-def _add_state(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float) -> FloatArray:
     out = np.array(actions, np.float32)
-    out[..., :dims] += sign * np.asarray(state, np.float32)[..., None, :dims]
+    out[..., :dims] += np.asarray(state, np.float32)[..., None, :dims]
     return out
 
 
@@ -104,7 +100,7 @@ def read_flow_spec(folder: Path, cfg: VlaSettings) -> FlowSpec:
 
 def find_contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     """Return contradictions between LeRobot's config.json and the settings."""
-    config = _config(folder)
+    config: dict[str, Any] = read_json(folder / CONFIG_FILE)
     modes: dict[str, str] = config.get("normalization_mapping") or {}
     trained_modes = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
     problems = []
@@ -163,13 +159,9 @@ def check_prompts(prompt_format: PromptFormat, folder: Path, tasks: Sequence[str
             prompts.encode(task, state)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / CONFIG_FILE)
-
-
 def find_warnings(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
     """Return warnings about a checkpoint, such as a different number of executed actions."""
-    config = _config(folder)
+    config: dict[str, Any] = read_json(folder / CONFIG_FILE)
     settings = {
         "n_action_steps": ("executes {} actions per query", "model.num_action_chunks", cfg.num_action_chunks),
         "num_steps": ("uses {} denoising steps", "model.num_steps", cfg.num_steps),
@@ -204,7 +196,7 @@ def read_normalizer(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: 
             f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Download them with the weights; without them actions "
             f"cannot be unnormalized."
         )
-    if is_sft and (cfg.delta_dims or _config(folder).get("use_relative_actions")):
+    if is_sft and (cfg.delta_dims or read_json(folder / CONFIG_FILE).get("use_relative_actions")):
         key = f"model.delta_dims={cfg.delta_dims}" if cfg.delta_dims else f"use_relative_actions=true in {CONFIG_FILE}"
         raise ConfigError(
             f"{key}: `embodyrl sft` trains absolute actions, which its {STATISTICS_FILE} describes. Set "

@@ -4,7 +4,7 @@ The module also converts between the environment's units and the normalized unit
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from embodyrl.policies.flow.layers import (
     key_mask,
     rotary,
 )
-from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, add_memory, time_embedding
+from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, time_embedding
 from embodyrl.policies.flow.prompts import FlowPromptEncoder
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.vla.folder import from_deltas, get_prompt_format, pad_dims, read_normalizer, to_deltas
 from embodyrl.policies.flow.vla.settings import VlaSettings
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
@@ -78,7 +79,8 @@ class Pi0(FlowModel):
         )
         positions = prefix.valid.sum(1, keepdim=True) + torch.arange(size, device=device)
         context = AttentionContext(rotary(positions, self.spec.expert), mask)
-        return Memory(contexts=add_memory(context, prefix.layers), state=prefix.state)
+        contexts = tuple(replace(context, memory=keys_values) for keys_values in prefix.layers)
+        return Memory(contexts=contexts, state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the tokens of the noisy actions, and the input of the adaptive norms (pi0.5).
@@ -147,7 +149,7 @@ class SmolVla(FlowModel):
         for i, (layer, pair) in enumerate(zip(self.expert.layers, layers, strict=True)):
             context = joint_context if self._is_joint_layer(i) else cross_context
             keys_values = pair if self._is_joint_layer(i) else layer(None, pair)[1]
-            contexts.append(AttentionContext(context.rope, context.mask, keys_values, context.self_attention))
+            contexts.append(replace(context, memory=keys_values))
         return Memory(contexts=tuple(contexts), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -158,7 +160,7 @@ class SmolVla(FlowModel):
     def _append_state(self, prefix: Prefix, context: AttentionContext) -> tuple[KeysValues, ...]:
         """Append the keys and values of the state token to the keys and values of images and text."""
         token = self.state_proj(prefix.state.to(self.state_proj.weight.dtype))[:, None]
-        contexts = [AttentionContext(context.rope, context.mask, pair) for pair in prefix.layers]
+        contexts = [replace(context, memory=keys_values) for keys_values in prefix.layers]
         state_keys_values, _ = self.language.compute_keys_values(token, contexts)
         return tuple(
             (torch.cat([past_k, k.to(past_k.dtype)], dim=2), torch.cat([past_v, v.to(past_v.dtype)], dim=2))
@@ -244,9 +246,7 @@ class VlaProcessor:
         Images [B, C, H, W, 3] have the simulator's orientation; states [B, S] are unnormalized.
         """
         count, cameras = len(obs), self.cfg.num_images_in_input
-        frames = obs.images[:, :cameras]
-        if self._env.cameras.rotation_deg == 180:
-            frames = frames[..., ::-1, ::-1, :]
+        frames = rotate_upright(obs.images[:, :cameras], self._env.cameras.rotation_deg)
         frames = np.ascontiguousarray(frames.reshape(-1, *frames.shape[2:]))
         side = self._spec.vision.image_size
         if isinstance(self._spec, Pi0Spec):

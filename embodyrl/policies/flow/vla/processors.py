@@ -43,7 +43,7 @@ def read_checked_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> 
     modes = {"action": mode, "observation.state": mode if reads_state(cfg) else None}
     mapped, extra_preprocessors = cfg.cameras is not None, _STEPS[cfg.model_type]
     processors = read_processors(folder, files, modes, mapped=mapped, before=extra_preprocessors, after=(ABSOLUTE,))
-    if problem := _find_problem(processors, cfg, folder, action_dim):
+    if problem := _find_problem(processors, cfg, action_dim):
         raise CheckpointError(f"{folder}/{PREPROCESSOR}.json {problem}")
     return processors
 
@@ -62,7 +62,7 @@ def read_prompt_limit(folder: Path) -> int | None:
     return next((int(limit) for limit in limits if limit is not None), None)
 
 
-def _find_problem(processors: Processors, cfg: VlaSettings, folder: Path, action_dim: int) -> str | None:
+def _find_problem(processors: Processors, cfg: VlaSettings, action_dim: int) -> str | None:
     kinds = [step.get("registry_name") for step in processors.steps.get(PREPROCESSOR, ())]
     if _STATE_PROMPT in kinds and isinstance(cfg, Pi05Settings):
         if not cfg.state_in_prompt:
@@ -88,10 +88,6 @@ def _find_relative_problem(processors: Processors, cfg: VlaSettings, action_dim:
     if not relative:
         # Deltas of openpi's models are applied outside the processors.
         return None
-    if unknown := [key for key in steps if key not in ("enabled", "exclude_joints", "action_names") and steps[key]]:
-        return (
-            f"has relative actions with '{unknown[0]}', which is not supported. Use another checkpoint, {_LEROBOT_HINT}"
-        )
     mask = _get_relative_dims(steps, action_dim)
     count = sum(mask)
     if mask != [True] * count + [False] * (action_dim - count):

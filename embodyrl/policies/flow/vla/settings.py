@@ -1,6 +1,5 @@
 """Config keys for pi0, pi0.5 and SmolVLA."""
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
@@ -34,15 +33,6 @@ class VlaSettings(FlowSettings, AdapterSettings):
     train_expert_only: bool = True
     """Train the action expert and its input and output projections; false: also train the vision-language model.
     With is_lora, adapters are added to the same parts."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield an error for each contradiction between settings."""
-        yield from super().problems()
-        if self.horizon is not None and self.num_action_chunks > self.horizon:
-            yield (
-                f"model.num_action_chunks={self.num_action_chunks} is larger than model.horizon={self.horizon}; lower "
-                f"it."
-            )
 
 
 class Pi05Settings(VlaSettings):

@@ -17,26 +17,17 @@ def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
     """Estimate the number of parameters and the activation memory of a model."""
     expert_only = cfg.train_expert_only
     weights = weight_sizes(f"{_NETWORK_MODULE}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
-    total, backbone, layers = (
-        count(weights),
-        count(weights, *_BACKBONE),
-        ("expert.", *(() if expert_only else _BACKBONE)),
-    )
-    trained = total - backbone if expert_only else None
+    outside_backbone = count(weights) - count(weights, *_BACKBONE)
+    trained = outside_backbone if expert_only else None
     if cfg.is_lora:  # adapters on all layers, and the fully trained projections of the flow
+        layers = ("expert.", *(() if expert_only else _BACKBONE))
         adapted = [w for name, w in weights.items() if w.adaptable and name.startswith(layers)]
-        trained = (
-            total
-            - backbone
-            - count(weights, "expert.")
-            + get_lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
-        )
-    activation_bytes = int(
-        (_BYTES_PER_ELEMENT if cfg.uses_bf16 else 4)
-        * _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
-    )
+        adapters = get_lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
+        trained = outside_backbone - count(weights, "expert.") + adapters
+    elements = _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
+    activation_bytes = int((_BYTES_PER_ELEMENT if cfg.uses_bf16 else 4) * elements)
     return PolicyCosts(
-        num_parameters=total,
+        num_parameters=count(weights),
         num_trained=trained,
         activation_bytes=activation_bytes,
         recomputed_bytes=activation_bytes // 6,
@@ -49,15 +40,14 @@ def _count_activations(model: FlowSpec, images: int, *, expert_only: bool) -> in
     Each layer stores 10 vectors of the model's width and 4 of the MLP's width per token; each expert layer also stores
     keys and values of all tokens. tests/fakegpu/rows.py measures these numbers.
     """
-    expert, tokens = model.expert, images * model.image_tokens + _PROMPT_TOKENS + model.horizon + 1
-    count_total = (model.horizon + 1) * _count_layer_activations(
-        expert
-    ) + expert.depth * tokens * 2 * expert.heads * expert.head_dim
+    expert, vision, suffix = model.expert, model.vision, model.horizon + 1
+    prefix = images * model.image_tokens + _PROMPT_TOKENS
+    total = suffix * _count_layer_activations(expert)
+    total += expert.depth * (prefix + suffix) * 2 * expert.heads * expert.head_dim
     if not expert_only:
-        vision = model.vision
-        count_total += (images * model.image_tokens + _PROMPT_TOKENS) * _count_layer_activations(model.language)
-        count_total += images * vision.patches * vision.depth * (8 * vision.width + 2 * vision.mlp)
-    return count_total
+        total += prefix * _count_layer_activations(model.language)
+        total += images * vision.patches * vision.depth * (8 * vision.width + 2 * vision.mlp)
+    return total
 
 
 def _count_layer_activations(layers: LayersSpec) -> int:

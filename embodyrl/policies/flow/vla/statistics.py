@@ -106,8 +106,7 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is missing or malformed ({format_reason(error)}). The file has the statistics of the training "
-            "data; "
-            f"use the file in the checkpoint's assets."
+            "data; use the file in the checkpoint's assets."
         ) from error
 
 

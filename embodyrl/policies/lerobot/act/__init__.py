@@ -26,15 +26,15 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
             return problems
         if cfg.temporal_ensemble and cfg.is_steered:
             return [f"model.temporal_ensemble=true: set model.likelihood=gaussian instead of {cfg.likelihood}."]
-        if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig)[0].use_vae:
+        if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig).use_vae:
             return [
                 f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so the latent has no effect. "
                 "Set model.likelihood=residual."
             ]
         return []
 
-    def plan(self, cfg: ActSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the config of the policy and the raw keys of config.json (see `LeRobotFactory.plan`).
+    def plan(self, cfg: ActSettings, env: EnvSpec) -> ActConfig:
+        """Return the config of the policy (see `LeRobotFactory.plan`).
 
         With temporal ensembling, one action of the environment is a whole chunk of H actions.
 
@@ -43,7 +43,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         """
         if not cfg.temporal_ensemble:
             return super().plan(cfg, env)
-        rows = read_config(self.folder(cfg), KIND, ActConfig)[0].chunk_size
+        rows = read_config(self.folder(cfg), KIND, ActConfig).chunk_size
         if env.action.dim % rows or cfg.num_action_chunks != 1:
             raise ConfigError(
                 "model.temporal_ensemble=true needs an environment that averages whole chunks. Set "
@@ -53,7 +53,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
 
     def spec(self, cfg: ActSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec (see `LeRobotFactory.spec`)."""
-        spec, (config, _) = super().spec(cfg, env, value_dim), self.plan(cfg, env)
+        spec, config = super().spec(cfg, env, value_dim), self.plan(cfg, env)
         if cfg.temporal_ensemble:
             reason = "its chunks are averaged (model.temporal_ensemble)"
             return replace(spec, action_dim=env.action.dim, takes_noise=False, untrainable=reason)
@@ -76,10 +76,6 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
     def record(self, cfg: ActSettings, config: ActConfig) -> ChunkRecord:
         """Return the token layout of a sampled chunk, which stores the executed actions."""
         return ChunkRecord.chain(chunk_shape(config), 0)
-
-    def num_passes(self, cfg: ActSettings, config: ActConfig) -> int:
-        """Return the number of forward passes per chunk."""
-        return 1
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:
         """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""

@@ -29,15 +29,6 @@ class Tokens:
     """[N, 1, D] position embeddings, including that of the latent token."""
 
 
-class DecoderOutput(NamedTuple):
-    """Outputs of the decoder for one chunk per observation."""
-
-    hidden: Tensor
-    """[H, B, D] hidden states of the action queries."""
-    actions: Tensor
-    """[B, H, A] normalized actions."""
-
-
 class Posterior(NamedTuple):
     """Gaussian posterior of the VAE latent, given the actions."""
 
@@ -213,11 +204,11 @@ class Act(nn.Module):
         first = self.encoder_latent_input_proj(latent)[None]
         return self.encoder(torch.cat([first, tokens.content]), tokens.positions)
 
-    def decode(self, tokens: Tokens, encoded: Tensor) -> DecoderOutput:
-        """Return the chunk for the encoder's output [N, B, D]."""
+    def decode(self, tokens: Tokens, encoded: Tensor) -> Tensor:
+        """Return chunks [B, H, A] of normalized actions for the encoder's output [N, B, D]."""
         queries = encoded.new_zeros(self.config.chunk_size, encoded.shape[1], encoded.shape[2])
         hidden = self.decoder(queries, encoded, self.decoder_pos_embed.weight[:, None], tokens.positions)
-        return DecoderOutput(hidden, self.action_head(hidden.transpose(0, 1)))
+        return self.action_head(hidden.transpose(0, 1))
 
     def posterior(self, inputs: Inputs, actions: Tensor, padding: Tensor) -> Posterior:
         """Return the latent's posterior for normalized actions [B, H, A]; `padding` [B, H] marks padded actions."""

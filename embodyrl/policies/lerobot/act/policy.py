@@ -58,10 +58,10 @@ class ActPolicy(LeRobotPolicy):
 
     def _compute_greedy_actions(self, obs: Observation, encoding: EncodedObservations) -> Tensor:
         """Return the executed actions of the chunk decoded from a zero latent."""
-        return self._select_executed(self._network.decode(*encoding.model).actions)
+        return self._select_executed(self._network.decode(*encoding.model))
 
     def _get_action_distribution(self, encoding: EncodedObservations, temperature: float) -> Transition:
-        mean = self._select_executed(self._network.decode(*encoding.model).actions)
+        mean = self._select_executed(self._network.decode(*encoding.model))
         return Transition(mean=mean, std=torch.full_like(mean, self._cfg.action_std * temperature))
 
     def _sample(self, encoding: EncodedObservations, seeds: IntArray, temperature: float) -> SampledChunks:
@@ -88,7 +88,7 @@ class ActPolicy(LeRobotPolicy):
         target, padded = self._from_actions(actions), on_device(padding, self._device)
         if not (torch.is_grad_enabled() and self._config.use_vae):
             encoding = self._encode(obs)
-            chunk = self._network.decode(*encoding.model).actions
+            chunk = self._network.decode(*encoding.model)
             distance = ((chunk - target).abs() * ~padded[..., None]).flatten(1).mean(1)
             predicted = on_device(self._to_actions(self._select_executed(chunk.detach())), self._device)
             expert_actions = on_device(actions[:, : self._shape.executed], self._device)
@@ -109,7 +109,7 @@ class ActPolicy(LeRobotPolicy):
             posterior = network.posterior(inputs, target, padding)
             latent = posterior.mean + (posterior.log_variance / 2).exp() * torch.randn_like(posterior.mean)
             divergence = posterior.divergence()
-        chunk = network.decode(tokens, network.encode(tokens, latent)).actions
+        chunk = network.decode(tokens, network.encode(tokens, latent))
         distance = (chunk - target).abs() * ~padding[..., None]
         return distance.flatten(1).mean(1) + self._config.kl_weight * divergence
 
@@ -121,7 +121,7 @@ class SteeredActPolicy(NoiseSteeredLeRobotPolicy, ActPolicy):
         tokens, _ = encoding.model
         with torch.no_grad():
             encoded = self._network.encode(tokens, actor_output)
-            return self._select_executed(self._network.decode(tokens, encoded).actions)
+            return self._select_executed(self._network.decode(tokens, encoded))
 
 
 class ResidualActPolicy(ResidualLeRobotPolicy, ActPolicy):

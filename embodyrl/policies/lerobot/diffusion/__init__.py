@@ -16,10 +16,9 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
     kind, config, settings = KIND, DiffusionConfig, DiffusionSettings
     network = "embodyrl.policies.lerobot.diffusion.network:Diffusion"
 
-    def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the config with the sampler of the settings, and the raw config.json (see `LeRobotFactory.plan`)."""
-        config, raw = super().plan(cfg, env)
-        return cfg.apply_sampler(config), raw
+    def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> DiffusionConfig:
+        """Return the config with the sampler of the settings (see `LeRobotFactory.plan`)."""
+        return cfg.apply_sampler(super().plan(cfg, env))
 
     def features(self, config: DiffusionConfig) -> int:
         """Return F, the width of the condition of the U-Net."""
@@ -33,25 +32,17 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
         """Return the token layout of a sampled chunk, which stores states of its denoising chain."""
         return get_chunk_record(cfg, config)
 
-    def num_passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
+    def num_passes(self, config: DiffusionConfig) -> int:
         """Return the number of forward passes per chunk."""
         return config.steps
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:
         """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""
-        from embodyrl.policies.lerobot.diffusion.policy import (
-            DiffusionPolicy,
-            ResidualDiffusionPolicy,
-            SteeredDiffusionPolicy,
-        )
+        from embodyrl.policies.lerobot.diffusion import policy
 
-        return (
-            DiffusionPolicy
-            if steering is None
-            else ResidualDiffusionPolicy
-            if steering.proposes
-            else SteeredDiffusionPolicy
-        )
+        if steering is None:
+            return policy.DiffusionPolicy
+        return policy.ResidualDiffusionPolicy if steering.proposes else policy.SteeredDiffusionPolicy
 
 
 FACTORY = DiffusionFactory()

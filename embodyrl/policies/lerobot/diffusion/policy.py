@@ -10,7 +10,7 @@ from torch import Tensor
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
 from embodyrl.policies.lerobot.diffusion.network import Diffusion
 from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain, Schedule
-from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, get_chunk_record
+from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, GreedyStart, get_chunk_record
 from embodyrl.policies.lerobot.policy import (
     EncodedObservations,
     LeRobotPolicy,
@@ -34,7 +34,7 @@ class DiffusionPolicy(LeRobotPolicy):
         super().__init__(*args)
         config, cfg = self._config, self._cfg
         self._schedule = Schedule(config, config.steps, config.noise_scheduler_type)
-        self._deterministic_schedule = Schedule(config, config.steps, Sampler.DDIM)
+        self._deterministic_schedule = Schedule(config, config.steps, "DDIM")
         self._chain = DenoisingChain(
             get_chunk_record(cfg, config),
             Schedule(config, config.steps, config.noise_scheduler_type, cfg.diffusion_eta),

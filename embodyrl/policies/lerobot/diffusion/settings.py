@@ -1,6 +1,7 @@
 """Config keys for the diffusion policy."""
 
 from enum import StrEnum
+from typing import Literal
 
 from embodyrl.config.settings import Count, Positive, Share
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
@@ -9,13 +10,6 @@ from embodyrl.policies.vla.records import ChunkRecord, Stochastic
 
 Likelihood = StrEnum("Likelihood", ["chain", "dsrl", "residual"])
 GreedyStart = StrEnum("GreedyStart", ["random", "zero"])
-
-
-class Sampler(StrEnum):
-    """Sampler of the denoising steps."""
-
-    DDPM = "DDPM"
-    DDIM = "DDIM"
 
 
 class DiffusionSettings(LeRobotSettings):
@@ -30,7 +24,7 @@ class DiffusionSettings(LeRobotSettings):
     likelihood: Likelihood = Likelihood.chain
     """Source of log-probabilities for RL. chain: the denoising steps (DPPO). dsrl, residual: the model is frozen, and
     algorithm=sac trains an actor that chooses the initial noise (dsrl) or corrects the chunk (residual)."""
-    sampler: Sampler | None = None
+    sampler: Literal["DDPM", "DDIM"] | None = None
     """Sampler of the denoising steps: DDPM or DDIM; default: noise_scheduler_type of the checkpoint."""
     num_inference_steps: Count | None = None
     """Number of denoising steps per chunk; default: the checkpoint's value."""

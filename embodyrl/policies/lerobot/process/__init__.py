@@ -12,8 +12,7 @@ from embodyrl.policies.lerobot.config import IMAGES
 from embodyrl.policies.lerobot.process.checkpoint import Checkpoint, read_checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.settings import SHAPE_FILE
-from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicySpec
+from embodyrl.types import EnvSpec, InputSpec, PolicySpec
 
 if TYPE_CHECKING:
     from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
@@ -65,7 +64,6 @@ class LeRobotProcessFactory:
             gripper=env.action.gripper,
             takes_noise=False,
             untrainable="its weights are in a process of LeRobot, which returns actions without probabilities",
-            action_kinds=frozenset({ActionKind.box}),
             warnings=warnings,
         )
 
@@ -79,8 +77,6 @@ class LeRobotProcessFactory:
         from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
-        if request.trainable:
-            raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
         saved = read_checkpoint(folder)
         return LeRobotPolicy(cfg, spec, request, folder, saved, find_camera_indices(cfg, saved, request.env))
 
@@ -137,11 +133,6 @@ def _folder(cfg: LeRobotProcessSettings) -> Path:
         raise ConfigError(
             f"model.path={cfg.path} is not a folder. Set model.path to the folder of a LeRobot policy, for example "
             "checkpoints/last/pretrained_model of lerobot-train."
-        )
-    if (folder / SHAPE_FILE).is_file():
-        raise CheckpointError(
-            f"{folder / SHAPE_FILE}: this version does not run actors on a policy in a LeRobot process. Set model.path "
-            "to the folder of the policy without the actor."
         )
     return folder
 

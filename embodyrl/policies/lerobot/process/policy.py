@@ -10,6 +10,7 @@ import numpy as np
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.external_python import ExternalScript
+from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.lerobot.process import worker
 from embodyrl.policies.lerobot.process.checkpoint import Checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
@@ -41,10 +42,11 @@ class LeRobotPolicy(InferenceOnlyPolicy):
             views: index of each camera of the checkpoint among the environment's cameras of one step.
 
         Raises:
+            ConfigError: training was requested.
             MissingDependencyError: the interpreter does not exist, or cannot import LeRobot.
             EmbodyError: LeRobot cannot load the policy.
         """
-        super().__init__(spec)
+        super().__init__(spec, request)
         self._env, self._saved, self._views = request.env, saved, views
         self._python, self._timeout_s = cfg.python or sys.executable, cfg.answer_timeout_s
         # Policies have no `close` method; the LeRobot process ends with this object or this process.
@@ -65,7 +67,7 @@ class LeRobotPolicy(InferenceOnlyPolicy):
     def _steps(self, obs: Observation) -> list[dict[str, Any]]:
         """Return the observation of each step as a dict of LeRobot features, oldest step first."""
         count = self._saved.n_obs_steps
-        images = obs.images[..., ::-1, ::-1, :] if self._env.cameras.rotation_deg == 180 else obs.images
+        images = rotate_upright(obs.images, self._env.cameras.rotation_deg)
         images = images.reshape(len(obs), count, -1, *images.shape[2:]) if self._views else images
         states = obs.state.reshape(len(obs), count, -1)
         steps = []
@@ -76,11 +78,11 @@ class LeRobotPolicy(InferenceOnlyPolicy):
             for name, size in self._saved.states:
                 features[name] = np.ascontiguousarray(states[:, step, start : start + size])
                 start += size
-            steps.append(worker.encode_arrays(features))
+            steps.append(features)
         return steps
 
     def _request(self, request: dict[str, Any], timeout_s: float, key: str) -> dict[str, Any]:
-        reply = worker.decode_arrays(self._script.call(request, timeout_s, key))
+        reply = self._script.call(request, timeout_s, key)
         if "missing" in reply:
             raise MissingDependencyError(
                 f"{self._python}: {reply['missing']}. Fix: pip install lerobot in a separate virtual "

@@ -1,29 +1,8 @@
 """LeRobot policy server: a script for a Python environment with LeRobot; embodyrl need not be installed there."""
 
 import sys
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
-
-import numpy as np
-
-
-def encode_arrays(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each array by its type, shape and bytes, which any version of numpy can read."""
-    return {
-        name: ("array", value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
-        for name, value in message.items()
-    }
-
-
-def decode_arrays(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the tuples of `encode_arrays` back to writable arrays."""
-    return {
-        name: np.frombuffer(bytearray(value[3]), value[1]).reshape(value[2])
-        if isinstance(value, tuple) and value[:1] == ("array",)
-        else value
-        for name, value in message.items()
-    }
 
 
 class Server:
@@ -49,9 +28,9 @@ class Server:
         )
         self._executed = getattr(config, "n_action_steps", 1)
 
-    def reply(self, steps: list[dict[str, Any]], tasks: list[str], actions: int) -> dict[str, np.ndarray]:
+    def reply(self, steps: list[dict[str, Any]], tasks: list[str], actions: int) -> dict[str, Any]:
         """Return {"chunk": actions [B, K, A]}, float32; `steps` are the observed steps, oldest first."""
-        batches = [self._batch(decode_arrays(step), tasks) for step in steps]
+        batches = [self._batch(step, tasks) for step in steps]
         torch = self._torch
         with torch.inference_mode():
             self._policy.reset()
@@ -85,7 +64,7 @@ def serve(pipe: Any) -> None:
             if server is None:
                 server, reply = Server(**request), {}
             else:
-                reply = encode_arrays(server.reply(**request))
+                reply = server.reply(**request)
         except ImportError as error:
             reply = {"missing": str(error)}
         except Exception as error:
