@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from embodyrl.monitor.intervals import wilson
-from embodyrl.monitor.phases import duration, time_tree
+from embodyrl.monitor.phases import duration, step_seconds, time_tree, total_times
 from embodyrl.monitor.protocol import RunInfo
-from embodyrl.monitor.timing import step_seconds
 
 _MAX_VALUES, _NUM_RECENT_STEPS, _MAX_EVENTS, _MAX_EVENT_LENGTH, _MAX_TASKS = 240, 20, 5, 240, 10
 _BAR_WIDTH_LIMIT, _SIDE_BY_SIDE_WIDTH = 92, 76
@@ -154,11 +153,8 @@ class Dashboard:
 
     def _time(self, width: int) -> Table:
         table = _build_grid(4 if width else 3)
-        whole: dict[str, float] = {}
-        for row in self._rows:
-            for name, value in row.items():
-                whole[name] = whole.get(name, 0.0) + (value or 0.0) / len(self._rows)
-        for phase in time_tree(whole):
+        means = {name: seconds / len(self._rows) for name, seconds in total_times(self._rows).items()}
+        for phase in time_tree(means):
             bar = "█" * min(width, max(1, round(width * phase.share))) if phase.share >= 0.005 else ""
             name = Text(("  " if phase.depth else "") + phase.name, style="dim" if phase.depth else "")
             row = name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %"

@@ -15,8 +15,7 @@ from embodyrl.config.settings import format_value
 from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.phases import duration, run_seconds, time_tree, total_times
-from embodyrl.monitor.timing import PHASES, step_seconds
+from embodyrl.monitor.phases import PHASES, duration, run_seconds, step_seconds, time_tree, total_times
 from embodyrl.plan.saved import changed_settings
 from embodyrl.reports.charts import (
     Line,
