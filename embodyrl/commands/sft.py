@@ -35,14 +35,6 @@ LOG_EVERY = 10
 """Number of optimizer steps per row of metrics."""
 VALIDATION_SAMPLES = 512
 
-WEIGHT_KEYS = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
-"""Config sections and keys that determine the weights of a run, except the keys in `MEMORY_KEYS`."""
-MEMORY_KEYS = (
-    *("actor.micro_batch_size", "actor.max_tokens_per_mbs", "actor.gradient_checkpointing"),
-    *("actor.fsdp.size", "actor.fsdp.cpu_offload", "actor.fsdp.gradient_sync"),
-)
-"""Config keys that affect only memory and speed; results change by rounding errors only."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftResult:
