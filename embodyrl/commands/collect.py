@@ -13,7 +13,6 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import read_step
 from embodyrl.commands.banner import common_banner_lines
-from embodyrl.commands.demonstration_episodes import list_demonstration_episodes
 from embodyrl.commands.run_folder import RunFolder, lock_folder, open_run, resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
@@ -28,14 +27,16 @@ from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.files import write_atomically
 from embodyrl.monitor.group import MonitorGroup
 from embodyrl.plan.build import build_run_plan, count_env_workers, split_envs
+from embodyrl.plan.episodes import EpisodeList, make_single_wave
 from embodyrl.plan.experts import find_expert
-from embodyrl.plan.initial_states import select_tasks
+from embodyrl.plan.initial_states import get_reset_ids, select_tasks
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
+from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import RolloutWorkers, start_workers
-from embodyrl.types import EnvSpec, Episode
+from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
 _MAX_TRIALS_PER_EPISODE = 20
 """Maximum number of trials per requested episode of a task before `collect` fails."""
@@ -145,6 +146,31 @@ def _check_demonstrations(cfg: Config, env: EnvSpec) -> None:
     problems += [problem for folder in folders for problem in check_layout(resolve_asset(folder), cfg.demonstrations)]
     if problems:
         raise ConfigError(problems)
+
+
+def list_demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
+    """Return the episodes of trials, each of which is a pair of task id and trial number.
+
+    The trials of a task use the initial states of `env.train` in seeded permutations, each state equally often.
+    """
+    split = cfg.env.train
+    episodes = []
+    for index, (task, trial) in enumerate(trials):
+        ids = list(get_reset_ids(env, split, task))
+        epoch, position = divmod(trial, len(ids))
+        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, epoch)).permutation(len(ids))
+        episodes.append(
+            EpisodeSpec(
+                episode_id=index,
+                reset_id=ids[int(order[position])],
+                task_id=task,
+                group_id=index,
+                member=0,
+                seed=derive_small(cfg.seed, "demonstration", task, trial),
+                noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
+            )
+        )
+    return make_single_wave(cfg, split, episodes)
 
 
 def write_environment(cfg: Config, folder: Path) -> None:
