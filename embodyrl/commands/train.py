@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines, require_disk
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import collapse_check
-from embodyrl.commands.episode_storage import open_writer, stores_episodes
+from embodyrl.commands.episode_storage import EpisodeDatasetWriter, open_writer, stores_episodes
 from embodyrl.commands.eval_result import EvalResult, result_table
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
@@ -41,9 +40,6 @@ from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import RolloutWorkers, start_workers
 from embodyrl.types import Episode, PreparedBatch
-
-if TYPE_CHECKING:
-    from embodyrl.commands.episode_writer import EpisodeDatasetWriter
 
 _EMPTY_BATCH = PreparedBatch(
     records=np.zeros(0, np.int64),
