@@ -10,9 +10,12 @@ from typing import Any
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.export_data import data_environment, dataset_card, hub_task
-from embodyrl.config.paths import HUB_NAME
-from embodyrl.data.tables import find_file
+from embodyrl.config.paths import HUB_NAME, resolve_asset
+from embodyrl.data.cards import read_card
+from embodyrl.data.checks import check_layout
+from embodyrl.data.layout import INFO_PATH
+from embodyrl.data.settings import DemonstrationSettings
+from embodyrl.data.tables import find_file, read_info
 from embodyrl.errors import ConfigError
 from embodyrl.files import read_json, replace_atomically
 from embodyrl.hub import convert_hub_errors
@@ -24,6 +27,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.reports.card import escape_markdown
+from embodyrl.text.specs import ANY_TEXT
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
@@ -76,7 +80,10 @@ def _save_merged(cfg: Config, run: Path, source: Path, target: Path) -> None:
 
 def _training_env_spec(cfg: Config) -> EnvSpec:
     """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
-    return data_environment(cfg.data) if cfg.has("data") else env_spec(cfg)
+    if not cfg.has("data"):
+        return env_spec(cfg)
+    is_text = not isinstance(cfg.data, DemonstrationSettings)
+    return ANY_TEXT if is_text else read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
 
 
 def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
@@ -111,7 +118,8 @@ def _format_metadata(cfg: Config, title: str, base: str, results: Path, data_nam
     from huggingface_hub import EvalResult, ModelCardData
 
     data = cfg.data
-    task = hub_task(data)
+    is_text = cfg.has("data") and not isinstance(data, DemonstrationSettings)
+    task = "text-generation" if is_text else "robotics"
     sets = [data.path, *getattr(data, "more", [])] if cfg.has("data") else []
     datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _match_hub_name(path))]
     public = _match_hub_name(base)
@@ -193,6 +201,23 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         return _upload(export(run, step, scratch, overrides=overrides), repo, "model", private)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def dataset_card(source: Path, repo: str) -> tuple[str, str] | None:
+    """Return the README text and the git tag for the upload of a data set; the tag is the LeRobot layout version.
+
+    Return None if the folder is not a data set.
+
+    Raises:
+        ConfigError: the data set is damaged.
+    """
+    if not (source / INFO_PATH).is_file():
+        return None
+    if problems := check_layout(source):
+        raise ConfigError(problems)
+    template = Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")
+    env, version = read_card(source).env.name, read_info(source)["codebase_version"]
+    return template.format(name=source.name, env=env, version=version, repo=repo), version
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, int]:
