@@ -10,7 +10,6 @@ from pathlib import Path
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
-from embodyrl.play.start import load_policy_with_env, page
 
 
 def play(args: argparse.Namespace) -> int:
@@ -27,6 +26,7 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.play.recording import Recording
     from embodyrl.play.request_handlers import RequestHandlers
     from embodyrl.play.scene import Scene
+    from embodyrl.play.start import load_policy_with_env, page
     from embodyrl.web_pages.loopback import LoopbackServer
 
     with ExitStack() as stack:

@@ -112,7 +112,8 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
 
 def _load_demonstrations(cfg: Config, folder: Path) -> SftInputs:
     root, model = resolve_asset(str(cfg.demonstrations.path)), cfg.model
-    env, notes = read_card(root, cfg.demonstrations).env, []
+    env = read_card(root, cfg.demonstrations).env
+    notes: list[tuple[str, str]] = []
     is_paired = cfg.objective.name is Objective.dpo
     spec = build_policy_spec(cfg, env, folder)
     require_match(model, env, spec)
@@ -157,11 +158,12 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     epochs, max_steps = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
     length = max_steps if epochs < 0 else f"{epochs} epochs, at most {max_steps},"
     training = ("training", f"{length} of {cfg.actor.global_batch_size} {unit}{rank_text}{objective_text}")
+    model = ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}")
     if isinstance(cfg.data, RowSettings):
         rows, _, policy = _get_text_parts(cfg)
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
-            ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+            model,
             *precision_banner_lines(cfg),
             *(("warning", warning) for warning in (*rows.warnings, *policy.warnings)),
             training,
@@ -176,19 +178,18 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     with TemporaryDirectory() as scratch:
         spec = build_policy_spec(cfg, card.env, Path(scratch))
     require_match(cfg.model, card.env, spec)
-    count = spec.inputs.num_images
-    (height, width), names = card.env.cameras.size, card.env.cameras.names
-    unused_text = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
-    augmentation = "on" if augments_images(cfg) else "off"
-    cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {augmentation}{unused_text}"
+    count, names = spec.inputs.num_images, card.env.cameras.names
+    frames = f"{card.env.state_dim} numbers of state, no images"
+    if names[:count]:
+        size, augmentation = "x".join(map(str, card.env.cameras.size)), "on" if augments_images(cfg) else "off"
+        frames = f"{', '.join(names[:count])} {size} · augmentation {augmentation}"
+        frames += f" · not read: {', '.join(names[count:])}" if names[count:] else ""
+    convention = f"{describe_gripper(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"
     return [
         *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_describe_data, (root, *extra_paths)), strict=True),
-        ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
-        (
-            "as stored",
-            f"{describe_gripper(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}",
-        ),
-        ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+        ("frames", frames),
+        ("as stored", convention),
+        model,
         *precision_banner_lines(cfg),
         *(("warning", warning) for warning in _input_warnings(cfg.model, spec, card.env)),
         training,
