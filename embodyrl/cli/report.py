@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run, latest_run
-from embodyrl.config.compose import flatten
 from embodyrl.errors import ConfigError, replace_control_characters
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
@@ -138,7 +137,7 @@ def _build_score_table(history: History, evaluation: Evaluation | None) -> Rende
         return table
     names = {row.task_id: replace_control_characters(row.task) for row in (evaluation.episodes if evaluation else ())}
     tasks = tuple(names.get(task_id, "") for task_id in range(max(names, default=-1) + 1))
-    total = flatten(history.config).get("runner.max_steps")
+    total = history.values.get("runner.max_steps")
     if not isinstance(total, int):
         raise ConfigError(f"{history.folder / 'config.yaml'} has no number runner.max_steps. Restore the file.")
     events = (replace_control_characters(line[11:]) for line in history.text(EVENTS_FILE).splitlines())

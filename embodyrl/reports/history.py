@@ -15,7 +15,7 @@ from typing import Any
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import format_value, to_builtin
+from embodyrl.config.settings import format_value, is_key_or_subkey, to_builtin
 from embodyrl.errors import ConfigError
 from embodyrl.files import inside, natural_sort_key, read_tail
 from embodyrl.monitor.history import (
@@ -91,10 +91,15 @@ class History:
         return self.folder.name
 
     @property
+    def values(self) -> dict[str, Any]:
+        """Values of the config by dotted key."""
+        return flatten(self.config)
+
+    @property
     def num_missing_rows(self) -> int:
         """Number of training steps of an RL run whose rows of metrics are missing, for example after a power cut."""
         is_rl = "env" in self.config and "checkpoint" in self.config and "dagger" not in self.config
-        if not is_rl or METRICS_LOGGER not in str(flatten(self.config).get("runner.logger.backends")):
+        if not is_rl or METRICS_LOGGER not in str(self.values.get("runner.logger.backends")):
             return 0
         saved_steps = CheckpointStore(self.folder / "checkpoints").steps()
         return count_missing_rows(self.rows, max([0, *saved_steps, *(int(row["step"] or 0) for row in self.rows)]))
@@ -117,7 +122,7 @@ class History:
 
         The run's files are untrusted: only MP4 files in a folder with the run's name are accepted, without links.
         """
-        saved, name = flatten(self.config).get("video_cfg.base_dir"), Path(stored).name
+        saved, name = self.values.get("video_cfg.base_dir"), Path(stored).name
         base = Path(saved) if isinstance(saved, str) and saved else Path(VIDEO_FOLDER)
         base = Path(os.path.realpath(base)) if base.is_absolute() else base
         run, *parents = (Path(os.path.realpath(folder)) for folder in (self.folder, Path(), *self.folder.parents))
@@ -167,12 +172,10 @@ def read_history(folder: Path) -> History:
         else:
             unfinished = evaluation
     rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
-    all_evaluations = [*evaluations, *([unfinished] if unfinished else [])]
-    if any(e.success_once is not None for any_evaluation in all_evaluations for e in any_evaluation.episodes) or any(
-        _SUCCESS_METRICS & {*metrics} for metrics in rows
-    ):
+    episodes = [e for evaluation in (*evaluations, unfinished) if evaluation is not None for e in evaluation.episodes]
+    if any(e.success_once is not None for e in episodes) or any(_SUCCESS_METRICS & {*row} for row in rows):
         # Some environments report success only when it occurs: a missing value means no success.
-        evaluations = [_fill_missing_success(any_evaluation) for any_evaluation in evaluations]
+        evaluations = [_fill_missing_success(evaluation) for evaluation in evaluations]
         unfinished = unfinished and _fill_missing_success(unfinished)
         for row in rows:
             row |= {name: 0.0 for name in _SUCCESS_METRICS - {*row} if f"{name.partition('/')[0]}/return" in row}
@@ -225,9 +228,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[PairedCo
     if difference := describe_differences(history.config, to_builtin(cfg), {*state_keys(), *SUCCESS_KEYS}):
         raise ConfigError(
             f"eval.baseline={run}: its initial states, horizon or success key are different ({difference}), so "
-            "episodes "
-            "cannot be paired. "
-            "Evaluate both policies with the same settings, or remove eval.baseline."
+            "episodes cannot be paired. Evaluate both policies with the same settings, or remove eval.baseline."
         )
     return partial(compare_suites, history.evaluations[-1].episodes)
 
@@ -237,20 +238,11 @@ def describe_differences(first: Mapping[str, Any], second: Mapping[str, Any], ke
 
     `keys`: keys to compare, including all keys under them.
     """
-    first_values, second_values = (
-        {
-            key: value
-            for key, value in flatten(config).items()
-            if any(f"{key}.".startswith(f"{compared_key}.") for compared_key in keys)
-        }
-        for config in (first, second)
-    )
+    first_values, second_values = flatten(first), flatten(second)
     # Earlier versions lack keys.
-    differing = [key for key in first_values.keys() & second_values.keys() if first_values[key] != second_values[key]]
-    return (
-        ", ".join(
-            f"{key}={format_value(first_values[key])} and {format_value(second_values[key])}"
-            for key in sorted(differing)
-        )
-        or None
-    )
+    differences = [
+        f"{key}={format_value(first_values[key])} and {format_value(second_values[key])}"
+        for key in sorted(first_values.keys() & second_values.keys())
+        if is_key_or_subkey(key, keys) and first_values[key] != second_values[key]
+    ]
+    return ", ".join(differences) or None

@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 
-from embodyrl.config.compose import flatten
 from embodyrl.config.settings import format_value
 from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
@@ -162,7 +161,7 @@ def _build_view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]
 
 def _describe_run(history: History) -> str:
     """Return a line with the known facts of a run: environment, model, algorithm, seed, date and commit."""
-    values, machine = flatten(history.config), history.text("env.txt").splitlines()
+    values, machine = history.values, history.text("env.txt").splitlines()
     env = next((values[key] for key in ("env.task_suite_name", "env.id", "env.env_type") if values.get(key)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
     commit = next((line[: len("commit ") + 10] for line in machine if line.startswith("commit ")), None)
@@ -188,7 +187,7 @@ def _build_tiles(history: History, steps: Sequence[dict[str, float | None]]) -> 
         labels = [f"{s.counts} [{', '.join(map(form.format, s.interval))}]" for s in scores]
         tiles.append((name, values, " → ".join(labels)))
     if steps:
-        planned = flatten(history.config).get("runner.max_steps", 0)
+        planned = history.values.get("runner.max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
         seconds = run_seconds(history.rows)
         tiles.append(("time", duration(seconds), f"{seconds / max(1.0, steps[-1]['step'] or 0.0):.2g} s per step"))
