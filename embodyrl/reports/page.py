@@ -109,9 +109,8 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
         last = history.evaluations[-1] if history.evaluations else None
         text = f"step {last.step}: {last.score()}" if last else "no evaluation"
         if (unfinished := history.unfinished) is not None:
-            text += (
-                f"; that of step {unfinished.step} is unfinished and not counted ({len(unfinished.episodes)} episodes)"
-            )
+            count = len(unfinished.episodes)
+            text += f"; that of step {unfinished.step} is unfinished and not counted ({count} episodes)"
         lines.append(f"{history.name}: {text}")
         if count := history.num_missing_rows:
             lines.append(
@@ -165,12 +164,9 @@ def _describe_run(history: History) -> str:
     env = next((values[key] for key in ("env.task_suite_name", "env.id", "env.env_type") if values.get(key)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
     commit = next((line[: len("commit ") + 10] for line in machine if line.startswith("commit ")), None)
-    overrides_file = history.folder / "overrides.txt"
-    date = (
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(overrides_file.stat().st_mtime))
-        if overrides_file.is_file()
-        else None
-    )
+    date, file = None, history.folder / "overrides.txt"
+    if file.is_file():
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.stat().st_mtime))
     parts = (env, values.get("model.model_type"), algorithm, f"seed {values.get('seed', 0)}", date, commit)
     return " · ".join(str(part) for part in parts if part)
 
@@ -217,29 +213,21 @@ def _plot_timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
     """Return title, legend (color index and text) and plot of each non-empty chart."""
-    is_comparison, charts, groups = len(histories) > 1, [], group_by_seed(histories)
+    charts, groups = [], group_by_seed(histories)
+    if len(groups) == len(histories):  # in the order of the colors in the header of the page
+        groups = [SeedGroup((history,)) for history in histories]
     for title, names in (*_CHARTS, *_list_suite_charts(histories)):
         available = [name for name in names if any(history.has(name) for history in histories)]
-        if is_comparison:
-            available = available[:1]  # one metric per chart: there the colors identify the runs
         if not available:
             continue
         limits = (0.0, 1.0) if available[0].endswith("/success_once") else None
-        if len(groups) < len(histories):
+        if len(histories) > 1:
+            available = available[:1]  # one metric per chart: the colors identify the runs
             labels = [group.name for group in groups]
             lines = [_plot_group(group, available[0], color, limits) for color, group in enumerate(groups)]
         else:
-            labels = [h.name for h in histories] if is_comparison else [_get_legend(name) for name in available]
-            lines = [
-                curve(
-                    history,
-                    name,
-                    f"{history.name} · {name}" if is_comparison else name,
-                    color=run if is_comparison else metric,
-                )
-                for run, history in enumerate(histories)
-                for metric, name in enumerate(available)
-            ]
+            labels = [_get_legend(name) for name in available]
+            lines = [curve(histories[0], name, name, color) for color, name in enumerate(available)]
         nonempty = [line for line in lines if line.points]
         if not nonempty:  # the seeds of a group share no step
             continue
@@ -287,20 +275,13 @@ def _build_task_table(histories: Sequence[History], tasks: Sequence[str]) -> lis
     """
     if not tasks:
         return []
-    if len(histories) > 1:
-        columns = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
-    else:
+    if is_single := len(histories) == 1:
         endpoints = dict.fromkeys((histories[0].evaluations[0], histories[0].evaluations[-1]))
         columns = [(f"step {evaluation.step}", evaluation) for evaluation in endpoints]
-    is_single, has_change = len(histories) == 1, len(histories) == 1 and len(columns) > 1
-    table = [
-        [
-            "task",
-            *(name for name, _ in columns),
-            *(["change"] if has_change else []),
-            *(["mean steps"] if is_single else []),
-        ]
-    ]
+    else:
+        columns = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
+    has_change = is_single and len(columns) > 1
+    table = [["task", *(name for name, _ in columns), *["change"] * has_change, *["mean steps"] * is_single]]
     for task in [*tasks, None] if len(tasks) > 1 else tasks:
         scores = [evaluation.score(task) for _, evaluation in columns]
         row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * has_change]
