@@ -93,13 +93,9 @@ def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
         text += f"; {num_requested} episodes were requested, but the others would be exact copies"
     label = "validation" if training else "evaluation"
-    return [(label, text), *held_out, *rendering_banner_lines(run_plan), *_get_env_banner_lines(cfg)]
-
-
-def _get_env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
-    """Return the banner lines that the environment's factory adds."""
     factory = ENVS.get(cfg.env.env_type)
-    return factory.get_banner_lines(cfg.env) if isinstance(factory, SimFactory) else []
+    env_lines = factory.get_banner_lines(cfg.env) if isinstance(factory, SimFactory) else []
+    return [(label, text), *held_out, *rendering_banner_lines(run_plan), *env_lines]
 
 
 def precision_banner_lines(cfg: Config) -> list[tuple[str, str]]:
@@ -111,17 +107,13 @@ def precision_banner_lines(cfg: Config) -> list[tuple[str, str]]:
 
 def preset_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return a banner line about the presets of other groups that set values of `model`, `env` or `eval`."""
-    num_keys = Counter[str]()
-    for key, source in cfg.sources.items():
-        section, file = key.partition(".")[0], Path(source)
-        unused = key.startswith(tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys()))
-        if (
-            not unused
-            and file.suffix == ".yaml"
-            and section in ("model", "env", "eval")
-            and file.parent.name in _PRESET_GROUPS
-        ):
-            num_keys[source] += 1
+    unused = tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys())
+    num_keys = Counter(
+        source
+        for key, source in cfg.sources.items()
+        if key.startswith(("model.", "env.", "eval.")) and not key.startswith(unused)
+        if source.endswith(".yaml") and Path(source).parent.name in _PRESET_GROUPS
+    )
     text = "; ".join(f"{source} sets {count} keys" for source, count in num_keys.items())
     return [("presets", f"{text} (--print-config prints the values)")] if num_keys else []
 

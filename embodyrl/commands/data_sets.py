@@ -190,10 +190,8 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
         if selection.matches(data_set, row)
     ]
     if not selected:
-        raise ConfigError(
-            f"No episode of {', '.join(str(data_set.root) for data_set in sources)} satisfies the conditions. Relax "
-            "them."
-        )
+        folders = ", ".join(str(data_set.root) for data_set in sources)
+        raise ConfigError(f"No episode of {folders} satisfies the conditions. Relax them.")
     for source, index in selected:
         if len(tasks := source.get_instructions(row := source.rows[index])) > 1:
             raise ConfigError(
@@ -217,28 +215,22 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
 
 def _build_card(sources: Sequence[DataSet], selection: Selection) -> Card:
     """Return the metadata card of the new data set, with the tasks and initial states of all sources."""
-    first = sources[0].card
+    card = sources[0].card
     states = [source.card.collected.get("state_ids") for source in sources]
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
     if not all(is_embodyrl_dataset(source.root) and UNDESCRIBED not in source.card.collected for source in sources):
         collected[UNDESCRIBED] = True
-    state_ranges = [
-        state_range for state_range in states if isinstance(state_range, list | tuple) and len(state_range) == 2
-    ]
-    if len(state_ranges) == len(states):
-        collected["state_ids"] = [
-            min(state_range[0] for state_range in state_ranges),
-            max(state_range[1] for state_range in state_ranges),
-        ]
+    if all(isinstance(ids, list | tuple) and len(ids) == 2 for ids in states):
+        collected["state_ids"] = [min(first for first, _ in states), max(last for _, last in states)]
     collected |= _merge_origins([source.card.collected for source in sources])
     collected |= {f"filter_{name}": value for name, value in asdict(selection).items() if value is not None}
     return Card(
         env=_merge_specs([source.card.env for source in sources]),
-        fps=first.fps,
-        video=first.video,
+        fps=card.fps,
+        video=card.video,
         actors=True,
-        without=first.without,
-        names=first.names,
+        without=card.without,
+        names=card.names,
         collected=collected,
     )
 
