@@ -58,11 +58,13 @@ class CollectResult:
 def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a collection as (name, text) pairs."""
     run_plan = build_collection_plan(cfg)
-    lines = [
-        *common_banner_lines(run_plan),
-        *weight_banner_lines(cfg, resolve_initial_weights(cfg, run_plan.env), run_plan.env),
-    ]
-    return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
+    demos = f"{cfg.collect.episodes} episodes to {cfg.collect.out}"
+    return _get_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env), demos)
+
+
+def _get_banner_lines(run_plan: RunPlan, weights: Path | None, demos: str) -> list[tuple[str, str]]:
+    weight_lines = weight_banner_lines(run_plan.cfg, weights, run_plan.env)
+    return [*common_banner_lines(run_plan), *weight_lines, ("demos", demos)]
 
 
 def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
@@ -233,17 +235,8 @@ class _Collection:
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
             continued = f", {len(writer.episodes)} already collected" if writer.episodes else ""
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
-            print_banner(
-                self.monitor,
-                self.cfg,
-                folder,
-                "collect",
-                [
-                    *common_banner_lines(self.run_plan),
-                    *weight_banner_lines(self.cfg, self.weights, self.run_plan.env),
-                    ("demos", demos),
-                ],
-            )
+            lines = _get_banner_lines(self.run_plan, self.weights, demos)
+            print_banner(self.monitor, self.cfg, folder, "collect", lines)
             if self._missing_trials():
                 self._collect(writer, folder.logs)
         finally:
@@ -312,8 +305,8 @@ class _Collection:
             self.succeeded += episode.success_once
             is_selected = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
             trial = trials[episode.spec.episode_id][1]
-            spec = self.run_plan
-            actor = Actor.expert if spec.labeled or spec.policy.scripted else Actor.policy
+            is_expert = self.run_plan.labeled or self.run_plan.policy.scripted
+            actor = Actor.expert if is_expert else Actor.policy
             source = build_source(episode, trial=trial, version=self.version)
             finished[episode.spec.episode_id] = (
                 copy_episode(workers.arena, episode, source, actor) if is_selected else None

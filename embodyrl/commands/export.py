@@ -59,7 +59,10 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     source = store.path(step) / POLICY_FOLDER
     with replace_atomically(out) as scratch:
         if cfg.model.trains_adapters:
-            _save_merged(cfg, run, source, scratch)
+            model = cfg.model
+            if start := find_start_folder(run):
+                model = model.model_copy(update={"path": str(start)})
+            export_policy(model, _training_env_spec(cfg), source, scratch)
             if (source / INPUTS_FILE).is_file():
                 shutil.copyfile(source / INPUTS_FILE, scratch / INPUTS_FILE)
         else:
@@ -69,13 +72,6 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
             shutil.copyfile(find_file(run, ENVIRONMENT_FILE), scratch / ENVIRONMENT_FILE)
         (scratch / "README.md").write_text(_build_card(run, cfg, step, manifest.meta), encoding="utf-8")
     return out
-
-
-def _save_merged(cfg: Config, run: Path, source: Path, target: Path) -> None:
-    model = cfg.model
-    if start := find_start_folder(run):
-        model = model.model_copy(update={"path": str(start)})
-    export_policy(model, _training_env_spec(cfg), source, target)
 
 
 def _training_env_spec(cfg: Config) -> EnvSpec:

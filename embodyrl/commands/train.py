@@ -14,7 +14,7 @@ import numpy as np
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines, require_disk
 from embodyrl.commands.before_after import record_changes
-from embodyrl.commands.collapse import collapse_check
+from embodyrl.commands.collapse import build_collapse_check
 from embodyrl.commands.episode_storage import EpisodeDatasetWriter, open_writer, stores_episodes
 from embodyrl.commands.eval_result import EvalResult, result_table
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
@@ -113,7 +113,7 @@ class _Training:
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
         self.reported_errors: set[str] = set()
-        self.check_step = collapse_check(self.run_plan)
+        self.collapse_check = build_collapse_check(self.run_plan.env)
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
@@ -160,7 +160,7 @@ class _Training:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
             for row in read_rows(self.session.folder.root / METRICS_FILE):
-                self.check_step(row.get("step", 0), row)  # earlier steps of a resumed run
+                self.collapse_check.check(row.get("step", 0), row)  # earlier steps of a resumed run
             self._begin(workers)
             with open_writer(self.run_plan, workers.arena, self.session.folder.root, self.monitor.text) as writer:
                 self._loop(workers, actors, writer)
@@ -249,7 +249,7 @@ class _Training:
                 # The step is done and will not be repeated, even if its validation was interrupted.
                 deterministic = self.cfg.runner.deterministic
                 self.monitor.log(session.step, split_clock_metrics(metrics) if deterministic else metrics)
-            for line in self.check_step(session.step, metrics):
+            for line in self.collapse_check.check(session.step, metrics):
                 self.monitor.text(line)
             session.run_callback(self.on_step, metrics)
             if not batch.has_signal:
