@@ -24,14 +24,12 @@ _MAX_REPLIES, _REFRESH_S = 3, 15
 
 def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`: write or serve an HTML page about runs."""
-    from embodyrl.plan.keys import all_keys, state_keys
     from embodyrl.reports.page import write_report
 
     runs = [find_run(argument) for argument in args.arguments] or [latest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
-    defaults = {name: key.default for name, key in all_keys().items() if not key.required}
-    write = partial(write_report, runs, defaults=defaults, states=state_keys())
+    write = partial(write_report, runs)
     try:
         lines = write(out)
     except OSError as error:

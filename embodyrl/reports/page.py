@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.phases import PHASES, duration, run_seconds, step_seconds, time_tree, total_times
+from embodyrl.plan.keys import all_keys, state_keys
 from embodyrl.plan.saved import changed_settings
 from embodyrl.reports.charts import (
     Line,
@@ -59,17 +60,8 @@ _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
 _MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
 
 
-def write_report(
-    folders: Sequence[Path],
-    out: Path,
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    states: Collection[str] = (),
-    embed_bytes: int = EMBED_BYTES,
-) -> list[str]:
+def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
     """Write the HTML report of one or more runs; return a summary as lines of text.
-
-    `states`: config keys that determine the initial state of a reset id.
 
     Raises:
         ConfigError: a folder is not a run.
@@ -78,14 +70,14 @@ def write_report(
     video_index = VideoIndex(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in build_cards(history, video_index)]
     tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
-    lines = _summary(histories, states)
+    lines = _summary(histories)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.reports").joinpath("page.html.j2").read_text(encoding="utf-8")
     text = environment.from_string(template).render(
         title=" vs ".join(h.name for h in histories),
         version=__version__,
         summary=lines,
-        runs=[_build_view(history, defaults or {}) for history in histories],
+        runs=[_build_view(history) for history in histories],
         charts=_plot_charts(histories),
         parts=[*PHASES, "other"],
         table=_build_task_table(histories, tasks),
@@ -103,7 +95,7 @@ def write_report(
     return lines
 
 
-def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]:
+def _summary(histories: Sequence[History]) -> list[str]:
     lines = []
     for history in histories:
         last = history.evaluations[-1] if history.evaluations else None
@@ -123,7 +115,7 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
         lines.append(improvement_text)
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        if difference := describe_differences(first.config, second.config, {*states, *SUCCESS_KEYS}):
+        if difference := describe_differences(first.config, second.config, {*state_keys(), *SUCCESS_KEYS}):
             return [
                 *lines,
                 f"no paired test of {first.name} and {second.name}, which were evaluated differently: {difference}",
@@ -134,8 +126,9 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
     return lines
 
 
-def _build_view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _build_view(history: History) -> dict[str, Any]:
     """Return the data of one run for the template."""
+    defaults = {name: key.default for name, key in all_keys().items() if not key.required}
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
     events = history.text(EVENTS_FILE).splitlines()
@@ -232,7 +225,7 @@ def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int
         if not nonempty:  # the seeds of a group share no step
             continue
         log = limits is None and fits_log_axis(nonempty)
-        drawing = line_chart(nonempty, limits=limits, log=log, x_label="training step")
+        drawing = line_chart(nonempty, limits=limits, log=log)
         title = f"{title} ({available[0]})" if len(available) == 1 else title
         charts.append((f"{title}, log scale" if log else title, list(enumerate(labels)), drawing))
     return charts
