@@ -58,7 +58,6 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         self.max_episode_steps = self._split.max_episode_steps
         """Number of steps after which an episode is truncated."""
         self._ids = list(select_reset_ids(self.layout, self._split))
-        self._kind = self.layout.action.kind
         self.action_space = _action_space(self.layout)
         self.observation_space = _observation_space(self.layout)
 

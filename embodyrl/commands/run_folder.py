@@ -62,11 +62,6 @@ class RunFolder:
     """Contents of the files about config, command and machine, by file name."""
 
     @property
-    def run_id(self) -> str:
-        """Name of the run."""
-        return self.root.name
-
-    @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return self.root / "checkpoints"

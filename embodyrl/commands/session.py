@@ -65,7 +65,7 @@ def print_banner(
 ) -> None:
     """Open the monitor and print the banner; `resumed` is the step from which a run resumes."""
     info = RunInfo(
-        run_id=folder.run_id,
+        run_id=folder.root.name,
         project=getattr(cfg.runner.logger, "project_name", "embodyrl"),
         offline=getattr(cfg.runner.logger, "offline", False),
         total_steps=total,

@@ -19,13 +19,13 @@ from embodyrl.policies.remote.wire_formats import get_field_names, import_option
 from embodyrl.types import EnvSpec, PolicySpec
 
 
-def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
+def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str], None]) -> None:
     """Serve a policy until a signal arrives.
 
     Args:
         cfg: policy and address.
         log: function that prints lines.
-        ready: called with the address and the protocol once clients can connect.
+        ready: called with the address once clients can connect.
 
     Raises:
         Interrupted: always, after the signal.
@@ -49,7 +49,7 @@ def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str, str]
     if weights is not None:
         policy.load_weights(weights)
     server = PolicyServer(ObservationHandler(policy, env, get_field_names(cfg.serve)), cfg.serve, log)
-    return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
+    asyncio.run(server.run(ready))
 
 
 def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:

@@ -165,10 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_reply(404, "text/plain", b"no such page")
 
     def do_POST(self) -> None:
-        length_text = self.headers.get("Content-Length") or "0"
-        size = (
-            int(length_text) if length_text.isdecimal() and len(length_text) < 10 else -1
-        )  # Python refuses to parse thousands of digits
+        length = self.headers.get("Content-Length") or "0"
+        # Python refuses to parse thousands of digits.
+        size = int(length) if length.isdecimal() and len(length) < 10 else -1
         handler = self.server.posts.get(self.path.partition("?")[0])
         if not self._is_authorized():
             self._send_reply(403, "text/plain", _UNAUTHORIZED)
