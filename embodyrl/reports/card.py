@@ -14,7 +14,7 @@ from typing import Any
 from embodyrl.config.trust import TRUST, path_prefix
 from embodyrl.errors import replace_control_characters
 from embodyrl.files import json_text, write_atomically
-from embodyrl.monitor.history import COSTS_FILE, read_rows, read_table
+from embodyrl.monitor.history import COSTS_FILE, read_rows
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.phases import run_seconds
 from embodyrl.reports.history import Evaluation, History, read_history
@@ -48,7 +48,6 @@ def build_card(folder: Path) -> dict[str, Any]:
     history = read_history(folder)
     values, machine = history.values, _read_machine(history)
     first, last = (history.evaluations[0], history.evaluations[-1]) if history.evaluations else (None, None)
-    tables = [read_table(folder / "eval" / f"step_{e.step:06d}") for e in history.evaluations]
     comparisons = compare_suites(first.episodes, last.episodes) if first and last and first is not last else []
     environment = {key.removesuffix("_name"): values.get(f"env.{key}") for key in _ENV_KEYS}
     weights = values.get("ckpt") or values.get("model.path")
@@ -65,15 +64,15 @@ def build_card(folder: Path) -> dict[str, Any]:
         "algorithm": values.get("algorithm.adv_type") if history.rows else None,
         "seeds": _get_seeds(values, last),
         "states": _get_states(values, last),
-        "protocol": tables[-1].get("protocol") if tables else None,
+        "protocol": last.table.get("protocol") if last else None,
         "figures": [
             _build_results(evaluation) for evaluation in dict.fromkeys((first, last)) if evaluation is not None
         ],
         "change": [_describe_change(item) for item in comparisons],
         "solved_at_reset": sum(e.solved_at_reset for e in last.episodes) if last else 0,
-        "dropped_episodes": sum(int(table.get("dropped", 0)) for table in tables),
+        "dropped_episodes": sum(int(e.table["dropped"]) for e in history.evaluations),
         "missing_rows": history.num_missing_rows,
-        "costs": _sum_costs(history, tables),
+        "costs": _sum_costs(history),
         "machine": machine,
     }
 
@@ -202,7 +201,7 @@ def _describe_change(comparison: PairedComparison) -> dict[str, Any]:
     }
 
 
-def _sum_costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
+def _sum_costs(history: History) -> dict[str, float]:
     """Return the costs of a run: env steps, hours, and the peak memory of a process.
 
     A total from finished attempts can be smaller than the total from the metrics; the larger total counts.
@@ -212,13 +211,13 @@ def _sum_costs(history: History, tables: list[dict[str, Any]]) -> dict[str, floa
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in types.items())]
     steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
     attempts_s, metrics_s = sum(row["wall_s"] for row in attempts), run_seconds(history.rows)
-    wall_s = max(attempts_s, metrics_s) or sum(t.get("wall_s", 0.0) for t in tables)
+    wall_s = max(attempts_s, metrics_s) or sum(e.table["wall_s"] for e in history.evaluations)
     costs = {
         "training_env_steps": int(steps),
         # The table of a resumed evaluation counts the steps of its last attempt only.
         "evaluation_env_steps": sum(
-            max(int(table.get("env_steps", 0)), sum(e.steps for e in evaluation.episodes))
-            for table, evaluation in zip(tables, history.evaluations, strict=True)
+            max(int(evaluation.table["env_steps"]), sum(e.steps for e in evaluation.episodes))
+            for evaluation in history.evaluations
         ),
         "wall_hours": round(wall_s / 3600, 3),
     }

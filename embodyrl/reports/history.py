@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -22,7 +22,6 @@ from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,
     METRICS_LOGGER,
-    TABLE_FILE,
     VIDEO_FOLDER,
     EpisodeRow,
     check_results,
@@ -31,6 +30,7 @@ from embodyrl.monitor.history import (
     get_main_suite,
     read_episodes,
     read_rows,
+    read_table,
 )
 from embodyrl.monitor.intervals import Score
 from embodyrl.plan.keys import state_keys
@@ -51,6 +51,8 @@ class Evaluation:
 
     step: int
     episodes: tuple[EpisodeRow, ...]
+    table: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Content of `eval.json`; empty for an unfinished evaluation."""
 
     @property
     def own(self) -> tuple[EpisodeRow, ...]:
@@ -164,9 +166,9 @@ def read_history(folder: Path) -> History:
     evaluations, unfinished = [], None
     files = (file for file in folder.glob(f"eval/step_*/{EPISODES_FILE}") if _is_within(file, folder))
     for path in sorted(files, key=natural_sort_key):
-        step = int(path.parent.name.removeprefix("step_"))
-        evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)))
-        if (path.parent / TABLE_FILE).is_file():  # written last
+        step, table = int(path.parent.name.removeprefix("step_")), read_table(path.parent)
+        evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)), table=table)
+        if table:  # written last
             check_results(path.parent, evaluation.episodes)
             evaluations.append(evaluation)
         else:
