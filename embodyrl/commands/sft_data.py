@@ -138,16 +138,12 @@ def _resolve_matching_path(folder: str, data: DemonstrationSettings, *compared_f
 
 
 def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
-    is_paired, history, actors = (
-        cfg.objective.name is Objective.dpo,
-        cfg.demonstrations.history,
-        cfg.demonstrations.actors,
-    )
+    is_paired, data = cfg.objective.name is Objective.dpo, cfg.demonstrations
     length = policy.imitated or policy.num_action_chunks
     steps = demos.get_ranked_pairs(episodes, length).ravel() if is_paired else demos.get_steps(episodes)
-    indices, valid = demos.window(steps, length + history - 1, before=history - 1)
-    if actors:
-        is_selected = (np.isin(demos.actor, [Actor[name] for name in actors])[indices] | ~valid).all(axis=1)
+    indices, valid = demos.window(steps, length + data.history - 1, before=data.history - 1)
+    if data.actors:
+        is_selected = (np.isin(demos.actor, [Actor[name] for name in data.actors])[indices] | ~valid).all(axis=1)
         is_selected = is_selected.reshape(-1, 1 + is_paired).all(axis=1).repeat(1 + is_paired)  # whole pairs
         steps, indices, valid = steps[is_selected], indices[is_selected], valid[is_selected]
     actions = demos.action[indices]
@@ -159,7 +155,7 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
         actions=actions,
         shown=demos.shown,
         valid=valid,
-        history=history,
+        history=data.history,
         width=2 if is_paired else 1,
     )
 

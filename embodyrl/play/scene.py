@@ -98,7 +98,7 @@ class Scene:
     def finish_episode(self) -> None:
         """End the current episode, and append its steps to the recording, if any."""
         if self._recording is not None and self._steps:
-            self._recording.append(self._steps, self.start, str(self._steps[0].instruction))
+            self._recording.append(self._steps, self.start, self._steps[0].observation["instruction"])
             self.num_recorded += 1
         self._steps = []
         self.over = True
@@ -155,11 +155,10 @@ class Scene:
         self._last = np.asarray(action, np.float32).reshape(-1)
         self.over = terminated or truncated
         self._render()
-        recorded = observation if self.is_recorded else {}  # an episode without a time limit would fill the memory
+        if not self.is_recorded:  # an episode without a time limit would fill the memory
+            observation = {"instruction": observation["instruction"]}
         step = Step(
-            images=recorded.get("images"),
-            state=recorded.get("state"),
-            instruction=observation["instruction"],
+            observation=observation,
             action=self._last,
             reward=reward,
             success=info["success"],

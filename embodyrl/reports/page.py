@@ -116,10 +116,8 @@ def _summary(histories: Sequence[History]) -> list[str]:
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
         if difference := describe_differences(first.config, second.config, {*state_keys(), *SUCCESS_KEYS}):
-            return [
-                *lines,
-                f"no paired test of {first.name} and {second.name}, which were evaluated differently: {difference}",
-            ]
+            names = f"{first.name} and {second.name}"
+            return [*lines, f"no paired test of {names}, which were evaluated differently: {difference}"]
         comparisons = compare_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
         lines += [comparison.line(names) for comparison in comparisons]

@@ -93,7 +93,6 @@ def _get_banner_lines(cfg: Config, env: EnvSpec, spec: PolicySpec, weights: Path
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
         *precision_banner_lines(cfg),
-        ("weights", str(cfg.ckpt or cfg.model.weights)),
         ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
