@@ -8,6 +8,7 @@ from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.commands.held_out import held_out_banner_lines, rendering_banner_lines
+from embodyrl.commands.run_folder import weight_banner_lines
 from embodyrl.envs import ENVS
 from embodyrl.envs.factory import SimFactory, get_max_tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
@@ -23,6 +24,11 @@ from embodyrl.specs import RewardSpec
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 MIB, GIB = 2**20, 2**30
+
+
+def start_banner_lines(run_plan: RunPlan, weights: Path | None) -> list[tuple[str, str]]:
+    """Return the banner lines (label, text) of a run and of its initial weights (see `resolve_initial_weights`)."""
+    return [*common_banner_lines(run_plan), *weight_banner_lines(run_plan.cfg, weights, run_plan.env)]
 
 
 def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:

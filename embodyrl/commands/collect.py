@@ -12,8 +12,8 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import read_step
-from embodyrl.commands.banner import common_banner_lines
-from embodyrl.commands.run_folder import RunFolder, lock_folder, open_run, resolve_initial_weights, weight_banner_lines
+from embodyrl.commands.banner import start_banner_lines
+from embodyrl.commands.run_folder import RunFolder, lock_folder, open_run, resolve_initial_weights
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
@@ -58,13 +58,8 @@ class CollectResult:
 def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a collection as (name, text) pairs."""
     run_plan = build_collection_plan(cfg)
-    demos = f"{cfg.collect.episodes} episodes to {cfg.collect.out}"
-    return _get_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env), demos)
-
-
-def _get_banner_lines(run_plan: RunPlan, weights: Path | None, demos: str) -> list[tuple[str, str]]:
-    weight_lines = weight_banner_lines(run_plan.cfg, weights, run_plan.env)
-    return [*common_banner_lines(run_plan), *weight_lines, ("demos", demos)]
+    lines = start_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env))
+    return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
 def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
@@ -235,7 +230,7 @@ class _Collection:
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
             continued = f", {len(writer.episodes)} already collected" if writer.episodes else ""
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
-            lines = _get_banner_lines(self.run_plan, self.weights, demos)
+            lines = [*start_banner_lines(self.run_plan, self.weights), ("demos", demos)]
             print_banner(self.monitor, self.cfg, folder, "collect", lines)
             if self._missing_trials():
                 self._collect(writer, folder.logs)

@@ -18,10 +18,10 @@ import numpy as np
 
 from embodyrl.checkpoint.store import read_step
 from embodyrl.cluster.protocol import OnVideoError
-from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines
+from embodyrl.commands.banner import evaluation_banner_lines, start_banner_lines
 from embodyrl.commands.episode_storage import open_writer, stores_episodes, with_every_step
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarize
-from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights, weight_banner_lines
+from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import json_text, write_atomically
@@ -69,10 +69,9 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         )
     with open_run(cfg, "eval", overrides, resume) as folder, closing(build_console_monitor(cfg)) as monitor:
         lines = [
-            *common_banner_lines(run_plan),
+            *start_banner_lines(run_plan, weights),
             *evaluation_banner_lines(run_plan),
             *resource_banner_lines(run_plan),
-            *weight_banner_lines(cfg, weights, run_plan.env),
             ("run", str(folder.root)),
         ]
         print_banner(monitor, cfg, folder, "eval", lines)

@@ -229,12 +229,9 @@ class Session:
                     saved = path
                 except (WorkerError, CheckpointError, OSError) as save_error:  # for example, a rank is lost, too
                     self.monitor.text(f"warning: step {self.step} could not be saved: {save_error}")
-            checkpoint = saved or self._store.latest()
-            state = (
-                f"{'saved' if saved else 'the newest checkpoint is'} {checkpoint}"
-                if checkpoint
-                else "there is no checkpoint"
-            )
+            state = "there is no checkpoint"
+            if checkpoint := saved or self._store.latest():
+                state = f"{'saved' if saved else 'the newest checkpoint is'} {checkpoint}"
             error.args = (f"{error}\n{state}; {self.folder.resume_line}",)
             raise
         except Exception as error:

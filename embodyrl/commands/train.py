@@ -12,20 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines, require_disk
+from embodyrl.commands.banner import evaluation_banner_lines, require_disk, start_banner_lines
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import build_collapse_check
 from embodyrl.commands.episode_storage import EpisodeDatasetWriter, open_writer, stores_episodes
 from embodyrl.commands.eval_result import EvalResult, result_table
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
-from embodyrl.commands.run_folder import (
-    RunFolder,
-    check_resumed,
-    open_run,
-    resolve_initial_weights,
-    weight_banner_lines,
-)
+from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run, resolve_initial_weights
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.compose import format_override
 from embodyrl.config.trust import trust_overrides
@@ -121,8 +115,7 @@ class _Training:
         none = [("validation", "none (runner.val_check_interval=10 enables it)")]
         lines = [
             ("run", str(folder.root)),
-            *common_banner_lines(self.run_plan),
-            *weight_banner_lines(self.cfg, self.weights, self.run_plan.env),
+            *start_banner_lines(self.run_plan, self.weights),
             *(evaluation_banner_lines(self.run_plan) if self._validates else none),
             folder.log_command,
         ]
