@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class EpisodeDatasetWriter:
         self._stored_trials = {row[f"{OWN}trial"] for row in self._writer.episodes}
         self._bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         self._is_full = False
+        # An upper bound: images count with their uncompressed size.
+        self._frame_bytes = sum(arena[name][0].nbytes for name in (Record.images, Record.observed_state, Record.action))
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
         """Append episodes to the data set, except episodes that span two training steps."""
@@ -50,7 +52,8 @@ class EpisodeDatasetWriter:
             is_complete = not episode.cut and episode.earlier is None
             if self._is_full or not is_complete or trial in self._stored_trials or not self._is_selected(episode):
                 continue
-            if self._bytes + episode.length * self._frame_bytes() > self._limit:
+            size = episode.length * self._frame_bytes
+            if self._bytes + size > self._limit:
                 self._is_full = True
                 self._write_line(
                     f"episodes   recording stopped: {self._writer.root} has reached runner.keep_episodes_gb"
@@ -60,16 +63,11 @@ class EpisodeDatasetWriter:
             version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step
             source = build_source(episode, trial=trial, version=-1 if self._actor is Actor.expert else version)
             self._writer.append(copy_episode(self._arena, episode, source, self._actor))
-            self._bytes += episode.length * self._frame_bytes()
+            self._bytes += size
 
     def _is_selected(self, episode: Episode) -> bool:
         keeps_successes = self._selection is KeptEpisodes.successes
         return self._selection is KeptEpisodes.all or episode.success_once is keeps_successes
-
-    def _frame_bytes(self) -> int:
-        """Return an upper bound of the bytes per frame: images count with their uncompressed size."""
-        fields = (Record.images, Record.observed_state, Record.action)
-        return sum(self._arena[name][0].nbytes for name in fields)
 
     def close(self) -> None:
         """Write the episodes that are still in memory, and close the data set."""
@@ -108,16 +106,10 @@ def with_every_step(run_plan: RunPlan) -> RunPlan:
     return replace(run_plan, single_step=True, capacity=capacity)
 
 
-@contextmanager
 def open_writer(
     run_plan: RunPlan, arena: Arena, run: Path, write_line: Callable[[str], None]
-) -> Iterator[EpisodeDatasetWriter | None]:
-    """Open the writer of a run's episodes, and close it after the block; yield None if the run stores no episodes."""
+) -> AbstractContextManager[EpisodeDatasetWriter | None]:
+    """Open the writer of a run's episodes, which is closed after the block; None if the run stores no episodes."""
     if not stores_episodes(run_plan):
-        yield None
-        return
-    writer = EpisodeDatasetWriter(run_plan, arena, run / EPISODES_FOLDER, write_line)
-    try:
-        yield writer
-    finally:
-        writer.close()
+        return nullcontext()
+    return closing(EpisodeDatasetWriter(run_plan, arena, run / EPISODES_FOLDER, write_line))
