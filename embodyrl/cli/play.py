@@ -24,9 +24,8 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import find_run_config
     from embodyrl.play.recording import Recording
-    from embodyrl.play.request_handlers import RequestHandlers
-    from embodyrl.play.scene import Scene
-    from embodyrl.play.start import load_policy_with_env, page
+    from embodyrl.play.request_handlers import RequestHandlers, page
+    from embodyrl.play.scene import Scene, load_policy_with_env
     from embodyrl.web_pages.loopback import LoopbackServer
 
     with ExitStack() as stack:

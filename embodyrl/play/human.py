@@ -21,9 +21,8 @@ from embodyrl.errors import EmbodyError
 from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.schema import Config
 from embodyrl.play.recording import Recording
-from embodyrl.play.request_handlers import RequestHandlers
+from embodyrl.play.request_handlers import RequestHandlers, page
 from embodyrl.play.scene import Scene
-from embodyrl.play.start import page
 from embodyrl.web_pages.loopback import LoopbackServer
 
 _NO_LIMIT = 100_000
