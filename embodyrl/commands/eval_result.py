@@ -14,6 +14,7 @@ from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EpisodeRow, compute_score
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.plan.initial_states import own_tasks
+from embodyrl.reports.card import format_protocol
 from embodyrl.reports.paired import PairedComparison
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.text.answers import final_answer
@@ -171,9 +172,7 @@ def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
     for comparison in result.paired:
         write_line(f"  {comparison.line((str(result.baseline), 'this one'))}")
     if result.protocol is not None:
-        deviations = result.protocol["departures"]
-        protocol_text = f"differs: {'; '.join(deviations)}" if deviations else "followed"
-        write_line(f"  protocol {result.protocol['name']}, {protocol_text}")
+        write_line(f"  protocol {format_protocol(result.protocol)}")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
     write_line(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
     write_line(f"  results  {result.folder}/eval.json, episodes.jsonl")

@@ -86,7 +86,7 @@ def card_text(card: Mapping[str, Any]) -> str:
         "policy": f"{card['model']['type']}, weights {weights}",
         "algorithm": card["algorithm"],
         "command": card["command"],
-        "protocol": _format_protocol(card["protocol"]),
+        "protocol": format_protocol(card["protocol"]) if card["protocol"] else None,
         "states": "; ".join(f"{name} {value}" for name, value in card["states"].items()),
         "seeds": "; ".join(f"{name} {value}" for name, value in card["seeds"].items()),
         "costs": "; ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in card["costs"].items() if value),
@@ -229,8 +229,7 @@ def _sum_costs(history: History) -> dict[str, float]:
     return costs
 
 
-def _format_protocol(protocol: Mapping[str, Any] | None) -> str | None:
-    if not protocol:
-        return None
+def format_protocol(protocol: Mapping[str, Any]) -> str:
+    """Return the name of an evaluation protocol, and the settings that differ from the protocol, as text."""
     differences = "; ".join(map(str, protocol.get("departures") or ()))
-    return f"{protocol.get('name')}, {'differs: ' + differences if differences else 'followed'}"
+    return f"{protocol.get('name')}, {f'differs: {differences}' if differences else 'followed'}"
