@@ -185,21 +185,15 @@ def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
 def _print_matrix(result: EvalResult, score_title: str, write_line: Callable[[str], None]) -> None:
     """Print scores by task and suite, then each suite's score, interval and difference from the first suite."""
     suites = result.suites
-    cells = {(row.number, row.suite): row for row in result.tasks}
-    names = {number: row.task for (number, _), row in reversed(cells.items())}  # task names of the first suite
-    head = ["task", *(suite.task for suite in suites)]
-    rows = [
-        [
-            names[number],
-            *(cells[number, suite.task].score.short if (number, suite.task) in cells else "-" for suite in suites),
-        ]
-        for number in sorted(names)
-    ]
-    _print_table([head, *rows], write_line)
+    scores = {(row.number, row.suite): row.score.short for row in result.tasks}
+    names = {row.number: row.task for row in reversed(result.tasks)}  # task names of the first suite
+    table = [["task", *(suite.task for suite in suites)]]
+    table += [[names[number], *(scores.get((number, suite.task), "-") for suite in suites)] for number in sorted(names)]
+    _print_table(table, write_line)
     main_score = suites[0].score
     changes = ["", *(main_score.change(suite.score) for suite in suites[1:])]
-    table = [(suite.task, str(suite.score), change) for suite, change in zip(suites, changes, strict=True)]
-    _print_table([("suite", score_title, "against the first"), *table], write_line)
+    rows = [(suite.task, str(suite.score), change) for suite, change in zip(suites, changes, strict=True)]
+    _print_table([("suite", score_title, "against the first"), *rows], write_line)
 
 
 def _print_table(table: Sequence[Sequence[str]], write_line: Callable[[str], None]) -> None:

@@ -70,16 +70,12 @@ class EpisodeRow:
     @property
     def warnings(self) -> list[str]:
         """Lines of text about the least probable tokens of the replies and their most probable alternatives."""
-        unlikely = sorted(
-            sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_NUM_UNLIKELY_TOKENS]
-        )
-        descriptions = [
-            (i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in unlikely
-        ]
-        return [
-            f"token {i + 1}: {sampled}; most probable {', '.join(alternatives)}"
-            for i, sampled, *alternatives in descriptions
-        ]
+        unlikely = sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_NUM_UNLIKELY_TOKENS]
+        lines = []
+        for i in sorted(unlikely):
+            sampled, *alternatives = (f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])
+            lines.append(f"token {i + 1}: {sampled}; most probable {', '.join(alternatives)}")
+        return lines
 
     def to_json(self) -> dict[str, object]:
         """Return the row as a JSON object."""
@@ -180,21 +176,20 @@ def check_results(folder: Path, rows: Sequence[EpisodeRow]) -> None:
         ConfigError: an episode occurs twice, a return is not finite, or episodes are missing or were changed.
     """
     tasks = read_table(folder).get("tasks") or ()
-    results = [
-        (len(rows), math.fsum(row.episode_return for row in rows), sum(row.success_once is True for row in rows))
-    ]
+    returns = math.fsum(row.episode_return for row in rows)
+    found = stored = (len(rows), returns, sum(row.success_once is True for row in rows))
     with suppress(KeyError, TypeError):  # another version
         counts = [task["episodes"] for task in tasks]
         sums = [
             sum(count * (task[name] or 0.0) for count, task in zip(counts, tasks, strict=True))
             for name in ("mean_return", "success_once")
         ]
-        results += [(sum(counts), *sums)] if counts else []
+        stored = (sum(counts), *sums) if counts else found
     if len({row.episode for row in rows}) < len(rows):
         problem = "an episode occurs twice"
-    elif not math.isfinite(results[0][1]):
+    elif not math.isfinite(returns):
         problem = "a return is not finite"
-    elif not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(results[0], results[-1], strict=True)):
+    elif not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(found, stored, strict=True)):
         problem = f"count, returns or successes differ from {TABLE_FILE}"
     else:
         return
