@@ -276,8 +276,7 @@ class _Collection:
                 raise EmbodyError(
                     f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.num_stored[task]} of {first} "
                     "episodes succeeded, so the collection would take too long. Use another policy, a lower "
-                    "model.expert_noise, a "
-                    "longer env.train.max_episode_steps, or collect.filter=all."
+                    "model.expert_noise, a longer env.train.max_episode_steps, or collect.filter=all."
                 )
             trials += [(task, first + index) for index in range(max(0, quota - self.num_stored[task]))]
         return trials
@@ -302,9 +301,8 @@ class _Collection:
             trial = trials[episode.spec.episode_id][1]
             is_expert = self.run_plan.labeled or self.run_plan.policy.scripted
             actor = Actor.expert if is_expert else Actor.policy
-            source = build_source(episode, trial=trial, version=self.version)
             finished[episode.spec.episode_id] = (
-                copy_episode(workers.arena, episode, source, actor) if is_selected else None
+                copy_episode(workers.arena, episode, actor, trial=trial, version=self.version) if is_selected else None
             )
             # Copied above: the arena has space for only one running episode per environment.
             workers.scheduler.release(rollout.out, [episode])
@@ -334,15 +332,17 @@ class _Collection:
         self.monitor.text(f"  next     embodyrl sft {shlex.quote(format_override('data.path', str(result.folder)))}")
 
 
-def build_source(episode: Episode, *, trial: int, version: int) -> Source:
-    """Return the `Source` of an episode: initial state, seed, trial number and version of the weights."""
-    spec = episode.spec
-    return Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version)
+def copy_episode(arena: Arena, episode: Episode, actor: Actor, *, trial: int, version: int) -> Demonstration:
+    """Copy an episode from the arena, whose records are reused later. Each record must contain one env step.
 
-
-def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -> Demonstration:
-    """Copy an episode from the arena, whose records are reused later. Each record must contain one env step."""
-    records = episode.records
+    Args:
+        arena: records of the episode.
+        episode: the episode.
+        actor: author of all actions.
+        trial: number of the episode among all episodes of its task.
+        version: version of the weights.
+    """
+    records, spec = episode.records, episode.spec
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(
         images=arena[Record.images][records],
@@ -351,6 +351,6 @@ def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -
         reward=np.ascontiguousarray(episode.reward[:, 0]),
         success=np.ascontiguousarray(episode.success[:, 0]),
         instruction=episode.instruction,
-        source=source,
+        source=Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version),
         actor=actor,
     )

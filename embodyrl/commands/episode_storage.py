@@ -9,7 +9,7 @@ from pathlib import Path
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.commands.collect import build_source, copy_episode, write_environment
+from embodyrl.commands.collect import copy_episode, write_environment
 from embodyrl.data.layout import OWN, Actor, Card
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
@@ -61,8 +61,8 @@ class EpisodeDatasetWriter:
                 continue
             self._stored_trials.add(trial)
             version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step
-            source = build_source(episode, trial=trial, version=-1 if self._actor is Actor.expert else version)
-            self._writer.append(copy_episode(self._arena, episode, source, self._actor))
+            version = -1 if self._actor is Actor.expert else version
+            self._writer.append(copy_episode(self._arena, episode, self._actor, trial=trial, version=version))
             self._bytes += size
 
     def _is_selected(self, episode: Episode) -> bool:
