@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from embodyrl.data.layout import INFO_PATH
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.tables import find_file, read_info
 from embodyrl.errors import ConfigError
-from embodyrl.files import read_json, replace_atomically
+from embodyrl.files import replace_atomically
 from embodyrl.hub import convert_hub_errors
-from embodyrl.monitor.history import EPISODES_FILE, check_results, read_episodes
+from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, check_results, read_episodes, read_table
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG, find_start_folder
@@ -86,12 +86,15 @@ def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
     trained = cfg.is_train_command
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
-    title, results = f"{run.name}, step {step}", find_file(run, f"eval/step_{step:06d}/eval.json")
-    if results.is_file():
-        check_results(results.parent, read_episodes(find_file(run, results.with_name(EPISODES_FILE).relative_to(run))))
+    title, data_name = f"{run.name}, step {step}", str(meta.get("env") or meta.get("data"))
+    table_file, episodes_file = (find_file(run, f"eval/step_{step:06d}/{name}") for name in (TABLE_FILE, EPISODES_FILE))
+    results: list[dict[str, Any]] = []
+    if table := read_table(table_file.parent):
+        check_results(table_file.parent, read_episodes(episodes_file))
+        results = [*table["tasks"], table["overall"]]
     template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     return template.format(
-        metadata=_format_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
+        metadata=_format_metadata(cfg, title, base, results, data_name),
         title=escape_markdown(title),
         version=__version__,
         command="train" if trained else "dagger" if cfg.command == "dagger" else "sft",
@@ -99,17 +102,18 @@ def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
         seed=cfg.seed,
         base=escape_markdown(base),
         about="environment" if trained else "data",
-        env=escape_markdown(str(meta.get("env") or meta.get("data"))),
+        env=escape_markdown(data_name),
         trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.trains_adapters else ''}",
         precision=cfg.model.precision_name,
         results=_format_results(results),
     )
 
 
-def _format_metadata(cfg: Config, title: str, base: str, results: Path, data_name: str) -> str:
+def _format_metadata(cfg: Config, title: str, base: str, results: Sequence[Mapping[str, Any]], data_name: str) -> str:
     """Return the YAML header of a model card, from which the hub lists the model and its evaluation.
 
-    Local folders are left out: the hub accepts repository names only.
+    `results` contains the results of each task and of all tasks; empty: not evaluated. Local folders are left out: the
+    hub accepts repository names only.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -119,8 +123,7 @@ def _format_metadata(cfg: Config, title: str, base: str, results: Path, data_nam
     sets = [data.path, *getattr(data, "more", [])] if cfg.has("data") else []
     datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _match_hub_name(path))]
     public = _match_hub_name(base)
-    table: dict[str, Any] = read_json(results) if results.is_file() else {"tasks": []}
-    has_success = table["tasks"] and table["overall"]["success_once"] is not None
+    has_success = bool(results) and results[-1]["success_once"] is not None
     metric, value = ("success_rate", "success_once") if has_success else ("return", "mean_return")
     results_by_task = [
         EvalResult(
@@ -131,7 +134,7 @@ def _format_metadata(cfg: Config, title: str, base: str, results: Path, data_nam
             metric_type=metric,
             metric_value=round(row[value], 4),
         )
-        for row in [*table["tasks"], *([table["overall"]] if table["tasks"] else [])]
+        for row in results
         if row[value] is not None
     ]
     card = ModelCardData(
@@ -152,20 +155,18 @@ def _match_hub_name(path: str) -> re.Match[str] | None:
     return match if match and match["revision"] else None
 
 
-def _format_results(file: Path) -> str:
+def _format_results(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of the success rate of each task, or of the return, with 95 % intervals."""
-    if not file.is_file():
+    if not results:
         return "This step was not evaluated.\n"
-    table = read_json(file)
-    rows = [*({**row, "task": escape_markdown(row["task"])} for row in table["tasks"]), table["overall"]]
-    rows[-1] = rows[-1] | {"task": "**all**"}
-    has_success = table["overall"]["success_once"] is not None
+    has_success = results[-1]["success_once"] is not None
     value, low, high = ("success_once", "low", "high") if has_success else ("mean_return", "return_low", "return_high")
     lines = [f"| task | {'success' if has_success else 'return'} | 95 % interval | episodes |", "|---|---|---|---|"]
-    for row in rows:
+    for row in results:
+        task = "**all**" if row is results[-1] else escape_markdown(row["task"])
         interval = "" if row[low] is None else f"{row[low]:.3f} to {row[high]:.3f}"
         score = "" if row[value] is None else f"{row[value]:.3f}"
-        lines.append(f"| {row['task']} | {score} | {interval} | {row['episodes']} |")
+        lines.append(f"| {task} | {score} | {interval} | {row['episodes']} |")
     return "\n".join(lines) + "\n"
 
 
