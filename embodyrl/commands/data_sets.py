@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,11 @@ def _merge_specs(envs: Sequence[EnvSpec]) -> EnvSpec:
     return replace(first, tasks=tuple(states), states_per_task=tuple(states.values()), instructions=())
 
 
+def get_source(row: Mapping[str, Any]) -> Source:
+    """Return the origin of an episode from its metadata."""
+    return Source(**{name: row.get(f"{OWN}{name}", default) for name, default in _DEFAULT_SOURCE.items()})
+
+
 def convert_source(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
     """Return the origin of an episode, with its task id and reset id converted from the spec `old` to `new`."""
     if old == new or task not in new.tasks:
@@ -279,12 +284,11 @@ def _copy_episodes(source: DataSet, env: EnvSpec, indices: Sequence[int], writer
     """Append the episodes at the row indices `indices` to `writer`; `env` is the spec of the new data set."""
     demos = load_demonstrations(source.root, only=[source.rows[index]["episode_index"] for index in indices])
     for position, index in enumerate(indices):
-        row = source.rows[index]
-        origin = {field.name: row.get(f"{OWN}{field.name}", _DEFAULT_SOURCE[field.name]) for field in fields(Source)}
-        old, task = source.card.env, int(origin["task_id"])
-        has_task = f"{OWN}task_id" in row and task < len(old.tasks)
-        instruction = old.tasks[task] if has_task else str(demos.instruction[demos.start[position]])
-        writer.append(get_episode(demos, position, convert_source(Source(**origin), instruction, old, env)))
+        row, old = source.rows[index], source.card.env
+        origin = get_source(row)
+        has_task = f"{OWN}task_id" in row and origin.task_id < len(old.tasks)
+        instruction = old.tasks[origin.task_id] if has_task else str(demos.instruction[demos.start[position]])
+        writer.append(get_episode(demos, position, convert_source(origin, instruction, old, env)))
 
 
 def get_episode(demos: Demonstrations, index: int, source: Source) -> Demonstration:
