@@ -60,9 +60,10 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
             f"data.actors={list(data.actors)}: no action chunk of data.path comes only from these actors. Add actors, "
             "or remove data.actors."
         )
+    held_out = np.flatnonzero(is_held_out).tolist()
     if val_path is not None:
         demos = load_demonstrations(val_path, data)
-    held_out = np.flatnonzero(is_held_out).tolist() if val_path is None else list(range(demos.num_episodes))
+        held_out = list(range(demos.num_episodes))
     validation = _samples(cfg, demos, held_out, env, policy) if held_out else None
     return training, validation if validation is not None and len(validation) else None
 
@@ -206,12 +207,12 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
         # The gripper is not scaled, as in the public statistics, because its action is a binary choice.
         mask[env.action.gripper.index] = False
     # Constant actions keep their value, and constant states may change later.
-    entry: dict[str, Any] = {"action": {**_describe(actions, unit=False), "mask": mask.tolist()}}
+    entry: dict[str, Any] = {"action": _describe(actions, unit=False)}
     if states.shape[-1]:
         entry["proprio"] = _describe(states, unit=True)
-    for field in entry:
-        statistics = {name: row for name, row in entry[field].items() if name != "mask"}
+    for field, statistics in entry.items():
         check_statistics(statistics, f"the {field} of the data", varies=field == "action")
+    entry["action"]["mask"] = mask.tolist()
     return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
 
 
