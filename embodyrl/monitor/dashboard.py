@@ -106,11 +106,7 @@ class Dashboard:
             if options.max_width >= _BAR_WIDTH_LIMIT
             else (1, 0, 5 if options.max_width >= _SIDE_BY_SIDE_WIDTH else 8)
         )
-        panes = {
-            "Progress": self._progress(),
-            "Time per phase": self._time(bar),
-            "Learning": self._learning(spark),
-        }
+        panes = {"Progress": self._progress(), "Time per phase": self._time(bar), "Learning": self._learning(spark)}
         parts: list[RenderableType] = [Group(Text(title, style="bold cyan"), table) for title, table in panes.items()]
         if options.max_width >= _SIDE_BY_SIDE_WIDTH:
             grid = Table.grid(expand=True, padding=(0, gap, 0, 0))
@@ -126,7 +122,7 @@ class Dashboard:
 
     def _status(self) -> str:
         step, total = int(self._last.get("step", self.info.resume_step or 0)), self.info.total_steps
-        parts = [f"step {step}/{total}" if total else f"step {step}"]
+        parts = [f"step {step}/{total}"]
         if self._rows and total > step:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
             parts.append(f"ETA {duration(mean * (total - step))}")
