@@ -220,8 +220,9 @@ def _build_card(sources: Sequence[DataSet], selection: Selection) -> Card:
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
     if not all(is_embodyrl_dataset(source.root) and UNDESCRIBED not in source.card.collected for source in sources):
         collected[UNDESCRIBED] = True
-    if all(isinstance(ids, list | tuple) and len(ids) == 2 for ids in states):
-        collected["state_ids"] = [min(first for first, _ in states), max(last for _, last in states)]
+    ranges = [ids for ids in states if isinstance(ids, list | tuple) and len(ids) == 2]
+    if len(ranges) == len(states):
+        collected["state_ids"] = [min(first for first, _ in ranges), max(last for _, last in ranges)]
     collected |= _merge_origins([source.card.collected for source in sources])
     collected |= {f"filter_{name}": value for name, value in asdict(selection).items() if value is not None}
     return Card(

@@ -78,8 +78,9 @@ def _training_env_spec(cfg: Config) -> EnvSpec:
     """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
     if not cfg.has("data"):
         return env_spec(cfg)
-    is_text = not isinstance(cfg.data, DemonstrationSettings)
-    return ANY_TEXT if is_text else read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
+    if not isinstance(cfg.data, DemonstrationSettings):
+        return ANY_TEXT
+    return read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
 
 
 def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
