@@ -245,7 +245,7 @@ def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPo
     for amount in range(6):
         scene.advance({X: amount / 5})
         pictures.append(scene.frame_jpeg)
-    assert {(step.images is None, step.state is None, step.frame_jpeg) for step in scene._steps} == {(True, True, b"")}
+    assert {(*step.observation, step.frame_jpeg) for step in scene._steps} == {("instruction", b"")}
     assert [state is None for state in scene._states] == [True] * 3 + [False] * 4
     scene.rewind(100)
     assert (scene.frame_jpeg, scene.state()["steps"]) == (pictures[3], 3)
