@@ -21,12 +21,12 @@ if os.access(_CACHE if os.path.isdir(_CACHE) else _CACHE.parent, os.W_OK):
 _NAMES = {
     "GRPO": "embodyrl.api.text",
     "LoadedPolicy": "embodyrl.api.acting",
-    "collect": "embodyrl.api.data",
+    "collect": "embodyrl.api.commands",
     "compose": "embodyrl.api.commands",
     "evaluate": "embodyrl.api.commands",
     "load_policy": "embodyrl.api.acting",
     "make_env": "embodyrl.api.environment",
-    "sft": "embodyrl.api.data",
+    "sft": "embodyrl.api.commands",
     "train": "embodyrl.api.commands",
 }
 """Module of each public name."""

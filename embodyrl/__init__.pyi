@@ -1,10 +1,10 @@
 from embodyrl.api.acting import LoadedPolicy as LoadedPolicy
 from embodyrl.api.acting import load_policy as load_policy
+from embodyrl.api.commands import collect as collect
 from embodyrl.api.commands import compose as compose
 from embodyrl.api.commands import evaluate as evaluate
+from embodyrl.api.commands import sft as sft
 from embodyrl.api.commands import train as train
-from embodyrl.api.data import collect as collect
-from embodyrl.api.data import sft as sft
 from embodyrl.api.environment import make_env as make_env
 from embodyrl.api.text import GRPO as GRPO
 from embodyrl.version import __version__ as __version__

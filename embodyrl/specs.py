@@ -321,9 +321,10 @@ class EnvCosts:
     """Estimated memory and time that an environment needs; 0: unknown or negligible."""
 
     task_bytes: int = 0
-    """Bytes of memory per loaded task, if a worker cannot hold all tasks; 0: negligible."""
+    """Upper estimate of the bytes per loaded task, which limits the number of loaded tasks; 0: negligible."""
     host_bytes: tuple[int, int] = (0, 0)
-    """Memory of an env worker in bytes, in addition to its process: fixed, and per environment."""
+    """Memory of an env worker in bytes, in addition to its process: fixed, and per environment (with `task_bytes`: per
+    task)."""
     gpu_bytes: tuple[int, int] = (0, 0)
     """GPU memory of an env worker in bytes: fixed, and per environment (with `task_bytes`: per task)."""
     chunk_s: float = 0.0
@@ -352,7 +353,8 @@ class PolicyCosts:
     shared_bytes: tuple[int, int] = (0, 0)
     """Bytes per sample and per distinct prompt if equal prompts are computed only once; (0, 0): not supported."""
     tensor_fractions: tuple[tuple[int, float], ...] = ()
-    """Language models on CPUs: (bytes per token of a tensor, fraction of the activations in tensors of this size)."""
+    """Models that return large blocks to the system on CPUs (`MAPPED_BYTES`): (bytes per token of a tensor, fraction of
+    the activations in tensors of this size)."""
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)
@@ -394,7 +396,8 @@ class PolicyCosts:
     def fragmented(self, samples: float, prompts: float) -> int:
         """Return the bytes between the tensors of `stored` that malloc cannot reuse (heap fragmentation on CPUs)."""
         tokens = samples * (self.reply_tokens - 1 if self._shares_prompts(samples, prompts) else self.sample_tokens)
-        small = sum(fraction for size, fraction in self.tensor_fractions if tokens * size < self.MAPPED_BYTES)
+        sizes = self.tensor_fractions or ((0, 1.0),)
+        small = sum(fraction for size, fraction in sizes if tokens * size < self.MAPPED_BYTES)
         return int(self.FRAGMENTED_FRACTION * small * self.stored(samples, prompts))
 
     def _shares_prompts(self, samples: float, prompts: float) -> bool:

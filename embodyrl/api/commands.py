@@ -1,4 +1,4 @@
-"""The commands as Python functions: compose a config, then train or evaluate.
+"""The commands as Python functions: compose a config, then train, evaluate or collect.
 
 >>> import embodyrl
 >>> cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2", "launcher=inline")
@@ -18,8 +18,10 @@ from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.schema import Config
 
 if TYPE_CHECKING:
+    from embodyrl.commands.collect import CollectResult
     from embodyrl.commands.eval_result import EvalResult
     from embodyrl.commands.session import OnStep
+    from embodyrl.commands.sft import SftResult
     from embodyrl.commands.train import OnEval, TrainResult
 
 
@@ -63,6 +65,24 @@ def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
         EmbodyError: any failure with a known cause.
     """
     return run("eval", cfg, resume=resume)
+
+
+def collect(cfg: Config) -> CollectResult:
+    """Collect demonstrations into `cfg.collect.out`.
+
+    Raises:
+        EmbodyError: any failure with a known cause.
+    """
+    return run("collect", cfg)
+
+
+def sft(cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
+    """Train on demonstrations or text, or resume the run in `resume`; for `on_step`, see `train`.
+
+    Raises:
+        EmbodyError: any failure with a known cause.
+    """
+    return run("sft", cfg, resume=resume, on_step=on_step)
 
 
 def run(command: str, cfg: Config, **kwargs: Any) -> Any:

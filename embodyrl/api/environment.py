@@ -58,7 +58,6 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         self.max_episode_steps = self._split.max_episode_steps
         """Number of steps after which an episode is truncated."""
         self._ids = list(select_reset_ids(self.layout, self._split))
-        self._kind = self.layout.action.kind
         self.action_space = _action_space(self.layout)
         self.observation_space = _observation_space(self.layout)
 
@@ -92,13 +91,8 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         chunk = np.asarray(action, np.float32).reshape(1, 1, -1)
         result = self.env.step_chunk([0], chunk)
         terminated, truncated = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])
-        return (
-            self._observe(),
-            float(result.reward[0, 0]),
-            terminated,
-            truncated,
-            {"success": bool(result.success[0, 0])},
-        )
+        info = {"success": bool(result.success[0, 0])}
+        return self._observe(), float(result.reward[0, 0]), terminated, truncated, info
 
     def save_state(self) -> Any:
         """Return a copy of the episode's state for `load_state`; requires `layout.simulator.saves_state`."""

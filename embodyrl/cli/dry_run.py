@@ -2,12 +2,12 @@
 
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.commands.banner import (
-    common_banner_lines,
     evaluation_banner_lines,
     machine_banner_lines,
+    start_banner_lines,
     training_banner_lines,
 )
-from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
+from embodyrl.commands.run_folder import resolve_initial_weights
 from embodyrl.monitor.phases import rough_duration
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.memory_limits import resource_banner_lines
@@ -36,10 +36,7 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     run_plan = build_run_plan(cfg, training=training)
     if not training:
         read_baseline(cfg)
-    lines = [
-        *common_banner_lines(run_plan),
-        *weight_banner_lines(cfg, resolve_initial_weights(cfg, run_plan.env), run_plan.env),
-    ]
+    lines = start_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env))
     lines += training_banner_lines(run_plan) if training else resource_banner_lines(run_plan)
     return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan), *_verdict(run_plan)]
 

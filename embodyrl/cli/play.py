@@ -10,7 +10,6 @@ from pathlib import Path
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
-from embodyrl.play.start import load_policy_with_env, page
 
 
 def play(args: argparse.Namespace) -> int:
@@ -25,8 +24,8 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import find_run_config
     from embodyrl.play.recording import Recording
-    from embodyrl.play.request_handlers import RequestHandlers
-    from embodyrl.play.scene import Scene
+    from embodyrl.play.request_handlers import RequestHandlers, page
+    from embodyrl.play.scene import Scene, load_policy_with_env
     from embodyrl.web_pages.loopback import LoopbackServer
 
     with ExitStack() as stack:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run, latest_run
-from embodyrl.config.compose import flatten
 from embodyrl.errors import ConfigError, replace_control_characters
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
@@ -25,14 +24,12 @@ _MAX_REPLIES, _REFRESH_S = 3, 15
 
 def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`: write or serve an HTML page about runs."""
-    from embodyrl.plan.keys import all_keys, state_keys
     from embodyrl.reports.page import write_report
 
     runs = [find_run(argument) for argument in args.arguments] or [latest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
-    defaults = {name: key.default for name, key in all_keys().items() if not key.required}
-    write = partial(write_report, runs, defaults=defaults, states=state_keys())
+    write = partial(write_report, runs)
     try:
         lines = write(out)
     except OSError as error:
@@ -138,7 +135,7 @@ def _build_score_table(history: History, evaluation: Evaluation | None) -> Rende
         return table
     names = {row.task_id: replace_control_characters(row.task) for row in (evaluation.episodes if evaluation else ())}
     tasks = tuple(names.get(task_id, "") for task_id in range(max(names, default=-1) + 1))
-    total = flatten(history.config).get("runner.max_steps")
+    total = history.values.get("runner.max_steps")
     if not isinstance(total, int):
         raise ConfigError(f"{history.folder / 'config.yaml'} has no number runner.max_steps. Restore the file.")
     events = (replace_control_characters(line[11:]) for line in history.text(EVENTS_FILE).splitlines())

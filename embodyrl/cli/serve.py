@@ -23,9 +23,9 @@ def serve(args: argparse.Namespace) -> int:
 
     write_line(f"embodyrl {__version__} · serve · Ctrl-C ends it")
 
-    def report_ready(url: str, protocol: str) -> None:
+    def report_ready(url: str) -> None:
         if args.json:
-            print(json.dumps({"url": url, "protocol": protocol}), flush=True)
+            print(json.dumps({"url": url, "protocol": cfg.serve.protocol}), flush=True)
         write_line(f"  listening  {url}")
 
     start_server(cfg, log=write_line, ready=report_ready)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.commands.held_out import held_out_banner_lines, rendering_banner_lines
+from embodyrl.commands.run_folder import weight_banner_lines
 from embodyrl.envs import ENVS
 from embodyrl.envs.factory import SimFactory, get_max_tasks_in_memory
 from embodyrl.envs.reward import RewardMode, StepRewardSettings
@@ -23,6 +24,11 @@ from embodyrl.specs import RewardSpec
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 MIB, GIB = 2**20, 2**30
+
+
+def start_banner_lines(run_plan: RunPlan, weights: Path | None) -> list[tuple[str, str]]:
+    """Return the banner lines (label, text) of a run and of its initial weights (see `resolve_initial_weights`)."""
+    return [*common_banner_lines(run_plan), *weight_banner_lines(run_plan.cfg, weights, run_plan.env)]
 
 
 def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
@@ -93,13 +99,9 @@ def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
         text += f"; {num_requested} episodes were requested, but the others would be exact copies"
     label = "validation" if training else "evaluation"
-    return [(label, text), *held_out, *rendering_banner_lines(run_plan), *_get_env_banner_lines(cfg)]
-
-
-def _get_env_banner_lines(cfg: Config) -> list[tuple[str, str]]:
-    """Return the banner lines that the environment's factory adds."""
     factory = ENVS.get(cfg.env.env_type)
-    return factory.get_banner_lines(cfg.env) if isinstance(factory, SimFactory) else []
+    env_lines = factory.get_banner_lines(cfg.env) if isinstance(factory, SimFactory) else []
+    return [(label, text), *held_out, *rendering_banner_lines(run_plan), *env_lines]
 
 
 def precision_banner_lines(cfg: Config) -> list[tuple[str, str]]:
@@ -111,17 +113,13 @@ def precision_banner_lines(cfg: Config) -> list[tuple[str, str]]:
 
 def preset_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return a banner line about the presets of other groups that set values of `model`, `env` or `eval`."""
-    num_keys = Counter[str]()
-    for key, source in cfg.sources.items():
-        section, file = key.partition(".")[0], Path(source)
-        unused = key.startswith(tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys()))
-        if (
-            not unused
-            and file.suffix == ".yaml"
-            and section in ("model", "env", "eval")
-            and file.parent.name in _PRESET_GROUPS
-        ):
-            num_keys[source] += 1
+    unused = tuple(f"env.{split}." for split in {"train", "eval"} - cfg.env.splits.keys())
+    num_keys = Counter(
+        source
+        for key, source in cfg.sources.items()
+        if key.startswith(("model.", "env.", "eval.")) and not key.startswith(unused)
+        if source.endswith(".yaml") and Path(source).parent.name in _PRESET_GROUPS
+    )
     text = "; ".join(f"{source} sets {count} keys" for source, count in num_keys.items())
     return [("presets", f"{text} (--print-config prints the values)")] if num_keys else []
 

@@ -105,18 +105,16 @@ def record_changes(
         OSError: a recording cannot be written.
     """
     cfg = run_plan.cfg
+    before, after = (read_episodes(result.folder / EPISODES_FILE) for result in (first, last))
     if cfg.video.startswith("changed:") and all((result.folder / ACTIONS_FILE).is_file() for result in (first, last)):
-        before, after = (read_episodes(result.folder / EPISODES_FILE) for result in (first, last))
         episode_ids = select_episodes_to_record(before, after, int(cfg.video.removeprefix("changed:")))
         videos.mkdir(parents=True, exist_ok=True)
         first, last = (record(run_plan, workers, end, episode_ids, videos, monitor) for end in (first, last))
         order = {episode: index for index, episode in enumerate(episode_ids)}
         last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda recording: order[recording[0]])))
     joined_videos = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, monitor=monitor)
-    episodes = (read_episodes(end.folder / EPISODES_FILE) for end in (first, last))
-    return ValidationComparison(
-        first=first, last=last, videos=tuple(joined_videos), paired=tuple(compare_suites(*episodes))
-    )
+    paired = tuple(compare_suites(before, after))
+    return ValidationComparison(first=first, last=last, videos=tuple(joined_videos), paired=paired)
 
 
 def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, monitor: Monitor) -> list[Path]:

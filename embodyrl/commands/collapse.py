@@ -2,10 +2,9 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from embodyrl.plan.run_plan import RunPlan
-from embodyrl.types import ActionKind
+from embodyrl.types import ActionKind, EnvSpec
 
 WINDOW = 5
 """Number of training steps per window; the means of the first and the last window are compared."""
@@ -53,13 +52,9 @@ class CollapseCheck:
         if len(self._last) < WINDOW:
             return []
         warnings = {warning.partition(":")[0]: warning for warning in self._warnings()}
-        new = [
-            f"warning: step {step}: {warning}"
-            for name, warning in warnings.items()
-            if name not in self._issued_warnings
-        ]
+        new = [warning for name, warning in warnings.items() if name not in self._issued_warnings]
         self._issued_warnings |= warnings.keys()
-        return new
+        return [f"warning: step {step}: {warning}" for warning in new]
 
     def _compare_windows(self, name: str) -> tuple[float, float] | None:
         """Return the means of a metric over the first and over the last `WINDOW` steps."""
@@ -123,12 +118,7 @@ class CollapseCheck:
             )
 
 
-StepCheck = Callable[[int, Mapping[str, float | None]], Sequence[str]]
-"""Function from a training step and its metrics to warnings, one line each."""
-
-
-def collapse_check(run_plan: RunPlan) -> StepCheck:
-    """Return a function that checks each training step of a run."""
-    env = run_plan.env
+def build_collapse_check(env: EnvSpec) -> CollapseCheck:
+    """Build the check of a run's training steps."""
     rewards = [name for name, weight in zip(env.reward.components, env.reward.weights, strict=False) if weight > 0]
-    return CollapseCheck(rewards=rewards, text=env.action.kind is ActionKind.text).check
+    return CollapseCheck(rewards=rewards, text=env.action.kind is ActionKind.text)

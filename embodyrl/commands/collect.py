@@ -12,9 +12,8 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import read_step
-from embodyrl.commands.banner import common_banner_lines
-from embodyrl.commands.demonstration_episodes import list_demonstration_episodes
-from embodyrl.commands.run_folder import RunFolder, lock_folder, open_run, resolve_initial_weights, weight_banner_lines
+from embodyrl.commands.banner import start_banner_lines
+from embodyrl.commands.run_folder import RunFolder, lock_folder, open_run, resolve_initial_weights
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
@@ -28,14 +27,16 @@ from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.files import write_atomically
 from embodyrl.monitor.group import MonitorGroup
 from embodyrl.plan.build import build_run_plan, count_env_workers, split_envs
+from embodyrl.plan.episodes import EpisodeList, make_single_wave
 from embodyrl.plan.experts import find_expert
-from embodyrl.plan.initial_states import select_tasks
+from embodyrl.plan.initial_states import get_reset_ids, select_tasks
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
+from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import RolloutWorkers, start_workers
-from embodyrl.types import EnvSpec, Episode
+from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
 _MAX_TRIALS_PER_EPISODE = 20
 """Maximum number of trials per requested episode of a task before `collect` fails."""
@@ -57,10 +58,7 @@ class CollectResult:
 def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a collection as (name, text) pairs."""
     run_plan = build_collection_plan(cfg)
-    lines = [
-        *common_banner_lines(run_plan),
-        *weight_banner_lines(cfg, resolve_initial_weights(cfg, run_plan.env), run_plan.env),
-    ]
+    lines = start_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env))
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
@@ -147,6 +145,31 @@ def _check_demonstrations(cfg: Config, env: EnvSpec) -> None:
         raise ConfigError(problems)
 
 
+def list_demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
+    """Return the episodes of trials, each of which is a pair of task id and trial number.
+
+    The trials of a task use the initial states of `env.train` in seeded permutations, each state equally often.
+    """
+    split = cfg.env.train
+    episodes = []
+    for index, (task, trial) in enumerate(trials):
+        ids = list(get_reset_ids(env, split, task))
+        epoch, position = divmod(trial, len(ids))
+        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, epoch)).permutation(len(ids))
+        episodes.append(
+            EpisodeSpec(
+                episode_id=index,
+                reset_id=ids[int(order[position])],
+                task_id=task,
+                group_id=index,
+                member=0,
+                seed=derive_small(cfg.seed, "demonstration", task, trial),
+                noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
+            )
+        )
+    return make_single_wave(cfg, split, episodes)
+
+
 def write_environment(cfg: Config, folder: Path) -> None:
     """Save the environment's settings in the data set, for `embodyrl eval` of policies trained on the data."""
     write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, group="env"))
@@ -207,17 +230,8 @@ class _Collection:
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
             continued = f", {len(writer.episodes)} already collected" if writer.episodes else ""
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
-            print_banner(
-                self.monitor,
-                self.cfg,
-                folder,
-                "collect",
-                [
-                    *common_banner_lines(self.run_plan),
-                    *weight_banner_lines(self.cfg, self.weights, self.run_plan.env),
-                    ("demos", demos),
-                ],
-            )
+            lines = [*start_banner_lines(self.run_plan, self.weights), ("demos", demos)]
+            print_banner(self.monitor, self.cfg, folder, "collect", lines)
             if self._missing_trials():
                 self._collect(writer, folder.logs)
         finally:
@@ -262,8 +276,7 @@ class _Collection:
                 raise EmbodyError(
                     f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.num_stored[task]} of {first} "
                     "episodes succeeded, so the collection would take too long. Use another policy, a lower "
-                    "model.expert_noise, a "
-                    "longer env.train.max_episode_steps, or collect.filter=all."
+                    "model.expert_noise, a longer env.train.max_episode_steps, or collect.filter=all."
                 )
             trials += [(task, first + index) for index in range(max(0, quota - self.num_stored[task]))]
         return trials
@@ -286,11 +299,10 @@ class _Collection:
             self.succeeded += episode.success_once
             is_selected = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
             trial = trials[episode.spec.episode_id][1]
-            spec = self.run_plan
-            actor = Actor.expert if spec.labeled or spec.policy.scripted else Actor.policy
-            source = build_source(episode, trial=trial, version=self.version)
+            is_expert = self.run_plan.labeled or self.run_plan.policy.scripted
+            actor = Actor.expert if is_expert else Actor.policy
             finished[episode.spec.episode_id] = (
-                copy_episode(workers.arena, episode, source, actor) if is_selected else None
+                copy_episode(workers.arena, episode, actor, trial=trial, version=self.version) if is_selected else None
             )
             # Copied above: the arena has space for only one running episode per environment.
             workers.scheduler.release(rollout.out, [episode])
@@ -320,15 +332,17 @@ class _Collection:
         self.monitor.text(f"  next     embodyrl sft {shlex.quote(format_override('data.path', str(result.folder)))}")
 
 
-def build_source(episode: Episode, *, trial: int, version: int) -> Source:
-    """Return the `Source` of an episode: initial state, seed, trial number and version of the weights."""
-    spec = episode.spec
-    return Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version)
+def copy_episode(arena: Arena, episode: Episode, actor: Actor, *, trial: int, version: int) -> Demonstration:
+    """Copy an episode from the arena, whose records are reused later. Each record must contain one env step.
 
-
-def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -> Demonstration:
-    """Copy an episode from the arena, whose records are reused later. Each record must contain one env step."""
-    records = episode.records
+    Args:
+        arena: records of the episode.
+        episode: the episode.
+        actor: author of all actions.
+        trial: number of the episode among all episodes of its task.
+        version: version of the weights.
+    """
+    records, spec = episode.records, episode.spec
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(
         images=arena[Record.images][records],
@@ -337,6 +351,6 @@ def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -
         reward=np.ascontiguousarray(episode.reward[:, 0]),
         success=np.ascontiguousarray(episode.success[:, 0]),
         instruction=episode.instruction,
-        source=source,
+        source=Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version),
         actor=actor,
     )

@@ -6,18 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
+
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.collect import collect, collection_banner_lines
-from embodyrl.commands.sft import MEMORY_KEYS, WEIGHT_KEYS, sft
-from embodyrl.commands.unchanged_data import check_unchanged
+from embodyrl.commands.sft import sft
+from embodyrl.config.compose import flatten
+from embodyrl.config.settings import is_key_or_subkey
 from embodyrl.data.settings import EpisodeFilter, Labels
 from embodyrl.data.writer import read_episodes
-from embodyrl.errors import CheckpointError, Interrupted, WorkerError
+from embodyrl.errors import CheckpointError, ConfigError, Interrupted, WorkerError
 from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.experts import Expert, find_expert
+from embodyrl.plan.keys import DELETED_KEYS
+from embodyrl.plan.saved import dump_config, read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
+
+_WEIGHT_KEYS = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
+"""Config sections and keys that determine the weights of a round, except the keys in `_MEMORY_KEYS`."""
+_MEMORY_KEYS = (
+    *("actor.micro_batch_size", "actor.max_tokens_per_mbs", "actor.gradient_checkpointing"),
+    *("actor.fsdp.size", "actor.fsdp.cpu_offload", "actor.fsdp.gradient_sync"),
+)
+"""Config keys that affect only memory and speed; results change by rounding errors only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +83,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
         expert: Expert | None = None
         for index, run in enumerate(runs):
             previous = runs[index - 1] if index else None
-            training_cfg = _training_config(cfg, previous, run, data[: index + 1])
-            check_unchanged(
-                training_cfg,
-                run,
-                keys=WEIGHT_KEYS,
-                exempt=MEMORY_KEYS,
-                alternative="runner.experiment_name and collect.out",
-            )
+            _check_unchanged(_training_config(cfg, previous, run, data[: index + 1]), run)
             if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
                 continue
             if expert is None:
@@ -88,6 +94,28 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
                 error.args = (f"{error}; to continue all rounds, run the same command again",)
                 raise
     return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def _check_unchanged(cfg: Config, run: Path) -> None:
+    """Raise an error if the saved config of an earlier attempt at a round determines other weights.
+
+    Raises:
+        ConfigError: values differ; the message lists the values of the earlier attempt.
+    """
+    if not (file := run / "config.yaml").is_file():
+        return
+    old = {key: value for key, value in read_saved(file).items() if key not in DELETED_KEYS}
+    new = flatten(yaml.safe_load(dump_config(cfg)))
+    names = [
+        name
+        for name in {**old, **new}
+        if is_key_or_subkey(name, _WEIGHT_KEYS) and not is_key_or_subkey(name, _MEMORY_KEYS)
+    ]
+    if differences := [f"{name}={old.get(name)}" for name in names if old.get(name) != new.get(name)]:
+        raise ConfigError(
+            f"{run} was created with {', '.join(differences)} and cannot resume with other values. Use the same "
+            "settings, or choose another runner.experiment_name and collect.out."
+        )
 
 
 def _run_round(

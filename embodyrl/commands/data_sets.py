@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +190,8 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
         if selection.matches(data_set, row)
     ]
     if not selected:
-        raise ConfigError(
-            f"No episode of {', '.join(str(data_set.root) for data_set in sources)} satisfies the conditions. Relax "
-            "them."
-        )
+        folders = ", ".join(str(data_set.root) for data_set in sources)
+        raise ConfigError(f"No episode of {folders} satisfies the conditions. Relax them.")
     for source, index in selected:
         if len(tasks := source.get_instructions(row := source.rows[index])) > 1:
             raise ConfigError(
@@ -217,28 +215,23 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
 
 def _build_card(sources: Sequence[DataSet], selection: Selection) -> Card:
     """Return the metadata card of the new data set, with the tasks and initial states of all sources."""
-    first = sources[0].card
+    card = sources[0].card
     states = [source.card.collected.get("state_ids") for source in sources]
     collected: dict[str, Any] = {"sources": [str(source.root) for source in sources]}
     if not all(is_embodyrl_dataset(source.root) and UNDESCRIBED not in source.card.collected for source in sources):
         collected[UNDESCRIBED] = True
-    state_ranges = [
-        state_range for state_range in states if isinstance(state_range, list | tuple) and len(state_range) == 2
-    ]
-    if len(state_ranges) == len(states):
-        collected["state_ids"] = [
-            min(state_range[0] for state_range in state_ranges),
-            max(state_range[1] for state_range in state_ranges),
-        ]
+    ranges = [ids for ids in states if isinstance(ids, list | tuple) and len(ids) == 2]
+    if len(ranges) == len(states):
+        collected["state_ids"] = [min(first for first, _ in ranges), max(last for _, last in ranges)]
     collected |= _merge_origins([source.card.collected for source in sources])
     collected |= {f"filter_{name}": value for name, value in asdict(selection).items() if value is not None}
     return Card(
         env=_merge_specs([source.card.env for source in sources]),
-        fps=first.fps,
-        video=first.video,
+        fps=card.fps,
+        video=card.video,
         actors=True,
-        without=first.without,
-        names=first.names,
+        without=card.without,
+        names=card.names,
         collected=collected,
     )
 
@@ -272,6 +265,11 @@ def _merge_specs(envs: Sequence[EnvSpec]) -> EnvSpec:
     return replace(first, tasks=tuple(states), states_per_task=tuple(states.values()), instructions=())
 
 
+def get_source(row: Mapping[str, Any]) -> Source:
+    """Return the origin of an episode from its metadata."""
+    return Source(**{name: row.get(f"{OWN}{name}", default) for name, default in _DEFAULT_SOURCE.items()})
+
+
 def convert_source(source: Source, task: str, old: EnvSpec, new: EnvSpec) -> Source:
     """Return the origin of an episode, with its task id and reset id converted from the spec `old` to `new`."""
     if old == new or task not in new.tasks:
@@ -287,12 +285,11 @@ def _copy_episodes(source: DataSet, env: EnvSpec, indices: Sequence[int], writer
     """Append the episodes at the row indices `indices` to `writer`; `env` is the spec of the new data set."""
     demos = load_demonstrations(source.root, only=[source.rows[index]["episode_index"] for index in indices])
     for position, index in enumerate(indices):
-        row = source.rows[index]
-        origin = {field.name: row.get(f"{OWN}{field.name}", _DEFAULT_SOURCE[field.name]) for field in fields(Source)}
-        old, task = source.card.env, int(origin["task_id"])
-        has_task = f"{OWN}task_id" in row and task < len(old.tasks)
-        instruction = old.tasks[task] if has_task else str(demos.instruction[demos.start[position]])
-        writer.append(get_episode(demos, position, convert_source(Source(**origin), instruction, old, env)))
+        row, old = source.rows[index], source.card.env
+        origin = get_source(row)
+        has_task = f"{OWN}task_id" in row and origin.task_id < len(old.tasks)
+        instruction = old.tasks[origin.task_id] if has_task else str(demos.instruction[demos.start[position]])
+        writer.append(get_episode(demos, position, convert_source(origin, instruction, old, env)))
 
 
 def get_episode(demos: Demonstrations, index: int, source: Source) -> Demonstration:

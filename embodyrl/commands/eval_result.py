@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.layout import decode_instruction
-from embodyrl.commands.conversations import get_turns, majority_accuracy
 from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EpisodeRow, compute_score
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.plan.initial_states import own_tasks
+from embodyrl.reports.card import format_protocol
 from embodyrl.reports.paired import PairedComparison
 from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.text.answers import final_answer
+from embodyrl.text.messages import restore_image_placeholders, split_messages
 from embodyrl.types import EnvSpec, Episode
 
 
@@ -170,9 +172,7 @@ def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
     for comparison in result.paired:
         write_line(f"  {comparison.line((str(result.baseline), 'this one'))}")
     if result.protocol is not None:
-        deviations = result.protocol["departures"]
-        protocol_text = f"differs: {'; '.join(deviations)}" if deviations else "followed"
-        write_line(f"  protocol {result.protocol['name']}, {protocol_text}")
+        write_line(f"  protocol {format_protocol(result.protocol)}")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
     write_line(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
     write_line(f"  results  {result.folder}/eval.json, episodes.jsonl")
@@ -185,21 +185,15 @@ def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
 def _print_matrix(result: EvalResult, score_title: str, write_line: Callable[[str], None]) -> None:
     """Print scores by task and suite, then each suite's score, interval and difference from the first suite."""
     suites = result.suites
-    cells = {(row.number, row.suite): row for row in result.tasks}
-    names = {number: row.task for (number, _), row in reversed(cells.items())}  # task names of the first suite
-    head = ["task", *(suite.task for suite in suites)]
-    rows = [
-        [
-            names[number],
-            *(cells[number, suite.task].score.short if (number, suite.task) in cells else "-" for suite in suites),
-        ]
-        for number in sorted(names)
-    ]
-    _print_table([head, *rows], write_line)
+    scores = {(row.number, row.suite): row.score.short for row in result.tasks}
+    names = {row.number: row.task for row in reversed(result.tasks)}  # task names of the first suite
+    table = [["task", *(suite.task for suite in suites)]]
+    table += [[names[number], *(scores.get((number, suite.task), "-") for suite in suites)] for number in sorted(names)]
+    _print_table(table, write_line)
     main_score = suites[0].score
     changes = ["", *(main_score.change(suite.score) for suite in suites[1:])]
-    table = [(suite.task, str(suite.score), change) for suite, change in zip(suites, changes, strict=True)]
-    _print_table([("suite", score_title, "against the first"), *table], write_line)
+    rows = [(suite.task, str(suite.score), change) for suite, change in zip(suites, changes, strict=True)]
+    _print_table([("suite", score_title, "against the first"), *rows], write_line)
 
 
 def _print_table(table: Sequence[Sequence[str]], write_line: Callable[[str], None]) -> None:
@@ -213,7 +207,7 @@ def _summarize_task(
 ) -> TaskResult:
     count, score = len(episodes), compute_score(episodes)
     rate = score if isinstance(score, Rate) else None
-    voted = majority_accuracy(episodes)
+    voted = _compute_majority_accuracy(episodes)
     # Sorted, so that a resumed evaluation adds the numbers in the same order.
     mean_return = Mean.of((row.reset_id, row.episode_return) for row in sorted(episodes, key=lambda row: row.episode))
     return TaskResult(
@@ -270,7 +264,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     task_id = episode.spec.task_id
     # An environment that does not declare success may report success at the end of an episode.
     has_success = env.reward.reports_success or episode.success_once
-    turns = get_turns(episode.instruction)
+    turns = _get_turns(episode.instruction)
     # The instruction is all messages of a conversation, or the last message of a game with several turns.
     has_task_name = bool(turns) or env.text.max_replies > 1
     suite = env.benchmark.suites[task_id] if env.benchmark.suites else ""
@@ -297,23 +291,39 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     )
 
 
+def _get_turns(instruction: str) -> tuple[tuple[str, str], ...]:
+    """Return the (role, text) pairs of a conversation's turns; empty for any other instruction."""
+    turns = [(turn.role, restore_image_placeholders(turn.content)) for turn in split_messages(instruction)]
+    return tuple(turns) if len(turns) > 1 else ()
+
+
+def _compute_majority_accuracy(episodes: Sequence[EpisodeRow]) -> float | None:
+    """Return the majority-vote accuracy (self-consistency, arXiv 2203.11171); ties go to the earliest answer."""
+    answers_by_state: dict[tuple[int, int], dict[str, list[bool]]] = {}
+    for episode in sorted(episodes, key=lambda row: row.episode):
+        if not episode.conversation or episode.conversation[-1][0] != "assistant":
+            return None  # no text, or a game that ends with an observation
+        answers = answers_by_state.setdefault((episode.task_id, episode.reset_id), {})
+        answers.setdefault(final_answer(episode.conversation[-1][1]), []).append(bool(episode.success_once))
+    # Equal answers have equal rewards, except code with different text around it.
+    majorities = [max(answers.values(), key=len)[0] for answers in answers_by_state.values()]
+    return sum(majorities) / len(majorities)
+
+
 def compare_results(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
     """Return (name, score before training, score after) per task, overall and per suite, for the same episodes."""
     main_suite = first.suites[0].task if first.suites else ""
-    first_results = {row.task_id: row for row in first.tasks if row.suite == main_suite}
-    task_scores = [
-        _comparable_scores(row.task, first_results[row.task_id], row)
-        for row in last.tasks
-        if row.task_id in first_results
-    ]
-    suite_scores = [
-        _comparable_scores(first_row.task, first_row, last_row)
-        for first_row, last_row in zip(first.suites[1:], last.suites[1:], strict=False)
-    ]
+    earlier = {row.task_id: row for row in first.tasks if row.suite == main_suite}
+    pairs = [(row.task, earlier[row.task_id], row) for row in last.tasks if row.task_id in earlier]
+    if len(pairs) > 1:
+        pairs.append(("all tasks", first.overall, last.overall))
+    pairs += [(suite.task, suite, later) for suite, later in zip(first.suites[1:], last.suites[1:], strict=False)]
+    # Success rates, if either evaluation reports success.
     return [
-        *task_scores,
-        *[_comparable_scores("all tasks", first.overall, last.overall)] * (len(task_scores) > 1),
-        *suite_scores,
+        (name, before.score, after.score)
+        if before.successes is None and after.successes is None
+        else (name, before.rate, after.rate)
+        for name, before, after in pairs
     ]
 
 
@@ -337,9 +347,3 @@ def result_table(
         change = before.change(after) + " points" * (rated and after.episodes > 0 < before.episodes)
         table.append((name, before.short, after.short, f"{change} ({test.summary})" if test else change))
     return f"validation {'success' if rated else 'return'}", table
-
-
-def _comparable_scores(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
-    """Return (name, first score, last score), as success rates if either evaluation reports success."""
-    has_success = first.successes is not None or last.successes is not None
-    return (name, first.rate, last.rate) if has_success else (name, first.score, last.score)

@@ -13,21 +13,20 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from embodyrl.checkpoint.store import read_step
 from embodyrl.cluster.protocol import OnVideoError
-from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines
+from embodyrl.commands.banner import evaluation_banner_lines, start_banner_lines
 from embodyrl.commands.episode_storage import open_writer, stores_episodes, with_every_step
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarize
-from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights, weight_banner_lines
+from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.group import MonitorGroup
-from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
+from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, read_episodes, read_table
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.memory_limits import resource_banner_lines
@@ -70,10 +69,9 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         )
     with open_run(cfg, "eval", overrides, resume) as folder, closing(build_console_monitor(cfg)) as monitor:
         lines = [
-            *common_banner_lines(run_plan),
+            *start_banner_lines(run_plan, weights),
             *evaluation_banner_lines(run_plan),
             *resource_banner_lines(run_plan),
-            *weight_banner_lines(cfg, weights, run_plan.env),
             ("run", str(folder.root)),
         ]
         print_banner(monitor, cfg, folder, "eval", lines)
@@ -115,7 +113,9 @@ def run_evaluation(
     if cfg.video != "none":
         _check_writable(run.videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
-    _prepare_files(folder, rows)
+    (folder / TABLE_FILE).unlink(missing_ok=True)  # marks an evaluation as complete
+    # Rewrite the file, because the last row of a killed process may be truncated.
+    write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
     stores_dataset = run_plan.single_step  # validations during training keep no episodes
     writer_context = open_writer(run_plan, workers.arena, run.root, monitor.text) if stores_dataset else nullcontext()
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log, writer_context as writer:
@@ -143,24 +143,17 @@ def run_evaluation(
     if not rows:
         raise EmbodyError("No episode of the evaluation finished. See the logs of the env workers for the cause.")
     result = summarize(rows, collection, run_plan.env, folder)
-    result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_compare_with_baseline(cfg, rows))
+    result = replace(result, protocol=protocol_record(cfg, run_plan.env))
+    if (compare := read_baseline(cfg)) is not None:
+        result = replace(result, baseline=Path(str(cfg.eval.baseline)).name, paired=tuple(compare(rows)))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
     for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
         monitor.text(line)
-    table = {name: value for name, value in asdict(result).items() if name != "folder"} | {
-        "step": step,
-        "env": run_plan.env.name,
-    }
+    table = asdict(result) | {"step": step, "env": run_plan.env.name}
+    del table["folder"]
     write_atomically(folder / TABLE_FILE, json_text(table))
     return result
-
-
-def _prepare_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
-    """Write the rows of finished episodes, and delete `eval.json`, which marks an evaluation as complete."""
-    (folder / TABLE_FILE).unlink(missing_ok=True)
-    # Rewrite the file, because the last row of a killed process may be truncated.
-    write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
 
 
 def _report_problems(cfg: Config, collection: RolloutResult, write_line: Callable[[str], None]) -> None:
@@ -172,25 +165,20 @@ def _report_problems(cfg: Config, collection: RolloutResult, write_line: Callabl
     collection.report_reward_errors(write_line, set())
 
 
-def _compare_with_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
-    if (baseline := read_baseline(cfg)) is None:
-        return {}
-    return {"baseline": Path(str(cfg.eval.baseline)).name, "paired": tuple(baseline(rows))}
-
-
 def choose_videos(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> ChooseVideo | None:
     """Return the function that selects episodes to record; None for `none` and for `changed:N`."""
     if pattern == "none" or pattern.startswith("changed:"):
         return None
-    order = [episode.episode_id for episode in plan.episodes]
-    episode_ids = (
-        set(sorted(order)[: int(pattern.removeprefix("first:"))]) if pattern.startswith("first:") else set(order)
-    )
-    keep = "failures" if pattern == "failures" else "all"
+    episode_ids = sorted(episode.episode_id for episode in plan.episodes)
+    if pattern.startswith("first:"):
+        episode_ids = episode_ids[: int(pattern.removeprefix("first:"))]
+    selected, keep = {*episode_ids}, "failures" if pattern == "failures" else "all"
 
-    return lambda spec: (
-        (str(videos / get_video_stem(run_plan.env, spec, step)), keep) if spec.episode_id in episode_ids else None
-    )
+    def choose(spec: EpisodeSpec) -> tuple[str, str] | None:
+        stem = get_video_stem(run_plan.env, spec, step)
+        return (str(videos / stem), keep) if spec.episode_id in selected else None
+
+    return choose
 
 
 def get_video_stem(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:

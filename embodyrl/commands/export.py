@@ -3,20 +3,23 @@
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.export_data import data_environment, dataset_card, hub_task
-from embodyrl.config.paths import HUB_NAME
-from embodyrl.data.tables import find_file
+from embodyrl.config.paths import HUB_NAME, resolve_asset
+from embodyrl.data.cards import read_card
+from embodyrl.data.checks import check_layout
+from embodyrl.data.layout import INFO_PATH
+from embodyrl.data.settings import DemonstrationSettings
+from embodyrl.data.tables import find_file, read_info
 from embodyrl.errors import ConfigError
-from embodyrl.files import read_json, replace_atomically
+from embodyrl.files import replace_atomically
 from embodyrl.hub import convert_hub_errors
-from embodyrl.monitor.history import EPISODES_FILE, check_results, read_episodes
+from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, check_results, read_episodes, read_table
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.saved import ENVIRONMENT_FILE, EXPORTED_CONFIG, find_start_folder
@@ -24,6 +27,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.reports.card import escape_markdown
+from embodyrl.text.specs import ANY_TEXT
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
@@ -55,7 +59,10 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     source = store.path(step) / POLICY_FOLDER
     with replace_atomically(out) as scratch:
         if cfg.model.trains_adapters:
-            _save_merged(cfg, run, source, scratch)
+            model = cfg.model
+            if start := find_start_folder(run):
+                model = model.model_copy(update={"path": str(start)})
+            export_policy(model, _training_env_spec(cfg), source, scratch)
             if (source / INPUTS_FILE).is_file():
                 shutil.copyfile(source / INPUTS_FILE, scratch / INPUTS_FILE)
         else:
@@ -67,28 +74,28 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     return out
 
 
-def _save_merged(cfg: Config, run: Path, source: Path, target: Path) -> None:
-    model = cfg.model
-    if start := find_start_folder(run):
-        model = model.model_copy(update={"path": str(start)})
-    export_policy(model, _training_env_spec(cfg), source, target)
-
-
 def _training_env_spec(cfg: Config) -> EnvSpec:
     """Return the environment spec of a run's policy; for a language model, a generic spec that fits all rows."""
-    return data_environment(cfg.data) if cfg.has("data") else env_spec(cfg)
+    if not cfg.has("data"):
+        return env_spec(cfg)
+    if not isinstance(cfg.data, DemonstrationSettings):
+        return ANY_TEXT
+    return read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
 
 
 def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
     trained = cfg.is_train_command
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
-    title, results = f"{run.name}, step {step}", find_file(run, f"eval/step_{step:06d}/eval.json")
-    if results.is_file():
-        check_results(results.parent, read_episodes(find_file(run, results.with_name(EPISODES_FILE).relative_to(run))))
+    title, data_name = f"{run.name}, step {step}", str(meta.get("env") or meta.get("data"))
+    table_file, episodes_file = (find_file(run, f"eval/step_{step:06d}/{name}") for name in (TABLE_FILE, EPISODES_FILE))
+    results: list[dict[str, Any]] = []
+    if table := read_table(table_file.parent):
+        check_results(table_file.parent, read_episodes(episodes_file))
+        results = [*table["tasks"], table["overall"]]
     template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     return template.format(
-        metadata=_format_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
+        metadata=_format_metadata(cfg, title, base, results, data_name),
         title=escape_markdown(title),
         version=__version__,
         command="train" if trained else "dagger" if cfg.command == "dagger" else "sft",
@@ -96,27 +103,28 @@ def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
         seed=cfg.seed,
         base=escape_markdown(base),
         about="environment" if trained else "data",
-        env=escape_markdown(str(meta.get("env") or meta.get("data"))),
+        env=escape_markdown(data_name),
         trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.trains_adapters else ''}",
         precision=cfg.model.precision_name,
         results=_format_results(results),
     )
 
 
-def _format_metadata(cfg: Config, title: str, base: str, results: Path, data_name: str) -> str:
+def _format_metadata(cfg: Config, title: str, base: str, results: Sequence[Mapping[str, Any]], data_name: str) -> str:
     """Return the YAML header of a model card, from which the hub lists the model and its evaluation.
 
-    Local folders are left out: the hub accepts repository names only.
+    `results` contains the results of each task and of all tasks; empty: not evaluated. Local folders are left out: the
+    hub accepts repository names only.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
     data = cfg.data
-    task = hub_task(data)
+    is_text = cfg.has("data") and not isinstance(data, DemonstrationSettings)
+    task = "text-generation" if is_text else "robotics"
     sets = [data.path, *getattr(data, "more", [])] if cfg.has("data") else []
     datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _match_hub_name(path))]
     public = _match_hub_name(base)
-    table: dict[str, Any] = read_json(results) if results.is_file() else {"tasks": []}
-    has_success = table["tasks"] and table["overall"]["success_once"] is not None
+    has_success = bool(results) and results[-1]["success_once"] is not None
     metric, value = ("success_rate", "success_once") if has_success else ("return", "mean_return")
     results_by_task = [
         EvalResult(
@@ -127,7 +135,7 @@ def _format_metadata(cfg: Config, title: str, base: str, results: Path, data_nam
             metric_type=metric,
             metric_value=round(row[value], 4),
         )
-        for row in [*table["tasks"], *([table["overall"]] if table["tasks"] else [])]
+        for row in results
         if row[value] is not None
     ]
     card = ModelCardData(
@@ -148,20 +156,18 @@ def _match_hub_name(path: str) -> re.Match[str] | None:
     return match if match and match["revision"] else None
 
 
-def _format_results(file: Path) -> str:
+def _format_results(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of the success rate of each task, or of the return, with 95 % intervals."""
-    if not file.is_file():
+    if not results:
         return "This step was not evaluated.\n"
-    table = read_json(file)
-    rows = [*({**row, "task": escape_markdown(row["task"])} for row in table["tasks"]), table["overall"]]
-    rows[-1] = rows[-1] | {"task": "**all**"}
-    has_success = table["overall"]["success_once"] is not None
+    has_success = results[-1]["success_once"] is not None
     value, low, high = ("success_once", "low", "high") if has_success else ("mean_return", "return_low", "return_high")
     lines = [f"| task | {'success' if has_success else 'return'} | 95 % interval | episodes |", "|---|---|---|---|"]
-    for row in rows:
+    for row in results:
+        task = "**all**" if row is results[-1] else escape_markdown(row["task"])
         interval = "" if row[low] is None else f"{row[low]:.3f} to {row[high]:.3f}"
         score = "" if row[value] is None else f"{row[value]:.3f}"
-        lines.append(f"| {row['task']} | {score} | {interval} | {row['episodes']} |")
+        lines.append(f"| {task} | {score} | {interval} | {row['episodes']} |")
     return "\n".join(lines) + "\n"
 
 
@@ -193,6 +199,23 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         return _upload(export(run, step, scratch, overrides=overrides), repo, "model", private)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def dataset_card(source: Path, repo: str) -> tuple[str, str] | None:
+    """Return the README text and the git tag for the upload of a data set; the tag is the LeRobot layout version.
+
+    Return None if the folder is not a data set.
+
+    Raises:
+        ConfigError: the data set is damaged.
+    """
+    if not (source / INFO_PATH).is_file():
+        return None
+    if problems := check_layout(source):
+        raise ConfigError(problems)
+    template = Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")
+    env, version = read_card(source).env.name, read_info(source)["codebase_version"]
+    return template.format(name=source.name, env=env, version=version, repo=repo), version
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, int]:

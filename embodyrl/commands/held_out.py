@@ -1,7 +1,8 @@
 """Checks on whether the initial states of an evaluation were used in training or validation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,12 @@ def held_out_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     cfg, env = run_plan.cfg, run_plan.env
     states = {episode.reset_id for episode in eval_episodes(cfg, env, run_plan.policy).episodes}
     if run_plan.algorithm is not None:
-        training = run_plan.cfg
-        demonstration_ids = _get_demonstration_ids(dict(training.leaves()), env) or {}
-        ids_by_use = {"training": {*select_reset_ids(env, training.env.train)}, **demonstration_ids}
+        demonstration_ids = _get_demonstration_ids(dict(cfg.leaves()), env) or {}
+        ids_by_use = {"training": {*select_reset_ids(env, cfg.env.train)}, **demonstration_ids}
         counts = {use: len(states & ids) for use, ids in ids_by_use.items()}
         return [("held out", _overlap_text(len(states), counts))] if any(counts.values()) else []
-    return (
-        [("held out", line) for line in _describe_history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
-    )
+    lines = () if cfg.ckpt is None else _describe_history(cfg.ckpt, states, cfg, env)
+    return [("held out", line) for line in lines]
 
 
 _RENDERING_KEYS = (
@@ -53,19 +52,13 @@ _RENDERING_KEYS = (
 def rendering_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return a warning if the rendering settings of an evaluation differ from those of the training run."""
     cfg = run_plan.cfg
-    if (
-        run_plan.algorithm is not None
-        or cfg.ckpt is None
-        or (file := find_weights_config(resolve_run(cfg.ckpt))) is None
-    ):
+    file = find_weights_config(resolve_run(cfg.ckpt)) if run_plan.algorithm is None and cfg.ckpt is not None else None
+    if file is None:
         return []
     saved, current = read_saved(file), dict(cfg.leaves())
     keys = [f"env.{key}" for key in _RENDERING_KEYS] if saved.get("env.env_type") == current["env.env_type"] else []
-    different = [
-        f"{key}={format_value(saved[key])}"
-        for key in keys
-        if key in saved and key in current and saved[key] != current[key]
-    ]
+    common = [key for key in keys if key in saved and key in current]
+    different = [f"{key}={format_value(saved[key])}" for key in common if saved[key] != current[key]]
     fix = f"{' '.join(different)} renders the images of {cfg.ckpt}'s training"
     return [("rendering", f"warning: the images differ from those of training; {fix}")] if different else []
 
@@ -80,11 +73,11 @@ def _describe_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) ->
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
         ids_by_use = _get_ids_by_use(saved, cfg, env)
         counts = {f"{use} of {name}": len(states & ids) for use, ids in ids_by_use.items()}
-        yield (
-            _overlap_text(len(states), counts) + (_unused_states_text(env, ids_by_use) if any(counts.values()) else "")
-            if counts
-            else f"unknown: {name} used another environment, or its data are missing"
-        )
+        if not counts:
+            yield f"unknown: {name} used another environment, or its data are missing"
+        else:
+            suggestion = _unused_states_text(env, ids_by_use) if any(counts.values()) else ""
+            yield _overlap_text(len(states), counts) + suggestion
         initial_weights = saved.get("model.path")
         if isinstance(saved.get("ckpt"), str):
             ckpt = saved["ckpt"]
@@ -168,7 +161,9 @@ def _get_possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across
     tasks = [
         sorted(selected.intersection(env.get_reset_ids(task))) for task in select_tasks(env, values, across=across)
     ]
-    return {*_first_states(tasks, total or (per_task or 0) * len(tasks))}
+    # The first state of each task, then the second state of each task, and so on.
+    order = [state for states in zip_longest(*tasks) for state in states]
+    return {*order[: max(0, total or (per_task or 0) * len(tasks))]} - {None}
 
 
 def _select_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
@@ -198,10 +193,3 @@ def _unused_states_text(env: EnvSpec, ids_by_use: Mapping[str, set[int]]) -> str
     unused = np.setdiff1d(np.arange(first, last + 1), [i - ids.start for ids in tasks for i in used.intersection(ids)])
     longest = max(np.split(unused, np.flatnonzero(np.diff(unused) > 1) + 1), key=len)
     return f"; env.eval.state_ids=[{longest[0]},{longest[-1]}] selects unused ones" if len(longest) else ""
-
-
-def _first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
-    """Yield at most `episodes` reset ids: the first of each task, then the second of each task, and so on."""
-    for number in range(min(episodes, len(tasks) * max(map(len, tasks)))):
-        index, task = divmod(number, len(tasks))
-        yield from tasks[task][index : index + 1]

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from embodyrl.commands.data_sets import DataSet, convert_source, open_set
+from embodyrl.commands.data_sets import DataSet, convert_source, get_source, open_set
 from embodyrl.data.executed_actions import executed_actions
 from embodyrl.data.layout import ACTION, ENVIRONMENT_PATH, OWN, STATE, STATES_PATH, Source
 from embodyrl.data.rows import find_rows, read_vectors
@@ -105,7 +105,7 @@ def _find_starts(
     sources: list[Source] = []
     states: dict[int, DoubleArray] = {}
     for row in rows:
-        source = Source(**{field.name: row.get(f"{OWN}{field.name}", -1) for field in fields(Source)})
+        source = get_source(row)
         task = recorded.tasks[source.task_id]
         if source.reset_id >= 0:
             sources.append(convert_source(source, task, recorded, spec))

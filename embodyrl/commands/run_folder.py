@@ -62,11 +62,6 @@ class RunFolder:
     """Contents of the files about config, command and machine, by file name."""
 
     @property
-    def run_id(self) -> str:
-        """Name of the run."""
-        return self.root.name
-
-    @property
     def checkpoints(self) -> Path:
         """Folder of the run's checkpoints."""
         return self.root / "checkpoints"
@@ -169,10 +164,10 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
     base = cfg.video_cfg.base_dir if cfg.has_rollouts else None
     videos = root / VIDEO_FOLDER if base is None else Path(base) / root.name
-    resume_command = format_shell_command(
-        ["sft" if command == "dagger" else command, "--resume", str(root), *trust_overrides(cfg)], cfg
-    )
-    resume_line = "run the same command to resume" if command == "collect" else f"resume with: {resume_command}"
+    resume_line = "run the same command to resume"
+    if command != "collect":
+        arguments = ["sft" if command == "dagger" else command, "--resume", str(root), *trust_overrides(cfg)]
+        resume_line = f"resume with: {format_shell_command(arguments, cfg)}"
     return RunFolder(
         root=root,
         videos=videos,

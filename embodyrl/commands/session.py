@@ -16,7 +16,6 @@ import numpy as np
 
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
-from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import CONFIG_FILE, RunFolder
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
@@ -66,7 +65,7 @@ def print_banner(
 ) -> None:
     """Open the monitor and print the banner; `resumed` is the step from which a run resumes."""
     info = RunInfo(
-        run_id=folder.run_id,
+        run_id=folder.root.name,
         project=getattr(cfg.runner.logger, "project_name", "embodyrl"),
         offline=getattr(cfg.runner.logger, "offline", False),
         total_steps=total,
@@ -87,7 +86,6 @@ class Session:
     def __init__(self, cfg: Config, folder: RunFolder, command: str, log_interval: int = 1) -> None:
         self.cfg = cfg
         self.folder = folder
-        self._save_timeout_s = cfg.faults.update_timeout_s
         self.monitor = build_monitor(cfg.runner.logger.backends)
         self.step = 0
         self.total = 0
@@ -171,15 +169,9 @@ class Session:
         """Open the monitor and print the banner of a run of `total` steps."""
         self.total = total
         self._store.root.mkdir(exist_ok=True)
+        resumed = self.step
         print_banner(
-            self.monitor,
-            self.cfg,
-            self.folder,
-            self._command,
-            banner_lines,
-            tasks=tasks,
-            total=total,
-            resumed=self.step,
+            self.monitor, self.cfg, self.folder, self._command, banner_lines, tasks=tasks, total=total, resumed=resumed
         )
         for line in self._warnings:
             self.monitor.text(f"warning: {line}; training continues from step {self.step}")
@@ -237,12 +229,9 @@ class Session:
                     saved = path
                 except (WorkerError, CheckpointError, OSError) as save_error:  # for example, a rank is lost, too
                     self.monitor.text(f"warning: step {self.step} could not be saved: {save_error}")
-            checkpoint = saved or self._store.latest()
-            state = (
-                f"{'saved' if saved else 'the newest checkpoint is'} {checkpoint}"
-                if checkpoint
-                else "there is no checkpoint"
-            )
+            state = "there is no checkpoint"
+            if checkpoint := saved or self._store.latest():
+                state = f"{'saved' if saved else 'the newest checkpoint is'} {checkpoint}"
             error.args = (f"{error}\n{state}; {self.folder.resume_line}",)
             raise
         except Exception as error:
@@ -304,7 +293,7 @@ class Session:
         """
         if self._pending_save is None or not (wait or self._pending_save.done()):
             return
-        limit, saving, self._pending_save = self._save_timeout_s, self._pending_save, None
+        limit, saving, self._pending_save = self.cfg.faults.update_timeout_s, self._pending_save, None
         clock = RunClock()
         while not futures.wait([saving], 1.0).done:
             if clock.now() > limit:
@@ -348,8 +337,6 @@ class Session:
 
     def print_summary(self, checkpoint: Path, *commands: Sequence[str], more: BannerLines = ()) -> None:
         """Print the path of the final checkpoint and the lines `more`, and suggest commands for the next steps."""
-        suggestions = [
-            format_shell_command(command, self.cfg) for command in commands if command[0] in COMMANDS.names()
-        ]
+        suggestions = [format_shell_command(command, self.cfg) for command in commands]
         for label, text in (("checkpoint", checkpoint), *more, *zip(("next", "", ""), suggestions, strict=False)):
             self.monitor.text(f"{label:<{LABEL_WIDTH}} {text}")

@@ -16,7 +16,7 @@ from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadReques
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_actors import SupervisedActors, start_supervised
-from embodyrl.commands.sft_setup import action_log_std, augments_images, load_inputs, sft_banner_lines
+from embodyrl.commands.sft_setup import augments_images, load_inputs, sft_banner_lines
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_overrides
@@ -28,20 +28,11 @@ from embodyrl.errors import EmbodyError
 from embodyrl.plan.saved import ENVIRONMENT_FILE, START_FOLDER, read_saved
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
-from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import IntArray
 
 LOG_EVERY = 10
 """Number of optimizer steps per row of metrics."""
 VALIDATION_SAMPLES = 512
-
-WEIGHT_KEYS = ("seed", "model", "objective", "data", "actor", "runner.max_steps", "runner.max_epochs")
-"""Config sections and keys that determine the weights of a run, except the keys in `MEMORY_KEYS`."""
-MEMORY_KEYS = (
-    *("actor.micro_batch_size", "actor.max_tokens_per_mbs", "actor.gradient_checkpointing"),
-    *("actor.fsdp.size", "actor.fsdp.cpu_offload", "actor.fsdp.gradient_sync"),
-)
-"""Config keys that affect only memory and speed; results change by rounding errors only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,30 +87,12 @@ class _Sft:
         env_file = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
         if env_file.is_file():
             shutil.copyfile(env_file, folder.root / ENVIRONMENT_FILE)
-        held_out = len(self.inputs.validation or ())
-        samples = ("samples", f"{len(self.inputs.train)} for training, {held_out} held out{self.inputs.exclusion_text}")
-        output_lines = [("run", str(folder.root)), folder.log_command]
-        scaling_lines = [("scaling", self.inputs.scaling)] if self.inputs.scaling else []
-        warnings = [("warning", warning) for warning in self.inputs.warnings]
-        session.print_banner(
-            [*self.banner_lines, samples, *scaling_lines, *warnings, *output_lines], self._count_total_steps()
-        )
-        request = PolicyRequest(
-            env=self.inputs.env,
-            device="auto",
-            seed=self.cfg.seed,
-            gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
-            fresh_heads=True,
-            value_dim=int(self.cfg.objective.trains_reward_model),
-            action_log_std=action_log_std(self.inputs.train, self.inputs.env),
-        )
+        lines = [*self.banner_lines, *self.inputs.banner_lines, ("run", str(folder.root)), folder.log_command]
+        session.print_banner(lines, self._count_total_steps())
         start_all = partial(
             start_supervised,
             self.cfg,
-            self.inputs.model,
-            request,
-            self.inputs.layout,
-            width=self.inputs.train.width,
+            self.inputs,
             total_steps=session.total,
             log_dir=folder.logs,
             write_line=self.monitor.text,
@@ -199,15 +172,9 @@ class _Sft:
     def _batch(self, step: int) -> IntArray:
         """Return the sample indices of the batch of a step, from one seeded permutation per epoch."""
         count, size = len(self.inputs.train), self.cfg.actor.global_batch_size
-        parts: list[IntArray] = []
-        position, missing = step * size, size
-        while missing:
-            # Computed from the step and not stored: a resumed run continues at the same position in the data.
-            epoch, offset = divmod(position, count)
-            part = self._order(epoch)[offset : offset + missing]
-            parts.append(part)
-            position, missing = position + len(part), missing - len(part)
-        return np.concatenate(parts)
+        # Computed from the step and not stored: a resumed run continues at the same position in the data.
+        epochs, offsets = np.divmod(np.arange(step * size, (step + 1) * size), count)
+        return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
 
     def _order(self, epoch: int) -> IntArray:
         if epoch not in self._epoch_orders:

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import RecordLayout
 from embodyrl.channels.messages import SaveRequest
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
 from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.commands.sft_data import action_log_std
+from embodyrl.commands.sft_setup import SftInputs
 from embodyrl.data.samples import Samples
 from embodyrl.files import available_cores
 from embodyrl.plan.build import count_ranks, plan_devices
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.start import Progress, RunningWorkers, actor_specs, open_rendezvous, shared_arena
 from embodyrl.types import IntArray
@@ -53,11 +53,8 @@ class SupervisedActors(RunningWorkers):
 
 def start_supervised(
     cfg: Config,
-    model: ModelSettings,
-    request: PolicyRequest,
-    layout: RecordLayout,
+    inputs: SftInputs,
     *,
-    width: int,
     total_steps: int,
     log_dir: Path,
     write_line: Callable[[str], None],
@@ -67,10 +64,7 @@ def start_supervised(
 
     Args:
         cfg: config of the run.
-        model: model settings, with the statistics of the data.
-        request: arguments of the policy's constructor.
-        layout: layout of the arena, which contains the samples of one optimizer step.
-        width: number of records per sample.
+        inputs: training data, and model with the statistics of the data.
         total_steps: training steps of the run.
         log_dir: folder for the ranks' logs.
         write_line: function that prints a line for the user.
@@ -80,13 +74,24 @@ def start_supervised(
         WorkerError: a rank could not start.
     """
     ranks, faults = count_ranks(cfg), cfg.faults
-    arena = Arena.create(layout, width * cfg.actor.global_batch_size, "Lower actor.global_batch_size.")
+    # The samples of one optimizer step.
+    capacity = inputs.train.width * cfg.actor.global_batch_size
+    arena = Arena.create(inputs.layout, capacity, "Lower actor.global_batch_size.")
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
     supervisor = Supervisor(launcher, limits, write_line)
     rendezvous = open_rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
+    request = PolicyRequest(
+        env=inputs.env,
+        device="auto",
+        seed=cfg.seed,
+        gradient_checkpointing=cfg.actor.gradient_checkpointing,
+        fresh_heads=True,
+        value_dim=int(cfg.objective.trains_reward_model),
+        action_log_std=action_log_std(inputs.train, inputs.env),
+    )
     init = PolicyHostInit(
-        model=model,
+        model=inputs.model,
         objective=cfg.objective,
         actor=cfg.actor,
         seed=cfg.seed,

@@ -1,7 +1,10 @@
-"""Load the samples of SFT from data sets, add pairs, and split them into training and validation."""
+"""Demonstrations of SFT: load and split samples, check that the policy fits, and store normalization statistics."""
 
-from collections.abc import Callable
+import json
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -12,15 +15,21 @@ from embodyrl.data.layout import Actor
 from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.data.samples import Samples
 from embodyrl.data.settings import DemonstrationSettings, Objective
+from embodyrl.data.statistics import scaling_stats
 from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.files import write_atomically
 from embodyrl.plan.build import mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
+from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
 from embodyrl.specs import convert_gripper
-from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, FloatArray, PolicySpec
 
-_SPLIT_SEED = "sft-validation"
+_MAX_COPIED_BYTES = 16 * 2**20
+_CONSTANT_STD = 1e-5
+"""Standard deviation of an action dimension, relative to half its range, that counts as constant."""
 
 
 def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
@@ -28,7 +37,8 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
 
     Raises:
         EmbodyError: a folder is damaged, empty, or too large for the memory.
-        ConfigError: data.more or data.val_path belongs to another environment.
+        ConfigError: data.more or data.val_path belongs to another environment, or no action chunk is only by the
+            authors in `data.actors`.
     """
     data = cfg.demonstrations
     assert data.path is not None
@@ -42,28 +52,20 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     unique_keys, num_held_out = np.unique(split_keys[: first.num_episodes]), 0
     if data.val_path is None and data.val_share and len(unique_keys) > 1:
         num_held_out = max(1, round(data.val_share * len(unique_keys)))
-    order = np.random.default_rng(derive(cfg.seed, _SPLIT_SEED)).permutation(len(unique_keys))
+    order = np.random.default_rng(derive(cfg.seed, "sft-validation")).permutation(len(unique_keys))
     is_held_out = np.isin(split_keys, unique_keys[order[:num_held_out]])
     training = _samples(cfg, demos, np.flatnonzero(~is_held_out).tolist(), env, policy)
+    if data.actors and not len(training):
+        raise ConfigError(
+            f"data.actors={list(data.actors)}: no action chunk of data.path comes only from these actors. Add actors, "
+            "or remove data.actors."
+        )
+    held_out = np.flatnonzero(is_held_out).tolist()
     if val_path is not None:
         demos = load_demonstrations(val_path, data)
-    held_out = np.flatnonzero(is_held_out).tolist() if val_path is None else list(range(demos.num_episodes))
+        held_out = list(range(demos.num_episodes))
     validation = _samples(cfg, demos, held_out, env, policy) if held_out else None
-    return _require_samples(cfg, training), validation if validation is not None and len(validation) else None
-
-
-def _require_samples(cfg: Config, training: Samples) -> Samples:
-    """Check that there are training samples, and return them.
-
-    Raises:
-        ConfigError: no action chunk is only by the authors in `data.actors`.
-    """
-    if cfg.demonstrations.actors and not len(training):
-        raise ConfigError(
-            f"data.actors={list(cfg.demonstrations.actors)}: no action chunk of data.path comes only from these "
-            "actors. Add actors, or remove data.actors."
-        )
-    return training
+    return training, validation if validation is not None and len(validation) else None
 
 
 def require_match(model: ModelSettings, env: EnvSpec, policy: PolicySpec) -> None:
@@ -83,8 +85,8 @@ def require_match(model: ModelSettings, env: EnvSpec, policy: PolicySpec) -> Non
         raise ConfigError(problems)
 
 
-def require_history(cfg: Config, root: Path, describe: Callable[[EnvSpec], PolicySpec]) -> None:
-    """Check that the policy reads the observation steps of the data; `describe` returns its spec.
+def require_history(cfg: Config, root: Path) -> None:
+    """Check that the policy reads the observation steps of the data.
 
     Raises:
         ConfigError: the policy reads another number of steps.
@@ -92,7 +94,8 @@ def require_history(cfg: Config, root: Path, describe: Callable[[EnvSpec], Polic
     env, steps = stored_card(root, cfg.demonstrations).env, cfg.demonstrations.history
     try:
         # Without data.history, because the shapes of most policies do not fit a history.
-        spec = describe(env)
+        with TemporaryDirectory() as scratch:
+            spec = build_policy_spec(cfg, env, Path(scratch))
     except EmbodyError:  # reported later, with the history
         return
     num_read, num_stored = spec.observed_steps, env.history
@@ -136,16 +139,12 @@ def _resolve_matching_path(folder: str, data: DemonstrationSettings, *compared_f
 
 
 def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
-    is_paired, history, actors = (
-        cfg.objective.name is Objective.dpo,
-        cfg.demonstrations.history,
-        cfg.demonstrations.actors,
-    )
+    is_paired, data = cfg.objective.name is Objective.dpo, cfg.demonstrations
     length = policy.imitated or policy.num_action_chunks
     steps = demos.get_ranked_pairs(episodes, length).ravel() if is_paired else demos.get_steps(episodes)
-    indices, valid = demos.window(steps, length + history - 1, before=history - 1)
-    if actors:
-        is_selected = (np.isin(demos.actor, [Actor[name] for name in actors])[indices] | ~valid).all(axis=1)
+    indices, valid = demos.window(steps, length + data.history - 1, before=data.history - 1)
+    if data.actors:
+        is_selected = (np.isin(demos.actor, [Actor[name] for name in data.actors])[indices] | ~valid).all(axis=1)
         is_selected = is_selected.reshape(-1, 1 + is_paired).all(axis=1).repeat(1 + is_paired)  # whole pairs
         steps, indices, valid = steps[is_selected], indices[is_selected], valid[is_selected]
     actions = demos.action[indices]
@@ -157,6 +156,86 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
         actions=actions,
         shown=demos.shown,
         valid=valid,
-        history=history,
+        history=data.history,
         width=2 if is_paired else 1,
     )
+
+
+def build_policy_spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
+    """Return the policy spec for the data. Statistics of the initial weights, for other robots, are not read.
+
+    Random initial weights need no statistics. DPO keeps the action statistics, which the reference also uses.
+
+    Args:
+        cfg: config of the run.
+        env: environment of the data.
+        folder: new folder for a copy of the checkpoint with placeholder statistics.
+    """
+    model = cfg.model
+    if model.weights is not None and cfg.objective.name is not Objective.dpo:
+        action, state = (
+            np.array([[-1], [1]], np.float32).repeat(dim, axis=1) for dim in (env.action.dim, env.state_dim)
+        )
+        model = with_statistics(model, folder, env, data_statistics(action, state, env, 0))
+    return POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.trains_reward_model))
+
+
+def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
+    """Return the log standard deviation of each action dimension, relative to half its range; empty if discrete.
+
+    Without a range of an action dimension, half the range is 1. A constant dimension has 0.
+    """
+    if env.action.kind is not ActionKind.box or not len(train):
+        return ()
+    low, high = np.array(env.action.bounds)
+    half_range = np.where(np.isfinite(high - low) & (high > low), (high - low) / 2, 1.0)
+    std = train.actions[:, train.history - 1].std(0, dtype=np.float64) / half_range
+    return tuple(np.log(np.where(std > _CONSTANT_STD, std, 1.0)).tolist())
+
+
+def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
+    """Return the entry of `dataset_statistics.json` for a data set (see `scaling_stats`).
+
+    Args:
+        actions: [N, A] in the policy's gripper convention.
+        states: [N, S] proprioceptive states.
+        env: spec with the gripper dimension, which is not normalized.
+        episodes: number of demonstrations.
+    """
+    mask = np.ones(actions.shape[-1], np.bool_)
+    if env.action.gripper is not None:
+        # The gripper is not scaled, as in the public statistics, because its action is a binary choice.
+        mask[env.action.gripper.index] = False
+    # Constant actions keep their value, and constant states may change later.
+    entry: dict[str, Any] = {"action": _describe(actions, unit=False)}
+    if states.shape[-1]:
+        entry["proprio"] = _describe(states, unit=True)
+    for field, statistics in entry.items():
+        check_statistics(statistics, f"the {field} of the data", varies=field == "action")
+    entry["action"]["mask"] = mask.tolist()
+    return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
+
+
+def _describe(values: FloatArray, *, unit: bool) -> dict[str, list[float]]:
+    stats = scaling_stats(values, unit=unit)[0]
+    return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
+
+
+def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dict[str, Any]) -> ModelSettings:
+    """Create a copy `target` of the model's checkpoint folder with the statistics of the data; return its config.
+
+    Small files are copied, weights are linked: no large file is written before the first checkpoint.
+    """
+    source, key = resolve_asset(str(model.weights)), env.benchmark.unnorm_key or env.name
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        copy = target / path.name
+        copy.unlink(missing_ok=True)
+        if path.is_file() and path.stat().st_size <= _MAX_COPIED_BYTES:
+            shutil.copyfile(path, copy)
+        else:
+            # Weights are large and read-only; only the statistics change.
+            copy.symlink_to(path.resolve())
+    text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
+    write_atomically(target / STATISTICS_FILE, text)
+    return model.with_statistics(str(target), key)

@@ -1,56 +1,48 @@
-"""Load the data of SFT (demonstrations or text), and store normalization statistics in a checkpoint folder."""
+"""Training data and model of an SFT run, loaded from demonstrations or text, and their banner lines."""
 
-import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.banner import precision_banner_lines
 from embodyrl.commands.sft_data import (
+    build_policy_spec,
+    data_statistics,
     load_samples,
     require_history,
     require_match,
     resolve_extra_folders,
+    with_statistics,
 )
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import INFO_PATH, is_embodyrl_dataset
-from embodyrl.data.reader import (
-    Demonstrations,
-    gripper_warnings,
-)
+from embodyrl.data.reader import Demonstrations, gripper_warnings
 from embodyrl.data.samples import Samples
 from embodyrl.data.settings import DemonstrationSettings, Objective
-from embodyrl.data.statistics import describe_constant_dimensions, scaling_stats
+from embodyrl.data.statistics import describe_constant_dimensions
 from embodyrl.data.tables import read_episodes
 from embodyrl.errors import ConfigError
-from embodyrl.files import available_bytes, read_json, write_atomically
+from embodyrl.files import available_bytes, read_json
 from embodyrl.plan.build import count_ranks, mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import open_checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import describe_gripper, input_problems
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
 from embodyrl.specs import image_names
 from embodyrl.text.conversation import TextRow, join_pair
 from embodyrl.text.dataset import TextRows
 from embodyrl.text.messages import join_messages
 from embodyrl.text.settings import RowSettings
 from embodyrl.text.specs import ANY_TEXT
-from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
-
-_MAX_COPIED_BYTES = 16 * 2**20
-_CONSTANT_STD = 1e-5
-"""Standard deviation of an action dimension, relative to half its range, that counts as constant."""
+from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, PolicySpec, TextSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +54,20 @@ class SftInputs:
     model: ModelSettings
     train: Samples
     validation: Samples | None
-    warnings: tuple[str, ...] = ()
-    """Warnings about the data, one line each."""
-    scaling: str = ""
-    """Text for the start banner about dimensions that are constant or rarely differ; empty if there are none."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """Banner lines (label, text) about the scaling of the data and warnings about the data."""
 
     @property
-    def exclusion_text(self) -> str:
-        """Text for the start banner about skipped episodes and empty instructions."""
+    def banner_lines(self) -> list[tuple[str, str]]:
+        """Banner lines (label, text) about the number of samples, left-out episodes, scaling and warnings."""
         demos = self.train.demos
-        numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
-        skipped = f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})" if numbers else ""
-        empty = sum(not str(text).strip() for text in demos.instruction)
-        return skipped + (f" · {empty} steps have an empty instruction" if empty else "")
+        text = f"{len(self.train)} for training, {len(self.validation or ())} held out"
+        if len(demos.skipped):
+            numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
+            text += f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})"
+        if empty := sum(not str(instruction).strip() for instruction in demos.instruction):
+            text += f" · {empty} steps have an empty instruction"
+        return [("samples", text), *self.notes]
 
     @property
     def layout(self) -> RecordLayout:
@@ -100,9 +93,8 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
     inputs = _load_text(cfg) if isinstance(cfg.data, RowSettings) else _load_demonstrations(cfg, folder)
     if cfg.objective.trains_reward_model and not inputs.policy.rates:
         raise ConfigError(
-            f"objective.name={cfg.objective.name}: model '{inputs.policy.name}' cannot be trained as a reward "
-            f"model. Use "
-            "model=causal_lm with all weights (model.is_lora=false) for text, or model=cnn or model=mlp for robots."
+            f"objective.name={cfg.objective.name}: model '{inputs.policy.name}' cannot be trained as a reward model. "
+            "Use model=causal_lm with all weights (model.is_lora=false) for text, or model=cnn or model=mlp for robots."
         )
     if inputs.policy.steering:
         key = inputs.policy.steering.key
@@ -119,120 +111,32 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
 
 
 def _load_demonstrations(cfg: Config, folder: Path) -> SftInputs:
-    env, model = read_card(resolve_asset(str(cfg.demonstrations.path)), cfg.demonstrations).env, cfg.model
+    root, model = resolve_asset(str(cfg.demonstrations.path)), cfg.model
+    env = read_card(root, cfg.demonstrations).env
+    notes: list[tuple[str, str]] = []
     is_paired = cfg.objective.name is Objective.dpo
-    uses_data_statistics = model.weights is not None and not is_paired
-    spec, scaling = _spec(cfg, env, folder), ""
+    spec = build_policy_spec(cfg, env, folder)
     require_match(model, env, spec)
     train, validation = load_samples(cfg, env, spec)
     if is_paired and not len(train):
         raise ConfigError(
             f"objective.name=dpo: data.path={cfg.demonstrations.path} has no pair of a better and a worse episode from "
-            f"the same initial state. "
-            "Collect several episodes per state: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
-            "collect.episodes=200 collect.filter=all`."
+            "the same initial state. Collect several episodes per state: `embodyrl collect ckpt=... "
+            "env.train.state_ids=[0,49] collect.episodes=200 collect.filter=all`."
         )
-    if uses_data_statistics:
+    if model.weights is not None and not is_paired:
         demos, steps = train.demos, train.steps
         episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
         actions, states = train.actions[:, train.history - 1], demos.state[steps]
         model = with_statistics(model, folder, env, data_statistics(actions, states, env, episodes))
-        scaling = describe_constant_dimensions(actions, states)
+        if scaling := describe_constant_dimensions(actions, states):
+            notes.append(("scaling", scaling))
+    notes += [("warning", warning) for warning in train.demos.warnings]
     # An environment of this package may have a gripper that a task does not need.
-    is_external = not is_embodyrl_dataset(resolve_asset(str(cfg.demonstrations.path)))
-    warnings = (
-        *train.demos.warnings,
-        *(gripper_warnings(env.action.gripper, train.demos.action) if is_external else ()),
-    )
+    if not is_embodyrl_dataset(root):
+        notes += [("warning", warning) for warning in gripper_warnings(env.action.gripper, train.demos.action)]
     env = replace(env, longest_demonstration=train.demos.longest)
-    return SftInputs(
-        env=env, policy=spec, model=model, train=train, validation=validation, warnings=warnings, scaling=scaling
-    )
-
-
-def _spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
-    """Return the policy spec for the data. Statistics of the initial weights, for other robots, are not read.
-
-    Random initial weights need no statistics. DPO keeps the action statistics, which the reference also uses.
-
-    Args:
-        cfg: config of the run.
-        env: environment of the data.
-        folder: new folder for a copy of the checkpoint with placeholder statistics.
-    """
-    model = cfg.model
-    if model.weights is not None and cfg.objective.name is not Objective.dpo:
-        action, state = (
-            np.array([[-1], [1]], np.float32).repeat(dim, axis=1) for dim in (env.action.dim, env.state_dim)
-        )
-        model = with_statistics(model, folder, env, data_statistics(action, state, env, 0))
-    return POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.trains_reward_model))
-
-
-def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
-    """Return the log standard deviation of each action dimension, relative to half its range; empty if discrete.
-
-    Without a range of an action dimension, half the range is 1. A constant dimension has 0.
-    """
-    if env.action.kind is not ActionKind.box or not len(train):
-        return ()
-    low, high = np.array(env.action.bounds)
-    half_range = np.where(np.isfinite(high - low) & (high > low), (high - low) / 2, 1.0)
-    std = train.actions[:, train.history - 1].std(0, dtype=np.float64) / half_range
-    return tuple(np.log(np.where(std > _CONSTANT_STD, std, 1.0)).tolist())
-
-
-def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
-    """Return the entry of `dataset_statistics.json` for a data set (see `scaling_stats`).
-
-    Args:
-        actions: [N, A] in the policy's gripper convention.
-        states: [N, S] proprioceptive states.
-        env: spec with the gripper dimension, which is not normalized.
-        episodes: number of demonstrations.
-    """
-    mask = np.ones(actions.shape[-1], np.bool_)
-    if env.action.gripper is not None:
-        # The gripper is not scaled, as in the public statistics, because its action is a binary choice.
-        mask[env.action.gripper.index] = False
-    # Constant actions keep their value, and constant states may change later.
-    entry: dict[str, Any] = {"action": {**_describe(actions, unit=False), "mask": mask.tolist()}}
-    if states.shape[-1]:
-        entry["proprio"] = _describe(states, unit=True)
-    for field in entry:
-        statistics = {name: row for name, row in entry[field].items() if name != "mask"}
-        check_statistics(statistics, f"the {field} of the data", varies=field == "action")
-    return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
-
-
-def _describe(values: FloatArray, *, unit: bool) -> dict[str, list[float]]:
-    stats = scaling_stats(values, unit=unit)[0]
-    return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
-
-
-def statistics_key(env: EnvSpec) -> str:
-    """Return the name under which the statistics of a data set are saved."""
-    return env.benchmark.unnorm_key or env.name
-
-
-def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dict[str, Any]) -> ModelSettings:
-    """Create a copy `target` of the model's checkpoint folder with the statistics of the data; return its config.
-
-    Small files are copied, weights are linked: no large file is written before the first checkpoint.
-    """
-    source, key = resolve_asset(str(model.weights)), statistics_key(env)
-    target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        copy = target / path.name
-        copy.unlink(missing_ok=True)
-        if path.is_file() and path.stat().st_size <= _MAX_COPIED_BYTES:
-            shutil.copyfile(path, copy)
-        else:
-            # Weights are large and read-only; only the statistics change.
-            copy.symlink_to(path.resolve())
-    text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
-    write_atomically(target / STATISTICS_FILE, text)
-    return model.with_statistics(str(target), key)
+    return SftInputs(env=env, policy=spec, model=model, train=train, validation=validation, notes=tuple(notes))
 
 
 def augments_images(cfg: Config) -> bool:
@@ -254,39 +158,38 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     epochs, max_steps = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
     length = max_steps if epochs < 0 else f"{epochs} epochs, at most {max_steps},"
     training = ("training", f"{length} of {cfg.actor.global_batch_size} {unit}{rank_text}{objective_text}")
+    model = ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}")
     if isinstance(cfg.data, RowSettings):
         rows, _, policy = _get_text_parts(cfg)
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
-            ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+            model,
             *precision_banner_lines(cfg),
             *(("warning", warning) for warning in (*rows.warnings, *policy.warnings)),
             training,
         ]
     root = resolve_asset(cfg.data.path)
-    with TemporaryDirectory() as scratch:
-        require_history(cfg, root, lambda env: _spec(cfg, env, Path(scratch)))
+    require_history(cfg, root)
     card = read_card(root, cfg.demonstrations)
     extra_paths, val_path = resolve_extra_folders(cfg)
     folders = (root, *extra_paths, *(() if val_path is None else (val_path,)))
     if problems := [problem for folder in folders for problem in check_layout(folder, cfg.demonstrations)]:
         raise ConfigError(problems)
     with TemporaryDirectory() as scratch:
-        spec = _spec(cfg, card.env, Path(scratch))
+        spec = build_policy_spec(cfg, card.env, Path(scratch))
     require_match(cfg.model, card.env, spec)
-    count = spec.inputs.num_images
-    (height, width), names = card.env.cameras.size, card.env.cameras.names
-    unused_text = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
-    augmentation = "on" if augments_images(cfg) else "off"
-    cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {augmentation}{unused_text}"
+    count, names = spec.inputs.num_images, card.env.cameras.names
+    frames = f"{card.env.state_dim} numbers of state, no images"
+    if names[:count]:
+        size, augmentation = "x".join(map(str, card.env.cameras.size)), "on" if augments_images(cfg) else "off"
+        frames = f"{', '.join(names[:count])} {size} · augmentation {augmentation}"
+        frames += f" · not read: {', '.join(names[count:])}" if names[count:] else ""
+    convention = f"{describe_gripper(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"
     return [
         *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_describe_data, (root, *extra_paths)), strict=True),
-        ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
-        (
-            "as stored",
-            f"{describe_gripper(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}",
-        ),
-        ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+        ("frames", frames),
+        ("as stored", convention),
+        model,
         *precision_banner_lines(cfg),
         *(("warning", warning) for warning in _input_warnings(cfg.model, spec, card.env)),
         training,

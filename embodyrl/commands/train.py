@@ -8,25 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.commands.banner import common_banner_lines, evaluation_banner_lines, require_disk
+from embodyrl.commands.banner import evaluation_banner_lines, require_disk, start_banner_lines
 from embodyrl.commands.before_after import record_changes
-from embodyrl.commands.collapse import collapse_check
-from embodyrl.commands.episode_storage import open_writer, stores_episodes
+from embodyrl.commands.collapse import build_collapse_check
+from embodyrl.commands.episode_storage import EpisodeDatasetWriter, open_writer, stores_episodes
 from embodyrl.commands.eval_result import EvalResult, result_table
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
-from embodyrl.commands.run_folder import (
-    RunFolder,
-    check_resumed,
-    open_run,
-    resolve_initial_weights,
-    weight_banner_lines,
-)
+from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run, resolve_initial_weights
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.compose import format_override
 from embodyrl.config.trust import trust_overrides
@@ -41,9 +34,6 @@ from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import RolloutWorkers, start_workers
 from embodyrl.types import Episode, PreparedBatch
-
-if TYPE_CHECKING:
-    from embodyrl.commands.episode_writer import EpisodeDatasetWriter
 
 _EMPTY_BATCH = PreparedBatch(
     records=np.zeros(0, np.int64),
@@ -117,7 +107,7 @@ class _Training:
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
         self.reported_errors: set[str] = set()
-        self.check_step = collapse_check(self.run_plan)
+        self.collapse_check = build_collapse_check(self.run_plan.env)
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
@@ -125,8 +115,7 @@ class _Training:
         none = [("validation", "none (runner.val_check_interval=10 enables it)")]
         lines = [
             ("run", str(folder.root)),
-            *common_banner_lines(self.run_plan),
-            *weight_banner_lines(self.cfg, self.weights, self.run_plan.env),
+            *start_banner_lines(self.run_plan, self.weights),
             *(evaluation_banner_lines(self.run_plan) if self._validates else none),
             folder.log_command,
         ]
@@ -164,7 +153,7 @@ class _Training:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
             for row in read_rows(self.session.folder.root / METRICS_FILE):
-                self.check_step(row.get("step", 0), row)  # earlier steps of a resumed run
+                self.collapse_check.check(row.get("step", 0), row)  # earlier steps of a resumed run
             self._begin(workers)
             with open_writer(self.run_plan, workers.arena, self.session.folder.root, self.monitor.text) as writer:
                 self._loop(workers, actors, writer)
@@ -253,7 +242,7 @@ class _Training:
                 # The step is done and will not be repeated, even if its validation was interrupted.
                 deterministic = self.cfg.runner.deterministic
                 self.monitor.log(session.step, split_clock_metrics(metrics) if deterministic else metrics)
-            for line in self.check_step(session.step, metrics):
+            for line in self.collapse_check.check(session.step, metrics):
                 self.monitor.text(line)
             session.run_callback(self.on_step, metrics)
             if not batch.has_signal:

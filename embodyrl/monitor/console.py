@@ -7,7 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -175,12 +175,10 @@ class ConsoleMonitor(Monitor):
         """Wrap lines to the terminal's width; indent continuation lines as in the banner, and do not split paths."""
         if not self._live:
             return text
-        how: Any = {
-            "subsequent_indent": " " * min(indent, self._console.width // 2),
-            "break_long_words": False,
-            "break_on_hyphens": False,
-        }
-        return "\n".join(textwrap.fill(line, self._console.width, **how) for line in text.split("\n"))
+        width = self._console.width
+        wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+        wrapper.subsequent_indent = " " * min(indent, width // 2)
+        return "\n".join(map(wrapper.fill, text.split("\n")))
 
     def _write(self, line: str) -> None:
         self._last_output = self._clock()

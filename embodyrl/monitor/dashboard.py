@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from embodyrl.monitor.intervals import wilson
-from embodyrl.monitor.phases import duration, time_tree
+from embodyrl.monitor.phases import duration, step_seconds, time_tree, total_times
 from embodyrl.monitor.protocol import RunInfo
-from embodyrl.monitor.timing import step_seconds
 
 _MAX_VALUES, _NUM_RECENT_STEPS, _MAX_EVENTS, _MAX_EVENT_LENGTH, _MAX_TASKS = 240, 20, 5, 240, 10
 _BAR_WIDTH_LIMIT, _SIDE_BY_SIDE_WIDTH = 92, 76
@@ -107,11 +106,7 @@ class Dashboard:
             if options.max_width >= _BAR_WIDTH_LIMIT
             else (1, 0, 5 if options.max_width >= _SIDE_BY_SIDE_WIDTH else 8)
         )
-        panes = {
-            "Progress": self._progress(),
-            "Time per phase": self._time(bar),
-            "Learning": self._learning(spark),
-        }
+        panes = {"Progress": self._progress(), "Time per phase": self._time(bar), "Learning": self._learning(spark)}
         parts: list[RenderableType] = [Group(Text(title, style="bold cyan"), table) for title, table in panes.items()]
         if options.max_width >= _SIDE_BY_SIDE_WIDTH:
             grid = Table.grid(expand=True, padding=(0, gap, 0, 0))
@@ -127,7 +122,7 @@ class Dashboard:
 
     def _status(self) -> str:
         step, total = int(self._last.get("step", self.info.resume_step or 0)), self.info.total_steps
-        parts = [f"step {step}/{total}" if total else f"step {step}"]
+        parts = [f"step {step}/{total}"]
         if self._rows and total > step:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
             parts.append(f"ETA {duration(mean * (total - step))}")
@@ -154,11 +149,8 @@ class Dashboard:
 
     def _time(self, width: int) -> Table:
         table = _build_grid(4 if width else 3)
-        whole: dict[str, float] = {}
-        for row in self._rows:
-            for name, value in row.items():
-                whole[name] = whole.get(name, 0.0) + (value or 0.0) / len(self._rows)
-        for phase in time_tree(whole):
+        means = {name: seconds / len(self._rows) for name, seconds in total_times(self._rows).items()}
+        for phase in time_tree(means):
             bar = "█" * min(width, max(1, round(width * phase.share))) if phase.share >= 0.005 else ""
             name = Text(("  " if phase.depth else "") + phase.name, style="dim" if phase.depth else "")
             row = name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %"

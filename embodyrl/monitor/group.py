@@ -8,28 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from embodyrl.errors import ConfigError, UnknownNameError, mask_hidden_values, replace_control_characters
+from embodyrl.errors import ConfigError, mask_hidden_values, replace_control_characters
 from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.protocol import MONITORS, Monitor, ResultRow, RunInfo
+from embodyrl.registry import name_problems
 
 _log = logging.getLogger(__name__)
 
 
 def missing_loggers(backends: Sequence[str]) -> list[str]:
     """Return an error for each logger that does not exist or whose package is not installed."""
-    problems: list[str] = []
-    for name in backends:
-        try:
-            package = getattr(MONITORS.get(name), "requires", None)
-        except UnknownNameError as error:
-            problems.append(f"runner.logger.backends: {error}")
-            continue
-        if package is not None and importlib.util.find_spec(package) is None:
-            problems.append(
-                f"runner.logger.backends: '{name}' needs a package that is not installed. Run `pip install {package}`, "
-                f"or remove '{name}' from the list."
-            )
-    return problems
+    key = "runner.logger.backends"
+    if problems := name_problems(key, backends, MONITORS.get):
+        return problems
+    packages = {name: getattr(MONITORS.get(name), "requires", None) for name in backends}
+    return [
+        f"{key}: '{name}' needs a package that is not installed. Run `pip install {package}`, or remove '{name}' from "
+        "the list."
+        for name, package in packages.items()
+        if package is not None and importlib.util.find_spec(package) is None
+    ]
 
 
 def build_monitor(backends: Sequence[str]) -> MonitorGroup:

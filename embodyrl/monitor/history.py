@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from embodyrl.errors import ConfigError
@@ -42,7 +43,7 @@ class EpisodeRow:
     success_once: bool | None
     """True if the goal was reached at any step; None: the environment does not report success."""
     success_at_end: bool | None
-    episode_return: float
+    episode_return: Annotated[float, Field(validation_alias="return")]
     steps: int
     terminated: bool
     truncated: bool
@@ -56,28 +57,9 @@ class EpisodeRow:
     """(role, text) of every turn of a text task, including the last reply."""
     solved_at_reset: bool = False
     """True if the goal was already reached before the first action."""
-    logprobs: tuple[tuple[tuple[str, float], ...], ...] = ()
+    logprobs: tuple[Annotated[tuple[tuple[str, float], ...], Field(min_length=1)], ...] = ()
     """(text, log-probability) pairs of each reply token: first the sampled token, then the most probable tokens. Empty
     without `rollout.logprobs`."""
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
-        """Parse one row; unknown fields are ignored."""
-        values = {name: raw[name] for name in _FIELD_TYPES}
-        if wrong := [name for name, kind in _FIELD_TYPES.items() if not isinstance(values[name], kind)]:
-            raise TypeError(*wrong)
-        turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
-        top = tuple(tuple((str(text), float(value)) for text, value in token) for token in raw.get("logprobs", ()))
-        if not all(top) or not isinstance(raw.get("state"), int | None):
-            raise ValueError("logprobs or state")
-        optional_values = {
-            "suite": str(raw.get("suite", "")),
-            "conversation": turns,
-            "logprobs": top,
-            "state": raw.get("state"),
-        }
-        optional_values["solved_at_reset"] = raw.get("solved_at_reset") is True
-        return cls(episode_return=float(raw["return"]), **optional_values, **values)
 
     @property
     def outcome(self) -> str:
@@ -88,29 +70,19 @@ class EpisodeRow:
     @property
     def warnings(self) -> list[str]:
         """Lines of text about the least probable tokens of the replies and their most probable alternatives."""
-        unlikely = sorted(
-            sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_NUM_UNLIKELY_TOKENS]
-        )
-        descriptions = [
-            (i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in unlikely
-        ]
-        return [
-            f"token {i + 1}: {sampled}; most probable {', '.join(alternatives)}"
-            for i, sampled, *alternatives in descriptions
-        ]
+        unlikely = sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_NUM_UNLIKELY_TOKENS]
+        lines = []
+        for i in sorted(unlikely):
+            sampled, *alternatives = (f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])
+            lines.append(f"token {i + 1}: {sampled}; most probable {', '.join(alternatives)}")
+        return lines
 
     def to_json(self) -> dict[str, object]:
         """Return the row as a JSON object."""
-        names = ("return" if f.name == "episode_return" else f.name for f in fields(self))
-        return {name: getattr(self, f.name) for name, f in zip(names, fields(self), strict=True)}
+        return {("return" if f.name == "episode_return" else f.name): getattr(self, f.name) for f in fields(self)}
 
 
-_FIELD_TYPES: Mapping[str, Any] = {
-    name: int | float if kind is float else kind
-    for name, kind in get_type_hints(EpisodeRow).items()
-    if name not in ("episode_return", "suite", "state", "conversation", "logprobs", "solved_at_reset")
-}
-"""Required JSON type of each field that `from_json` copies without conversion."""
+_EPISODE_ROW = TypeAdapter(EpisodeRow)
 
 
 def compute_score(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
@@ -163,12 +135,18 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
     """Read the rows of an `episodes.jsonl`, sorted by episode number.
 
     Raises:
-        ConfigError: a row lacks a field.
+        ConfigError: a row lacks a field or has an invalid value.
     """
-    try:
-        return sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged: a row has no valid value ({error}). Move or delete it.") from error
+    rows = []
+    for line in read_lines(path) if path.is_file() else ():
+        try:
+            rows.append(_EPISODE_ROW.validate_json(line, strict=True))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            if problem["type"] != "json_invalid":  # else a killed process wrote a part of the line
+                field = ".".join(map(str, problem["loc"])) or "a row"
+                raise ConfigError(f"{path} is damaged: {field}: {problem['msg']}. Move or delete the file.") from error
+    return sorted(rows, key=lambda row: row.episode)
 
 
 def read_table(folder: Path) -> dict[str, Any]:
@@ -198,21 +176,20 @@ def check_results(folder: Path, rows: Sequence[EpisodeRow]) -> None:
         ConfigError: an episode occurs twice, a return is not finite, or episodes are missing or were changed.
     """
     tasks = read_table(folder).get("tasks") or ()
-    results = [
-        (len(rows), math.fsum(row.episode_return for row in rows), sum(row.success_once is True for row in rows))
-    ]
+    returns = math.fsum(row.episode_return for row in rows)
+    found = stored = (len(rows), returns, sum(row.success_once is True for row in rows))
     with suppress(KeyError, TypeError):  # another version
         counts = [task["episodes"] for task in tasks]
         sums = [
             sum(count * (task[name] or 0.0) for count, task in zip(counts, tasks, strict=True))
             for name in ("mean_return", "success_once")
         ]
-        results += [(sum(counts), *sums)] if counts else []
+        stored = (sum(counts), *sums) if counts else found
     if len({row.episode for row in rows}) < len(rows):
         problem = "an episode occurs twice"
-    elif not math.isfinite(results[0][1]):
+    elif not math.isfinite(returns):
         problem = "a return is not finite"
-    elif not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(results[0], results[-1], strict=True)):
+    elif not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(found, stored, strict=True)):
         problem = f"count, returns or successes differ from {TABLE_FILE}"
     else:
         return

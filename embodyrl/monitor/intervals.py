@@ -11,8 +11,8 @@ StateOutcomes = Iterable[tuple[Hashable, float]]
 """(initial state, outcome) of each episode."""
 
 
-def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
-    """Return the Wilson score interval of a proportion (Wilson 1927); z = 1.96 gives 95 %.
+def wilson(successes: float, n: float) -> tuple[float, float]:
+    """Return the 95 % Wilson score interval of a proportion (Wilson 1927), with z = 1.96.
 
     Center (p + z^2 / 2n) / (1 + z^2 / n), half width z / (1 + z^2 / n) sqrt(p (1 - p) / n + z^2 / 4n^2).
     Without trials: (0, 1).
@@ -24,7 +24,8 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
         raise ValueError(f"successes={successes} must be between 0 and n={n}, the number of trials.")
     if n == 0:
         return 0.0, 1.0
-    p, z2 = successes / n, z * z
+    p, z = successes / n, 1.96
+    z2 = z * z
     center = p + z2 / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     return max(0.0, (center - half) / (1 + z2 / n)), min(1.0, (center + half) / (1 + z2 / n))

@@ -1,9 +1,17 @@
-"""Durations of the phases of a training step as a tree, and formatting of durations."""
+"""Phases of a training step, their durations (the `time/*` metrics) as a tree, and formatting of durations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from embodyrl.monitor.timing import PHASES, step_seconds
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("simulate", "render", "reset", "infer"),
+    "score": (),
+    "update": (),
+    "publish": (),
+    "checkpoint": (),
+    "validate": (),
+}
+"""Sequential phases of a training step, each with its sub-phases, which may overlap in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +23,12 @@ class Phase:
     seconds: float
     share: float
     """Fraction of the duration of the whole step."""
+
+
+def step_seconds(metrics: Mapping[str, float | None]) -> float:
+    """Return the duration of a training step including its validation, in seconds; 0 for any other row."""
+    whole = metrics.get("time/step") or 0.0
+    return whole + (metrics.get("time/validate") or 0.0) if whole else 0.0
 
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
@@ -43,7 +57,7 @@ def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
     return [*phases, Phase("other", 0, rest, rest / total)]
 
 
-def total_times(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+def total_times(rows: Collection[Mapping[str, float | None]]) -> dict[str, float]:
     """Return the total seconds of each `time/*` metric over several rows of metrics."""
     names = [name for name in set().union(*rows) if name.startswith("time/")]
     return {name: sum(row.get(name) or 0.0 for row in rows) for name in names}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import OBSERVATION, Record
+from embodyrl.cluster import LAUNCHERS
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.layout import INFO_PATH
 from embodyrl.devices import visible_gpus
@@ -16,16 +17,17 @@ from embodyrl.plan.memory_plan import GIB, MemoryPlan
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import policy_costs
-from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
+from embodyrl.types import ROWS_AT_A_TIME, ActionKind, PolicyCosts
 
 MIB = 2**20
-PROCESS = 290 * MIB
+PROCESS = 260 * MIB
 """Host memory in bytes of a process with torch and a policy."""
-_ADAPTERS = 180 * MIB
-"""Additional host memory of the adapter library, which imports transformers."""
+_TRANSFORMERS, _ADAPTERS = 80 * MIB, 180 * MIB
+"""Additional host memory of transformers, for text models, and of the adapter library with transformers."""
 _CUDA = 600 * MIB
 """GPU memory of the CUDA context and of workspaces."""
-_ENV_PROCESS = 160 * MIB
+_ENV_PROCESS, _DRIVER = 40 * MIB, 105 * MIB
+"""Host memory of an env worker without its simulators, and of the process that starts the workers."""
 _ENGINE = 2 * GIB
 """GPU memory of vLLM's workspaces and of a minimal KV cache."""
 _UNKNOWN_SHARE = 0.4
@@ -97,7 +99,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     average_bytes = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
     replay, loading_bytes = _estimate_replay(run_plan)
-    process = _CUDA if on_gpu else PROCESS + (_ADAPTERS if adapters else 0)
+    process = _estimate_process(run_plan, on_gpu=on_gpu)
     inference_batch = _estimate_inference(run_plan, costs)
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     return MemoryPlan(
@@ -125,8 +127,9 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         else 0,  # its construction needs as much memory as that of an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
-        env_worker=_estimate_env_worker(run_plan),
-        env_gpu=_estimate_rendering(run_plan),
+        env_worker=_ENV_PROCESS + _estimate_simulators(run_plan, run_plan.env_costs.host_bytes),
+        env_gpu=_estimate_simulators(run_plan, run_plan.env_costs.gpu_bytes),
+        driver=0 if LAUNCHERS.get(cfg.launcher.name).in_process else _DRIVER,
         arena=run_plan.layout.offsets(run_plan.capacity)[1],
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
@@ -139,35 +142,39 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
 def _plan_evaluation(run_plan: RunPlan) -> MemoryPlan:
     """Estimate the memory of a run without training, whose policy has no gradients and no optimizer."""
     cfg, costs, on_gpu = run_plan.cfg, run_plan.policy_costs, bool(visible_gpus())
-    adapters = getattr(cfg.model, "uses_adapters", False)
     engine = 2 * costs.num_parameters + _ENGINE if cfg.rollout.backend == "vllm" and on_gpu else 0
     return MemoryPlan(
         weights=costs.num_parameters * (2 if cfg.model.uses_bf16 else 4),
         inference_batch=_estimate_inference(run_plan, replace(costs, num_trained=0)),
         engine=engine,
-        process=_CUDA if on_gpu else PROCESS + _ADAPTERS * adapters,
-        env_worker=_estimate_env_worker(run_plan),
-        env_gpu=_estimate_rendering(run_plan),
+        process=_estimate_process(run_plan, on_gpu=on_gpu),
+        env_worker=_ENV_PROCESS + _estimate_simulators(run_plan, run_plan.env_costs.host_bytes),
+        env_gpu=_estimate_simulators(run_plan, run_plan.env_costs.gpu_bytes),
+        driver=0 if LAUNCHERS.get(cfg.launcher.name).in_process else _DRIVER,
         arena=run_plan.layout.offsets(run_plan.capacity)[1],
         on_gpu=on_gpu,
     )
 
 
-def _estimate_env_worker(run_plan: RunPlan) -> int:
-    """Return the memory of an env worker."""
-    costs, num_envs = run_plan.env_costs, len(run_plan.env_workers[0].env_indices)
-    return _ENV_PROCESS + costs.task_bytes + costs.host_bytes[0] + costs.host_bytes[1] * num_envs
+def _estimate_process(run_plan: RunPlan, *, on_gpu: bool) -> int:
+    """Return the memory of libraries in a policy process: on its GPU, or without a GPU in host memory."""
+    if on_gpu:
+        return _CUDA
+    if getattr(run_plan.cfg.model, "uses_adapters", False):
+        return PROCESS + _ADAPTERS
+    return PROCESS + _TRANSFORMERS * (run_plan.env.action.kind is ActionKind.text)
 
 
-def _estimate_rendering(run_plan: RunPlan) -> int:
-    """Return the GPU memory of an env worker in bytes: rendering context, and textures of cached tasks."""
-    env, count = run_plan.env_costs, len(run_plan.env_workers[0].env_indices)
+def _estimate_simulators(run_plan: RunPlan, sizes: tuple[int, int]) -> int:
+    """Return the memory of an env worker's simulators from `sizes`: fixed, and per environment or cached task."""
+    env, num_simulators = run_plan.env_costs, len(run_plan.env_workers[0].env_indices)
     if env.task_bytes:
         cfg = run_plan.cfg
         split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.has_evaluations else "train"]
         tasks = len(split.task_ids or run_plan.env.tasks)
-        count = min(count, tasks, get_max_tasks_in_memory(env.task_bytes, run_plan.env_workers_per_node))
-    return env.gpu_bytes[0] + env.gpu_bytes[1] * count
+        tasks = min(tasks, get_max_tasks_in_memory(env.task_bytes, run_plan.env_workers_per_node))
+        num_simulators = min(num_simulators, tasks) if run_plan.env.simulator.on_gpu else tasks
+    return sizes[0] + sizes[1] * num_simulators
 
 
 def _count_prompts(run_plan: RunPlan) -> float:

@@ -67,12 +67,13 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
             )
     policies, workers = _find_fullest_host(run_plan, plan)
     envs = plan.env_worker * workers
-    needed, free = policies + envs + plan.arena, available_bytes()
+    needed, free = policies + envs + plan.driver + plan.arena, available_bytes()
     if needed > free:
         raise ConfigError(
             "The run does not fit on this machine. "
             f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
-            f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), but "
+            f"{envs / GIB:.1f} for {workers} env workers, {plan.driver / GIB:.1f} for the driver, "
+            f"{plan.arena / GIB:.1f} shared), but "
             f"only {free / GIB:.1f} GiB are free. {_suggest_settings(run_plan, plan)}"
         )
 

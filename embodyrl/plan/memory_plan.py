@@ -38,6 +38,8 @@ class MemoryPlan:
     inference: int = 0
     """Memory of each rollout process, if rollouts run in separate processes."""
     env_worker: int = 0
+    driver: int = 0
+    """Memory of the process that starts the workers; 0 if the process is also the policy process."""
     env_gpu: int = 0
     """GPU memory of each env worker."""
     replay: int = 0
@@ -82,12 +84,13 @@ class MemoryPlan:
         policy = sum(hundredths.values())  # the sum of the printed numbers
         size_text = " + ".join(f"{name} {size / 100:.2f}" for name, size in hundredths.items() if size)
         size_text += "; vLLM sleeps while weights are trained" * self.sleeps
-        env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
+        env, arena = f"{self.env_worker / GIB:.2f} GiB", f"{self.arena / GIB:.2f} GiB shared by all"
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
+        driver = f"{self.driver / GIB:.2f} GiB for the driver · " if self.driver else ""
         inference = f"{self.inference / GIB:.2f} GiB for each rollout process · " if self.inference else ""
         if host := self.host(ranks):
             inference += f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · "
         return [
             ("memory", f"{policy / 100:.2f} GiB for each of {ranks} policy processes at its peak: {size_text}"),
-            ("", f"{inference}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+            ("", f"{inference}{env} for each of {env_workers} env workers · {driver}{arena}"),
         ]

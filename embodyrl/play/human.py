@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,9 +21,8 @@ from embodyrl.errors import EmbodyError
 from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.schema import Config
 from embodyrl.play.recording import Recording
-from embodyrl.play.request_handlers import RequestHandlers
+from embodyrl.play.request_handlers import RequestHandlers, page
 from embodyrl.play.scene import Scene
-from embodyrl.play.start import page
 from embodyrl.web_pages.loopback import LoopbackServer
 
 _NO_LIMIT = 100_000
@@ -126,7 +125,7 @@ class HumanExpert:
                 scene.finish_episode()
                 scene.env.close()
 
-        self._run(begin)
+        self.server.call(begin)
         clock, num_executed, last_used, limit_s = RunClock(), -1, 0.0, self._cfg.correction_timeout_s
         try:
             while (scene := self.handlers.scene) is not None and scene.remaining:
@@ -143,16 +142,7 @@ class HumanExpert:
                 if not self._thread.is_alive():
                     raise EmbodyError("The server of the correction page has stopped. Run the same command again.")
         finally:
-            self._run(end)
-
-    def _run(self, action: Callable[[], None]) -> None:
-        """Run a function in the thread that handles the requests of the page."""
-
-        def handle() -> tuple[str, bytes]:
-            action()
-            return "", b""
-
-        self.server.call(handle)
+            self.server.call(end)
 
 
 def compute_uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:

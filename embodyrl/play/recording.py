@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -15,7 +16,7 @@ from embodyrl.data.layout import Actor, Card, Demonstration, Source
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.types import ByteArray, FloatArray
+from embodyrl.types import FloatArray
 from embodyrl.workers.recording.video import VideoRecorder
 
 VIDEOS = "watch"
@@ -26,11 +27,8 @@ VIDEOS = "watch"
 class Step:
     """One executed action with the observation before it."""
 
-    images: ByteArray | None
-    """[C, H, W, 3] camera images; None without cameras, or if the episode is not recorded."""
-    state: FloatArray | None
-    """[S] state vector; None without a state, or if the episode is not recorded."""
-    instruction: str
+    observation: Mapping[str, Any]
+    """Observation of `SingleEnv`; only the instruction if the episode is not recorded."""
     action: FloatArray
     """[A] action that was executed."""
     reward: float
@@ -85,10 +83,10 @@ class Recording:
         """
         task, cameras = start["task"], self._env.cameras
         shape = (len(cameras.names), *cameras.size, 3)
-        no_image, no_state = np.zeros(shape, np.uint8), np.zeros(self._env.state_dim, np.float32)
+        no_images, no_state = np.zeros(shape, np.uint8), np.zeros(self._env.state_dim, np.float32)
         episode = Demonstration(
-            images=np.stack([no_image if step.images is None else step.images for step in steps]),
-            state=np.stack([no_state if step.state is None else step.state for step in steps]),
+            images=np.stack([step.observation.get("images", no_images) for step in steps]),
+            state=np.stack([step.observation.get("state", no_state) for step in steps]),
             action=np.stack([step.action for step in steps]),
             reward=np.array([step.reward for step in steps], np.float32),
             success=np.array([step.success for step in steps], np.bool_),

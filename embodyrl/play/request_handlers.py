@@ -1,4 +1,4 @@
-"""Request handlers of the page `play`: one browser controls the episode, all other browsers only show it."""
+"""Page and request handlers of `embodyrl play`: one browser controls the episode, all other browsers only show it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.resources import files
 from typing import Any
 
 from embodyrl.play.scene import Scene
@@ -15,6 +16,12 @@ from embodyrl.web_pages.loopback import Answer
 _MAX_CLIENTS = 64
 """Maximum number of clients (browser pages) whose last request and answer are stored."""
 _MAX_ID_LENGTH = 64
+
+
+def page() -> Answer:
+    """Return the content type and the HTML of the page."""
+    text = files("embodyrl.play").joinpath("page.html").read_bytes()
+    return "text/html; charset=utf-8", text
 
 
 @dataclass(slots=True)

@@ -1,18 +1,21 @@
-"""An environment in which a policy and a person act in turn."""
+"""An environment in which a policy and a person act in turn, and the policy and environment of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import simplejpeg
 
-from embodyrl.api.acting import LoadedPolicy
-from embodyrl.api.environment import SingleEnv
-from embodyrl.controls import get_controls
+from embodyrl.api.acting import LoadedPolicy, load_policy
+from embodyrl.api.environment import SingleEnv, build_env_of_plan
+from embodyrl.controls import get_controls, inputs_to_action, neutral_action
 from embodyrl.data.layout import Actor
-from embodyrl.play.controls import inputs_to_action, neutral_action
+from embodyrl.errors import ConfigError
 from embodyrl.play.recording import Recording, Step
 from embodyrl.types import FloatArray
 
@@ -22,6 +25,12 @@ _SAVED_STATES = 2000
 """Maximum number of env steps that `rewind` can undo."""
 _LONGEST_TEXT = 200
 """Maximum length of an instruction, in characters."""
+_WITH_VIDEO = "video=all"
+"""Override that makes the environment render images."""
+_WITHOUT_TIME_LIMIT = "env.eval.max_episode_steps=100000"
+"""Override that removes the time limit of an episode, because the user ends the episode."""
+_IGNORE_TERMINATIONS = "env.eval.ignore_terminations=true"
+"""Override that continues an episode after success; not used for recorded episodes."""
 
 
 class Scene:
@@ -98,7 +107,7 @@ class Scene:
     def finish_episode(self) -> None:
         """End the current episode, and append its steps to the recording, if any."""
         if self._recording is not None and self._steps:
-            self._recording.append(self._steps, self.start, str(self._steps[0].instruction))
+            self._recording.append(self._steps, self.start, self._steps[0].observation["instruction"])
             self.num_recorded += 1
         self._steps = []
         self.over = True
@@ -155,11 +164,10 @@ class Scene:
         self._last = np.asarray(action, np.float32).reshape(-1)
         self.over = terminated or truncated
         self._render()
-        recorded = observation if self.is_recorded else {}  # an episode without a time limit would fill the memory
+        if not self.is_recorded:  # an episode without a time limit would fill the memory
+            observation = {"instruction": observation["instruction"]}
         step = Step(
-            images=recorded.get("images"),
-            state=recorded.get("state"),
-            instruction=observation["instruction"],
+            observation=observation,
             action=self._last,
             reward=reward,
             success=info["success"],
@@ -194,3 +202,21 @@ class Scene:
             "assigned": self.num_finished,
             "remaining": self.remaining,
         }
+
+
+def load_policy_with_env(
+    run: Path, trust: Sequence[str] = (), *, records: bool = False
+) -> tuple[LoadedPolicy, SingleEnv]:
+    """Load the policy of a run and build its environment, if possible with images and without a time limit."""
+    no_limits = [_WITHOUT_TIME_LIMIT] if records else [_WITHOUT_TIME_LIMIT, _IGNORE_TERMINATIONS]
+    for overrides in ([_WITH_VIDEO, *no_limits], [_WITH_VIDEO]):
+        with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
+            return _load(run, *overrides, *trust)
+    return _load(run, *trust)
+
+
+def _load(run: Path, *overrides: str) -> tuple[LoadedPolicy, SingleEnv]:
+    """Load a policy and its environment without an inference delay, because the page executes one action per step."""
+    policy = load_policy(run, *overrides)
+    env_settings = policy.run_plan.env_settings.without_delay()
+    return policy, build_env_of_plan(replace(policy.run_plan, env_settings=env_settings))

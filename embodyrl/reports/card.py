@@ -14,7 +14,7 @@ from typing import Any
 from embodyrl.config.trust import TRUST, path_prefix
 from embodyrl.errors import replace_control_characters
 from embodyrl.files import json_text, write_atomically
-from embodyrl.monitor.history import COSTS_FILE, read_rows, read_table
+from embodyrl.monitor.history import COSTS_FILE, read_rows
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.phases import run_seconds
 from embodyrl.reports.history import Evaluation, History, read_history
@@ -22,6 +22,7 @@ from embodyrl.reports.paired import PairedComparison, compare_suites
 from embodyrl.version import __version__
 
 CARD_JSON, CARD_TEXT = "card.json", "CARD.md"
+_ENV_KEYS = ("env_type", "task_suite_name", "id", "axis", "render_profile", "texture_colorspace")
 
 
 def write_card(folder: Path, out: Path | None = None) -> list[Path]:
@@ -45,10 +46,11 @@ def build_card(folder: Path) -> dict[str, Any]:
         ConfigError: the folder is not a run.
     """
     history = read_history(folder)
-    config, machine = history.config, _read_machine(history)
+    values, machine = history.values, _read_machine(history)
     first, last = (history.evaluations[0], history.evaluations[-1]) if history.evaluations else (None, None)
-    tables = [read_table(folder / "eval" / f"step_{e.step:06d}") for e in history.evaluations]
     comparisons = compare_suites(first.episodes, last.episodes) if first and last and first is not last else []
+    environment = {key.removesuffix("_name"): values.get(f"env.{key}") for key in _ENV_KEYS}
+    weights = values.get("ckpt") or values.get("model.path")
     return {
         "card": 1,
         "run": history.name,
@@ -57,20 +59,20 @@ def build_card(folder: Path) -> dict[str, Any]:
         "config_sha256": hashlib.sha256(history.text("config.yaml").encode()).hexdigest(),
         "sources": dict(item.split(" ") for item in machine.pop("source", "").split(", ") if item),
         "command": _format_commands(history, path_prefix(machine.pop("pythonpath", "").split(os.pathsep))),
-        "environment": _get_environment(config),
-        "model": {"type": _get_value(config, "model.model_type"), "weights": _get_weights(config)},
-        "algorithm": _get_value(config, "algorithm.adv_type") if history.rows else None,
-        "seeds": _get_seeds(config, last),
-        "states": _get_states(config, last),
-        "protocol": tables[-1].get("protocol") if tables else None,
+        "environment": {key: value for key, value in environment.items() if value is not None},
+        "model": {"type": values.get("model.model_type"), "weights": None if weights is None else str(weights)},
+        "algorithm": values.get("algorithm.adv_type") if history.rows else None,
+        "seeds": _get_seeds(values, last),
+        "states": _get_states(values, last),
+        "protocol": last.table.get("protocol") if last else None,
         "figures": [
             _build_results(evaluation) for evaluation in dict.fromkeys((first, last)) if evaluation is not None
         ],
         "change": [_describe_change(item) for item in comparisons],
         "solved_at_reset": sum(e.solved_at_reset for e in last.episodes) if last else 0,
-        "dropped_episodes": sum(int(table.get("dropped", 0)) for table in tables),
+        "dropped_episodes": sum(int(e.table["dropped"]) for e in history.evaluations),
         "missing_rows": history.num_missing_rows,
-        "costs": _sum_costs(history, tables),
+        "costs": _sum_costs(history),
         "machine": machine,
     }
 
@@ -84,7 +86,7 @@ def card_text(card: Mapping[str, Any]) -> str:
         "policy": f"{card['model']['type']}, weights {weights}",
         "algorithm": card["algorithm"],
         "command": card["command"],
-        "protocol": _format_protocol(card["protocol"]),
+        "protocol": format_protocol(card["protocol"]) if card["protocol"] else None,
         "states": "; ".join(f"{name} {value}" for name, value in card["states"].items()),
         "seeds": "; ".join(f"{name} {value}" for name, value in card["seeds"].items()),
         "costs": "; ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in card["costs"].items() if value),
@@ -127,13 +129,6 @@ def _code(text: str) -> str:
     return f"{fence}{text}{fence}".replace("|", "\\|")
 
 
-def _get_value(config: Mapping[str, Any], key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
-
-
 def _read_machine(history: History) -> dict[str, str]:
     """Return the values of env.txt by name; values with the same name are joined."""
     values: dict[str, str] = {}
@@ -164,39 +159,28 @@ def _split(command: str) -> tuple[str, ...]:
         return (command,)
 
 
-def _get_environment(config: Mapping[str, Any]) -> dict[str, Any]:
-    keys = ("env_type", "task_suite_name", "id", "axis", "render_profile", "texture_colorspace")
-    values = {key.removesuffix("_name"): _get_value(config, f"env.{key}") for key in keys}
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _get_weights(config: Mapping[str, Any]) -> str | None:
-    ckpt = _get_value(config, "ckpt") or _get_value(config, "model.path")
-    return None if ckpt is None else str(ckpt)
-
-
-def _get_seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
+def _get_seeds(values: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
     seeds = sorted({e.seed for e in last.episodes}) if last else []
     ranges = {"evaluation": f"{seeds[0]} to {seeds[-1]}"} if seeds else {}
-    return {"run": config.get("seed"), **ranges}
+    return {"run": values.get("seed"), **ranges}
 
 
-def _get_states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
+def _get_states(values: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
     """Return the state ids of both splits, and the number of distinct states in the last evaluation."""
     states: dict[str, Any] = {}
     for name, split in (("training", "train"), ("evaluation", "eval")):
-        if isinstance(_get_value(config, f"env.{split}"), Mapping):
-            states[name] = _get_value(config, f"env.{split}.state_ids") or "all"
+        if any(key.startswith(f"env.{split}.") for key in values):
+            states[name] = values.get(f"env.{split}.state_ids") or "all"
     if last:
         states["evaluated"] = len({e.reset_id for e in last.episodes})
     return states
 
 
-def _build_row(name: str, score: Score, **extra: Any) -> dict[str, Any]:
+def _build_row(name: str, score: Score) -> dict[str, Any]:
     low, high = score.interval
     kind = "success" if isinstance(score, Rate) else "return"
     row = {"name": name, "kind": kind, "value": score.value, "low": low, "high": high, "episodes": score.episodes}
-    return {**row, "states": score.states, "text": str(score), **extra}
+    return row | {"states": score.states, "text": str(score)}
 
 
 def _build_results(evaluation: Evaluation) -> dict[str, Any]:
@@ -217,7 +201,7 @@ def _describe_change(comparison: PairedComparison) -> dict[str, Any]:
     }
 
 
-def _sum_costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
+def _sum_costs(history: History) -> dict[str, float]:
     """Return the costs of a run: env steps, hours, and the peak memory of a process.
 
     A total from finished attempts can be smaller than the total from the metrics; the larger total counts.
@@ -227,13 +211,13 @@ def _sum_costs(history: History, tables: list[dict[str, Any]]) -> dict[str, floa
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in types.items())]
     steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
     attempts_s, metrics_s = sum(row["wall_s"] for row in attempts), run_seconds(history.rows)
-    wall_s = max(attempts_s, metrics_s) or sum(t.get("wall_s", 0.0) for t in tables)
+    wall_s = max(attempts_s, metrics_s) or sum(e.table["wall_s"] for e in history.evaluations)
     costs = {
         "training_env_steps": int(steps),
         # The table of a resumed evaluation counts the steps of its last attempt only.
         "evaluation_env_steps": sum(
-            max(int(table.get("env_steps", 0)), sum(e.steps for e in evaluation.episodes))
-            for table, evaluation in zip(tables, history.evaluations, strict=True)
+            max(int(evaluation.table["env_steps"]), sum(e.steps for e in evaluation.episodes))
+            for evaluation in history.evaluations
         ),
         "wall_hours": round(wall_s / 3600, 3),
     }
@@ -245,8 +229,7 @@ def _sum_costs(history: History, tables: list[dict[str, Any]]) -> dict[str, floa
     return costs
 
 
-def _format_protocol(protocol: Mapping[str, Any] | None) -> str | None:
-    if not protocol:
-        return None
+def format_protocol(protocol: Mapping[str, Any]) -> str:
+    """Return the name of an evaluation protocol, and the settings that differ from the protocol, as text."""
     differences = "; ".join(map(str, protocol.get("departures") or ()))
-    return f"{protocol.get('name')}, {'differs: ' + differences if differences else 'followed'}"
+    return f"{protocol.get('name')}, {f'differs: {differences}' if differences else 'followed'}"

@@ -88,10 +88,8 @@ def fits_log_axis(lines: Sequence[Line]) -> bool:
     return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
 
 
-def line_chart(
-    lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False, x_label: str = "step"
-) -> str:
-    """Plot curves in one chart; `limits` is the range of y, and `log` selects a logarithmic y axis."""
+def line_chart(lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False) -> str:
+    """Plot curves over training steps; `limits` is the range of y, and `log` selects a logarithmic y axis."""
     if log:
         lines = [replace(line, points=[(x, math.log10(y)) for x, y in line.points], band=()) for line in lines]
     xs = [x for line in lines for x, _ in line.points]
@@ -99,9 +97,7 @@ def line_chart(
     marks = ticks(*(limits or (min(ys), max(ys))))
     frame = _Frame((min(xs), max(xs)), (marks[0], marks[-1]))
     parts = [_plot_axes(frame, marks, log=log)]
-    parts.append(
-        f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>'
-    )
+    parts.append(f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end">training step</text>')
     label_heights: list[float] = []
     for line in lines:
         if len(line.band) > 1:

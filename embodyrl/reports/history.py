@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -15,14 +15,13 @@ from typing import Any
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import format_value, to_builtin
+from embodyrl.config.settings import format_value, is_key_or_subkey, to_builtin
 from embodyrl.errors import ConfigError
 from embodyrl.files import inside, natural_sort_key, read_tail
 from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,
     METRICS_LOGGER,
-    TABLE_FILE,
     VIDEO_FOLDER,
     EpisodeRow,
     check_results,
@@ -31,6 +30,7 @@ from embodyrl.monitor.history import (
     get_main_suite,
     read_episodes,
     read_rows,
+    read_table,
 )
 from embodyrl.monitor.intervals import Score
 from embodyrl.plan.keys import state_keys
@@ -51,6 +51,8 @@ class Evaluation:
 
     step: int
     episodes: tuple[EpisodeRow, ...]
+    table: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Content of `eval.json`; empty for an unfinished evaluation."""
 
     @property
     def own(self) -> tuple[EpisodeRow, ...]:
@@ -91,10 +93,15 @@ class History:
         return self.folder.name
 
     @property
+    def values(self) -> dict[str, Any]:
+        """Values of the config by dotted key."""
+        return flatten(self.config)
+
+    @property
     def num_missing_rows(self) -> int:
         """Number of training steps of an RL run whose rows of metrics are missing, for example after a power cut."""
         is_rl = "env" in self.config and "checkpoint" in self.config and "dagger" not in self.config
-        if not is_rl or METRICS_LOGGER not in str(flatten(self.config).get("runner.logger.backends")):
+        if not is_rl or METRICS_LOGGER not in str(self.values.get("runner.logger.backends")):
             return 0
         saved_steps = CheckpointStore(self.folder / "checkpoints").steps()
         return count_missing_rows(self.rows, max([0, *saved_steps, *(int(row["step"] or 0) for row in self.rows)]))
@@ -117,7 +124,7 @@ class History:
 
         The run's files are untrusted: only MP4 files in a folder with the run's name are accepted, without links.
         """
-        saved, name = flatten(self.config).get("video_cfg.base_dir"), Path(stored).name
+        saved, name = self.values.get("video_cfg.base_dir"), Path(stored).name
         base = Path(saved) if isinstance(saved, str) and saved else Path(VIDEO_FOLDER)
         base = Path(os.path.realpath(base)) if base.is_absolute() else base
         run, *parents = (Path(os.path.realpath(folder)) for folder in (self.folder, Path(), *self.folder.parents))
@@ -159,20 +166,18 @@ def read_history(folder: Path) -> History:
     evaluations, unfinished = [], None
     files = (file for file in folder.glob(f"eval/step_*/{EPISODES_FILE}") if _is_within(file, folder))
     for path in sorted(files, key=natural_sort_key):
-        step = int(path.parent.name.removeprefix("step_"))
-        evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)))
-        if (path.parent / TABLE_FILE).is_file():  # written last
+        step, table = int(path.parent.name.removeprefix("step_")), read_table(path.parent)
+        evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)), table=table)
+        if table:  # written last
             check_results(path.parent, evaluation.episodes)
             evaluations.append(evaluation)
         else:
             unfinished = evaluation
     rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
-    all_evaluations = [*evaluations, *([unfinished] if unfinished else [])]
-    if any(e.success_once is not None for any_evaluation in all_evaluations for e in any_evaluation.episodes) or any(
-        _SUCCESS_METRICS & {*metrics} for metrics in rows
-    ):
+    episodes = [e for evaluation in (*evaluations, unfinished) if evaluation is not None for e in evaluation.episodes]
+    if any(e.success_once is not None for e in episodes) or any(_SUCCESS_METRICS & {*row} for row in rows):
         # Some environments report success only when it occurs: a missing value means no success.
-        evaluations = [_fill_missing_success(any_evaluation) for any_evaluation in evaluations]
+        evaluations = [_fill_missing_success(evaluation) for evaluation in evaluations]
         unfinished = unfinished and _fill_missing_success(unfinished)
         for row in rows:
             row |= {name: 0.0 for name in _SUCCESS_METRICS - {*row} if f"{name.partition('/')[0]}/return" in row}
@@ -225,9 +230,7 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[PairedCo
     if difference := describe_differences(history.config, to_builtin(cfg), {*state_keys(), *SUCCESS_KEYS}):
         raise ConfigError(
             f"eval.baseline={run}: its initial states, horizon or success key are different ({difference}), so "
-            "episodes "
-            "cannot be paired. "
-            "Evaluate both policies with the same settings, or remove eval.baseline."
+            "episodes cannot be paired. Evaluate both policies with the same settings, or remove eval.baseline."
         )
     return partial(compare_suites, history.evaluations[-1].episodes)
 
@@ -237,20 +240,11 @@ def describe_differences(first: Mapping[str, Any], second: Mapping[str, Any], ke
 
     `keys`: keys to compare, including all keys under them.
     """
-    first_values, second_values = (
-        {
-            key: value
-            for key, value in flatten(config).items()
-            if any(f"{key}.".startswith(f"{compared_key}.") for compared_key in keys)
-        }
-        for config in (first, second)
-    )
+    first_values, second_values = flatten(first), flatten(second)
     # Earlier versions lack keys.
-    differing = [key for key in first_values.keys() & second_values.keys() if first_values[key] != second_values[key]]
-    return (
-        ", ".join(
-            f"{key}={format_value(first_values[key])} and {format_value(second_values[key])}"
-            for key in sorted(differing)
-        )
-        or None
-    )
+    differences = [
+        f"{key}={format_value(first_values[key])} and {format_value(second_values[key])}"
+        for key in sorted(first_values.keys() & second_values.keys())
+        if is_key_or_subkey(key, keys) and first_values[key] != second_values[key]
+    ]
+    return ", ".join(differences) or None

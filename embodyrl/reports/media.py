@@ -24,11 +24,6 @@ class Card:
     step: int
     episode: EpisodeRow
 
-    @property
-    def outcome(self) -> str:
-        """Outcome of the episode as a word (see `EpisodeRow.outcome`)."""
-        return self.episode.outcome
-
 
 @dataclass(slots=True)
 class VideoIndex:
@@ -76,7 +71,7 @@ def pair_cards(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
         for group in by_episode.values()
         if len(group) > 1
     ]
-    return sorted(pairs, key=lambda p: (p[0].outcome == p[1].outcome, p[0].run, p[0].episode.episode))
+    return sorted(pairs, key=lambda p: (p[0].episode.outcome == p[1].episode.outcome, p[0].run, p[0].episode.episode))
 
 
 def animate_changes(history: History, out: Path) -> None:
@@ -94,7 +89,7 @@ def animate_changes(history: History, out: Path) -> None:
     cards_by_media = {card.media: card for card in build_cards(history, video_index)}
     selected: dict[str, tuple[Path, Path]] = {}
     for first, last in pair_cards(cards_by_media.values()):
-        if len(selected) < 3 and (first.outcome, last.outcome) != ("success", "failure"):
+        if len(selected) < 3 and (first.episode.outcome, last.episode.outcome) != ("success", "failure"):
             paths = [out.parent / video_index.sources[card.media] for card in (first, last)]
             selected.setdefault(first.episode.task, (paths[0], paths[1]))
     if not selected:

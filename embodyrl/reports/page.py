@@ -3,20 +3,19 @@
 import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from embodyrl.config.compose import flatten
 from embodyrl.config.settings import format_value
 from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.phases import duration, run_seconds, time_tree, total_times
-from embodyrl.monitor.timing import PHASES, step_seconds
+from embodyrl.monitor.phases import PHASES, duration, run_seconds, step_seconds, time_tree, total_times
+from embodyrl.plan.keys import all_keys, state_keys
 from embodyrl.plan.saved import changed_settings
 from embodyrl.reports.charts import (
     Line,
@@ -61,17 +60,8 @@ _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
 _MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
 
 
-def write_report(
-    folders: Sequence[Path],
-    out: Path,
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    states: Collection[str] = (),
-    embed_bytes: int = EMBED_BYTES,
-) -> list[str]:
+def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
     """Write the HTML report of one or more runs; return a summary as lines of text.
-
-    `states`: config keys that determine the initial state of a reset id.
 
     Raises:
         ConfigError: a folder is not a run.
@@ -80,14 +70,14 @@ def write_report(
     video_index = VideoIndex(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in build_cards(history, video_index)]
     tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
-    lines = _summary(histories, states)
+    lines = _summary(histories)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.reports").joinpath("page.html.j2").read_text(encoding="utf-8")
     text = environment.from_string(template).render(
         title=" vs ".join(h.name for h in histories),
         version=__version__,
         summary=lines,
-        runs=[_build_view(history, defaults or {}) for history in histories],
+        runs=[_build_view(history) for history in histories],
         charts=_plot_charts(histories),
         parts=[*PHASES, "other"],
         table=_build_task_table(histories, tasks),
@@ -105,15 +95,14 @@ def write_report(
     return lines
 
 
-def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]:
+def _summary(histories: Sequence[History]) -> list[str]:
     lines = []
     for history in histories:
         last = history.evaluations[-1] if history.evaluations else None
         text = f"step {last.step}: {last.score()}" if last else "no evaluation"
         if (unfinished := history.unfinished) is not None:
-            text += (
-                f"; that of step {unfinished.step} is unfinished and not counted ({len(unfinished.episodes)} episodes)"
-            )
+            count = len(unfinished.episodes)
+            text += f"; that of step {unfinished.step} is unfinished and not counted ({count} episodes)"
         lines.append(f"{history.name}: {text}")
         if count := history.num_missing_rows:
             lines.append(
@@ -126,19 +115,18 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
         lines.append(improvement_text)
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        if difference := describe_differences(first.config, second.config, {*states, *SUCCESS_KEYS}):
-            return [
-                *lines,
-                f"no paired test of {first.name} and {second.name}, which were evaluated differently: {difference}",
-            ]
+        if difference := describe_differences(first.config, second.config, {*state_keys(), *SUCCESS_KEYS}):
+            names = f"{first.name} and {second.name}"
+            return [*lines, f"no paired test of {names}, which were evaluated differently: {difference}"]
         comparisons = compare_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
         lines += [comparison.line(names) for comparison in comparisons]
     return lines
 
 
-def _build_view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _build_view(history: History) -> dict[str, Any]:
     """Return the data of one run for the template."""
+    defaults = {name: key.default for name, key in all_keys().items() if not key.required}
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
     events = history.text(EVENTS_FILE).splitlines()
@@ -163,16 +151,13 @@ def _build_view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]
 
 def _describe_run(history: History) -> str:
     """Return a line with the known facts of a run: environment, model, algorithm, seed, date and commit."""
-    values, machine = flatten(history.config), history.text("env.txt").splitlines()
+    values, machine = history.values, history.text("env.txt").splitlines()
     env = next((values[key] for key in ("env.task_suite_name", "env.id", "env.env_type") if values.get(key)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
     commit = next((line[: len("commit ") + 10] for line in machine if line.startswith("commit ")), None)
-    overrides_file = history.folder / "overrides.txt"
-    date = (
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(overrides_file.stat().st_mtime))
-        if overrides_file.is_file()
-        else None
-    )
+    date, file = None, history.folder / "overrides.txt"
+    if file.is_file():
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.stat().st_mtime))
     parts = (env, values.get("model.model_type"), algorithm, f"seed {values.get('seed', 0)}", date, commit)
     return " · ".join(str(part) for part in parts if part)
 
@@ -189,7 +174,7 @@ def _build_tiles(history: History, steps: Sequence[dict[str, float | None]]) -> 
         labels = [f"{s.counts} [{', '.join(map(form.format, s.interval))}]" for s in scores]
         tiles.append((name, values, " → ".join(labels)))
     if steps:
-        planned = flatten(history.config).get("runner.max_steps", 0)
+        planned = history.values.get("runner.max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
         seconds = run_seconds(history.rows)
         tiles.append(("time", duration(seconds), f"{seconds / max(1.0, steps[-1]['step'] or 0.0):.2g} s per step"))
@@ -219,34 +204,26 @@ def _plot_timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
     """Return title, legend (color index and text) and plot of each non-empty chart."""
-    is_comparison, charts, groups = len(histories) > 1, [], group_by_seed(histories)
+    charts, groups = [], group_by_seed(histories)
+    if len(groups) == len(histories):  # in the order of the colors in the header of the page
+        groups = [SeedGroup((history,)) for history in histories]
     for title, names in (*_CHARTS, *_list_suite_charts(histories)):
         available = [name for name in names if any(history.has(name) for history in histories)]
-        if is_comparison:
-            available = available[:1]  # one metric per chart: there the colors identify the runs
         if not available:
             continue
         limits = (0.0, 1.0) if available[0].endswith("/success_once") else None
-        if len(groups) < len(histories):
+        if len(histories) > 1:
+            available = available[:1]  # one metric per chart: the colors identify the runs
             labels = [group.name for group in groups]
             lines = [_plot_group(group, available[0], color, limits) for color, group in enumerate(groups)]
         else:
-            labels = [h.name for h in histories] if is_comparison else [_get_legend(name) for name in available]
-            lines = [
-                curve(
-                    history,
-                    name,
-                    f"{history.name} · {name}" if is_comparison else name,
-                    color=run if is_comparison else metric,
-                )
-                for run, history in enumerate(histories)
-                for metric, name in enumerate(available)
-            ]
+            labels = [_get_legend(name) for name in available]
+            lines = [curve(histories[0], name, name, color) for color, name in enumerate(available)]
         nonempty = [line for line in lines if line.points]
         if not nonempty:  # the seeds of a group share no step
             continue
         log = limits is None and fits_log_axis(nonempty)
-        drawing = line_chart(nonempty, limits=limits, log=log, x_label="training step")
+        drawing = line_chart(nonempty, limits=limits, log=log)
         title = f"{title} ({available[0]})" if len(available) == 1 else title
         charts.append((f"{title}, log scale" if log else title, list(enumerate(labels)), drawing))
     return charts
@@ -289,20 +266,13 @@ def _build_task_table(histories: Sequence[History], tasks: Sequence[str]) -> lis
     """
     if not tasks:
         return []
-    if len(histories) > 1:
-        columns = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
-    else:
+    if is_single := len(histories) == 1:
         endpoints = dict.fromkeys((histories[0].evaluations[0], histories[0].evaluations[-1]))
         columns = [(f"step {evaluation.step}", evaluation) for evaluation in endpoints]
-    is_single, has_change = len(histories) == 1, len(histories) == 1 and len(columns) > 1
-    table = [
-        [
-            "task",
-            *(name for name, _ in columns),
-            *(["change"] if has_change else []),
-            *(["mean steps"] if is_single else []),
-        ]
-    ]
+    else:
+        columns = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
+    has_change = is_single and len(columns) > 1
+    table = [["task", *(name for name, _ in columns), *["change"] * has_change, *["mean steps"] * is_single]]
     for task in [*tasks, None] if len(tasks) > 1 else tasks:
         scores = [evaluation.score(task) for _, evaluation in columns]
         row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * has_change]

@@ -161,9 +161,8 @@ def compare_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) ->
     main_suites = get_main_suite(first), get_main_suite(second)
     comparisons = []
     for suite in dict.fromkeys([main_suites[1], *(e.suite for e in second)]):
-        first_suite = (
-            main_suites[0] if suite == main_suites[1] else suite
-        )  # an evaluation of one suite does not name it
+        # An evaluation of one suite does not name the suite.
+        first_suite = main_suites[0] if suite == main_suites[1] else suite
         matched = [e for e in first if e.suite == first_suite], [e for e in second if e.suite == suite]
         comparisons.append(compare_episodes(*matched, suite))
     return comparisons

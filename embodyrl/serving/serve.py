@@ -18,16 +18,14 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.wire_formats import get_field_names, import_optional
 from embodyrl.types import EnvSpec, PolicySpec
 
-_LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
-
-def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
+def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str], None]) -> None:
     """Serve a policy until a signal arrives.
 
     Args:
         cfg: policy and address.
         log: function that prints lines.
-        ready: called with the address and the protocol once clients can connect.
+        ready: called with the address once clients can connect.
 
     Raises:
         Interrupted: always, after the signal.
@@ -37,7 +35,7 @@ def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str, str]
     for package in ("websockets", "msgpack"):
         import_optional(package)
     weights = resolve_initial_weights(cfg, env)
-    for name, text in (*serving_banner_lines(cfg, env, spec), *weight_banner_lines(cfg, weights)):
+    for name, text in _get_banner_lines(cfg, env, spec, weights):
         log(f"  {name:<10} {text}")
     import torch
 
@@ -49,9 +47,9 @@ def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str, str]
     request = PolicyRequest(env=env, device=get_best_device(), seed=cfg.seed, trainable=False)
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
-        policy.load_weights(Path(weights))
+        policy.load_weights(weights)
     server = PolicyServer(ObservationHandler(policy, env, get_field_names(cfg.serve)), cfg.serve, log)
-    return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
+    asyncio.run(server.run(ready))
 
 
 def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
@@ -86,22 +84,19 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
 def server_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a server, as pairs of name and text."""
     env, spec = describe(cfg)
-    weights = resolve_initial_weights(cfg, env)
-    return [*serving_banner_lines(cfg, env, spec), *weight_banner_lines(cfg, weights)]
+    return _get_banner_lines(cfg, env, spec, resolve_initial_weights(cfg, env))
 
 
-def serving_banner_lines(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
-    """Return the lines of the start banner for a robot policy, as pairs of name and text."""
+def _get_banner_lines(cfg: Config, env: EnvSpec, spec: PolicySpec, weights: Path | None) -> list[tuple[str, str]]:
     names = get_field_names(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
         *precision_banner_lines(cfg),
-        ("weights", str(cfg.ckpt or cfg.model.weights)),
         ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
-    if cfg.serve.host not in _LOCAL_HOSTS:
+    if cfg.serve.host not in ("127.0.0.1", "localhost", "::1"):
         lines.append(("warning", f"serve.host={cfg.serve.host}: all hosts that reach this port can use the policy"))
-    return lines
+    return [*lines, *weight_banner_lines(cfg, weights)]

@@ -106,7 +106,6 @@ _CLOSING_S = 5.0
 """Maximum wait for clients to disconnect when the server stops, in seconds."""
 _FIRST_S = 300.0
 """Time limit in seconds for the first message of a client, unless `serve.idle_timeout_s` is shorter."""
-_MISMATCH = "does not match the inputs of the policy"
 
 
 class PolicyServer:
@@ -174,14 +173,8 @@ class PolicyServer:
 
     async def _handle_client(self, socket: Any) -> None:
         """Serve one client from its first to its last message."""
-        self._num_open += 1
-        try:
-            await self._serve_client(socket)
-        finally:
-            self._num_open -= 1
-
-    async def _serve_client(self, socket: Any) -> None:
         connection_closed = import_optional("websockets.exceptions").ConnectionClosed
+        self._num_open += 1
         self._num_clients += 1
         number, num_answers = self._num_clients, 0
         self._log(f"client {number} connected")
@@ -197,6 +190,8 @@ class PolicyServer:
             ending = "disconnected" if error.rcvd else f"was lost ({error})"
         except TimeoutError:
             ending = f"sent nothing for {client.limit_s:g} s (serve.idle_timeout_s)"
+        finally:
+            self._num_open -= 1
         self._log(f"client {number} {ending} after {num_answers} answers")
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
@@ -266,7 +261,9 @@ class PolicyServer:
         except TimeoutError as error:
             raise EmbodyError(f"The policy did not respond within {limit:g} s (serve.answer_timeout_s).") from error
         except Exception as error:  # any error of a network on an unsuitable image
-            raise MessageError(f"The observation {_MISMATCH}: {type(error).__name__}: {error}") from error
+            raise MessageError(
+                f"The observation does not match the inputs of the policy: {type(error).__name__}: {error}"
+            ) from error
 
 
 class _Client:

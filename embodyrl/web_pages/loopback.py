@@ -11,15 +11,15 @@ import threading
 import webbrowser
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.web_pages.limited import LimitedServer
 
+T = TypeVar("T")
 Answer = tuple[str, bytes]
 """Content type and body of a response."""
 _MAX_REQUEST_BYTES = 1 << 20
@@ -34,7 +34,7 @@ _SIGNALS_S = 0.5
 call."""
 
 
-class LoopbackServer(LimitedServer):
+class LoopbackServer(ThreadingHTTPServer):
     """Local HTTP server that reads requests in threads and answers all requests in one thread.
 
     The thread that calls `process_requests` answers in order: OpenGL windows and environments are not thread-safe.
@@ -54,9 +54,10 @@ class LoopbackServer(LimitedServer):
         """
         self.gets, self.posts, self.token = gets, posts, secrets.token_urlsafe(16)
         self._stopped = False
-        self._calls: SimpleQueue[tuple[Future[Answer], Callable[[], Answer]]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._free_connections = threading.BoundedSemaphore(_MAX_CLIENTS)
         try:
-            super().__init__(("127.0.0.1", port), _Handler, _MAX_CLIENTS)
+            super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {port}: {error}. Fix: use another --port, or 0 for any free port.") from error
 
@@ -100,18 +101,32 @@ class LoopbackServer(LimitedServer):
         """End `process_requests` within half a second."""
         self._stopped = True
 
-    def call(self, handler: Callable[[], Answer]) -> Answer:
+    def call(self, handler: Callable[[], T]) -> T:
         """Run a function in the thread of `process_requests`; return its result or raise its exception.
 
         Raises:
             EmbodyError: the server has stopped before the function ran.
         """
-        future: Future[Answer] = Future()
+        future: Future[T] = Future()
         self._calls.put((future, handler))
         while not wait([future], _SIGNALS_S).done:
             if self._stopped:
                 raise EmbodyError("The server of the page has stopped. Run the same command again.")
         return future.result()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection; close the connection if the limit is reached."""
+        if self._free_connections.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handle one connection, then make its place available to another connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of browsers that disconnect before the response."""
@@ -150,10 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_reply(404, "text/plain", b"no such page")
 
     def do_POST(self) -> None:
-        length_text = self.headers.get("Content-Length") or "0"
-        size = (
-            int(length_text) if length_text.isdecimal() and len(length_text) < 10 else -1
-        )  # Python refuses to parse thousands of digits
+        length = self.headers.get("Content-Length") or "0"
+        # Python refuses to parse thousands of digits.
+        size = int(length) if length.isdecimal() and len(length) < 10 else -1
         handler = self.server.posts.get(self.path.partition("?")[0])
         if not self._is_authorized():
             self._send_reply(403, "text/plain", _UNAUTHORIZED)

@@ -136,7 +136,7 @@ def test_fully_trained_modules_with_adapters_evaluate_in_bfloat16(tmp_path: Path
     words = [f"ckpt={run}", "eval.episodes=4", "env.eval.total_num_envs=4", f"runner.output_dir={run.parent}"]
     cfg = load_config("eval", [*words, *QUIET[:2], "runner.experiment_name=eval"], base=run / "config.yaml")
     assert evaluate(cfg).overall.episodes == 4
-    from embodyrl.play.start import load_policy_with_env
+    from embodyrl.play.scene import load_policy_with_env
 
     with pytest.raises(ConfigError, match="is a text task without steps"):
         load_policy_with_env(run)

@@ -35,7 +35,7 @@ def test_on_existing_rename_numbers_folders_and_resume_reuses_the_folder(tmp_pat
     first = open_run(toy_config(tmp_path), "train", [], None)
     first.close()
     renamed = [open_run(toy_config(tmp_path, "runner.on_existing=rename"), "train", [], None) for _ in range(2)]
-    assert [folder.run_id for folder in renamed] == ["run-2", "run-3"]
+    assert [folder.root.name for folder in renamed] == ["run-2", "run-3"]
     resumed = open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], None)
     assert resumed.root == first.root
     assert (first.logs.name, resumed.logs.name) == ("attempt_1", "attempt_2")
@@ -53,7 +53,7 @@ def test_unnamed_runs_started_in_the_same_second_do_not_collide(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: open_run(cfg, "train", [], None), range(24)))
     assert len({folder.root for folder in folders}) == 24
-    assert all("train-toy_env-FACTORY" in folder.run_id for folder in folders)
+    assert all("train-toy_env-FACTORY" in folder.root.name for folder in folders)
 
 
 def test_run_folder_contains_its_command_line(tmp_path):

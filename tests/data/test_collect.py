@@ -13,8 +13,7 @@ from toy_runs import TOY, TOY_COLLECT, TOY_EVAL
 
 from embodyrl.api.environment import make_env
 from embodyrl.channels.arena import Arena
-from embodyrl.commands.collect import CollectResult, build_collection_plan, collect
-from embodyrl.commands.demonstration_episodes import list_demonstration_episodes
+from embodyrl.commands.collect import CollectResult, build_collection_plan, collect, list_demonstration_episodes
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toy_env import toy_spec
 from toy_runs import TOY_COLLECT
 
-from embodyrl.commands.demonstration_episodes import list_demonstration_episodes
+from embodyrl.commands.collect import list_demonstration_episodes
 from embodyrl.plan.config import load_config
 
 ENV = toy_spec(3)  # reset ids 0..11, four per task

@@ -380,7 +380,7 @@ def test_sft_warns_of_a_gripper_that_hardly_moves(tmp_path: Path, ends: Any, val
     columns = {"action": lambda e, t: [0.1, 0.01 * t, values[t % len(values)]], "observation.state": numbers(4)}
     root = write_set(tmp_path / "set", columns=columns)
     cfg = load_config("sft", [f"data.path={root}", f"data.gripper={ends}".replace(" ", ""), "model=cnn"])
-    warnings = load_inputs(cfg, tmp_path / "start").warnings
+    warnings = [text for label, text in load_inputs(cfg, tmp_path / "start").notes if label == "warning"]
     assert [warning] == [text.partition(". ")[0].partition(": ")[2] for text in warnings] if warning else not warnings
     assert all(text.startswith(f"data.gripper=[{ends[0]},{ends[1]}]: ") for text in warnings)
 

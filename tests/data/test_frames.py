@@ -104,5 +104,5 @@ def test_video_file_cannot_reference_other_files(tmp_path: Path, content):
 
 @pytest.mark.integration
 def test_export_of_a_run_imports_no_video_reader() -> None:
-    code = "import sys, embodyrl.commands.export_data; assert 'imageio_ffmpeg' not in sys.modules"
+    code = "import sys, embodyrl.commands.export; assert 'imageio_ffmpeg' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

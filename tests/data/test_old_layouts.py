@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from lerobot_sets import LENGTHS, frame, numbers, write_lines, write_set, write_v2_set
 
-from embodyrl.commands.export_data import dataset_card
+from embodyrl.commands.export import dataset_card
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.reader import load_demonstrations

@@ -22,8 +22,8 @@ from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.sft import SftResult, sft
-from embodyrl.commands.sft_data import _samples, load_samples
-from embodyrl.commands.sft_setup import action_log_std, data_statistics, load_inputs, sft_banner_lines
+from embodyrl.commands.sft_data import _samples, action_log_std, data_statistics, load_samples
+from embodyrl.commands.sft_setup import load_inputs, sft_banner_lines
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodyrl.commands.sft_setup import data_statistics
+from embodyrl.commands.sft_data import data_statistics
 from embodyrl.data.statistics import describe_constant_dimensions
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.small.config import read_bounds

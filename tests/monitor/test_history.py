@@ -3,7 +3,7 @@ from pathlib import Path
 
 from embodyrl.files import natural_sort_key
 from embodyrl.monitor import history
-from embodyrl.monitor.history import EpisodeRow, newest_values, read_rows
+from embodyrl.monitor.history import newest_values, read_episodes, read_rows
 
 
 def test_truncated_json_line_is_skipped(tmp_path: Path) -> None:
@@ -28,15 +28,15 @@ def test_reading_newest_values_parses_few_rows(tmp_path, monkeypatch):
     assert newest_values(tmp_path / "no_file", ("step",)) == [None]
 
 
-def test_least_likely_tokens_are_listed_in_order() -> None:
+def test_least_likely_tokens_are_listed_in_order(tmp_path: Path) -> None:
     said = (-0.1, -3.0, -0.2, -2.0, -5.0, -1.0, -4.0)
     raw = dict.fromkeys(("task_id", "reset_id", "seed", "episode", "steps", "return", "seconds"), 0)
     raw |= dict.fromkeys(("terminated", "truncated", "success_once", "success_at_end"), False)
     raw |= {"task": "copy", "video": None}
-    tokens = [[(f"t{i}", value), ("best", -0.25)] for i, value in enumerate(said)]
-    assert EpisodeRow.from_json(raw | {"logprobs": tokens}).warnings == [
-        f'token {i + 1}: "t{i}" {said[i]:.2f}; most probable "best" -0.25' for i in (1, 3, 4, 5, 6)
-    ]
+    raw |= {"logprobs": [[(f"t{i}", value), ("best", -0.25)] for i, value in enumerate(said)]}
+    (tmp_path / "episodes.jsonl").write_text(json.dumps(raw))
+    (row,) = read_episodes(tmp_path / "episodes.jsonl")
+    assert row.warnings == [f'token {i + 1}: "t{i}" {said[i]:.2f}; most probable "best" -0.25' for i in (1, 3, 4, 5, 6)]
 
 
 def test_names_are_sorted_numerically() -> None:

@@ -66,6 +66,24 @@ def test_memory_estimate_is_close_to_the_measured_peak(tmp_path, words):
     assert planned == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_memory_estimate_includes_the_activations_of_a_small_flow_policy(tmp_path):
+    words = ("env=tabletop", "model=flow_small", "algorithm.rollout_epoch=1", "launcher=local")
+    planned, measured = planned_and_measured(tmp_path, load_config("train", [*words, f"runner.output_dir={tmp_path}"]))
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.sim
+@pytest.mark.timeout(400)
+def test_memory_estimate_of_a_libero_worker_is_close_to_the_measured_peak(tmp_path):
+    words = ["env=libero_object", "env.render_profile=lean", "env.train.task_ids=[0]", "env.train.total_num_envs=2"]
+    words += ["env.train.max_episode_steps=8", "algorithm.group_size=2", "runner.val_check_interval=-1"]
+    words += ["model=flow_small", "launcher=local", "launcher.env_workers=1", f"runner.output_dir={tmp_path}"]
+    planned, measured = planned_and_measured(tmp_path, load_config("train", words), updates=False, worker="env_0")
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("lora", "reply"), [(False, 24), (True, 6)], ids=["full", "lora, prompts shared"])
@@ -100,8 +118,8 @@ def language_model(tmp_path, reply):
     return *words, "algorithm.group_size=8", *lengths
 
 
-def planned_and_measured(folder, cfg, *, updates=True):
-    """Return the planned peak of the policy process, and that of one rollout with its update, in bytes."""
+def planned_and_measured(folder, cfg, *, updates=True, worker="policy"):
+    """Return the planned peak of a worker, and that of one rollout with its update, in bytes."""
     with running_crew(folder, cfg=cfg) as stage:
         run_plan, workers = stage.run_plan, stage.workers
         actors = Actors(workers.scheduler, workers.arena, run_plan.algorithm, run_plan)
@@ -110,7 +128,9 @@ def planned_and_measured(folder, cfg, *, updates=True):
         if updates:
             actors.update(0, rollout, run_plan.algorithm.prepare(rollout.episodes, actors.score(rollout)))
         workers.scheduler.release(rollout)
-        return plan_memory(run_plan).policy, peak(workers_of(os.getpid())["policy"])
+        planned = plan_memory(run_plan)
+        expected = planned.policy if worker == "policy" else planned.env_worker
+        return expected, peak(workers_of(os.getpid())[worker])
 
 
 def test_sharding_divides_weights_and_moments(tmp_path):
@@ -381,10 +401,11 @@ def test_host_memory_includes_arena_rollout_and_task_data(tmp_path, monkeypatch)
     words = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=3", "actor.fsdp.size=1")
     run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
     plan = plan_memory(run_plan)
-    with pytest.raises(ConfigError, match=r"10000\.\d shared"):
+    with pytest.raises(ConfigError, match=r"0\.1 for the driver, 10000\.\d shared"):
         require_memory(run_plan, replace(plan, arena=10_000 * GIB))
-    tasks = plan_memory(build_run_plan(toy_config(tmp_path, *words, f"env.kwargs.task_bytes={GIB}"), training=True))
-    assert tasks.env_worker == plan.env_worker + GIB
+    cached = ("env.kwargs.task_bytes=1", "env.kwargs.tasks=3", f"env.kwargs.host_bytes=[0,{GIB}]")
+    tasks = plan_memory(build_run_plan(toy_config(tmp_path, *words, *cached), training=True))
+    assert tasks.env_worker == plan.env_worker + 3 * GIB
     words += ("launcher.env_workers=2", f"env.kwargs.host_bytes=[{GIB},{2 * GIB}]")
     envs = plan_memory(build_run_plan(toy_config(tmp_path, *words), training=True))
     assert envs.env_worker == plan.env_worker + 5 * GIB, "fixed, and two environments per process"
@@ -392,7 +413,7 @@ def test_host_memory_includes_arena_rollout_and_task_data(tmp_path, monkeypatch)
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 40_000))
     on_gpus = build_run_plan(toy_config(tmp_path, *words), training=True)
     # A policy process on a GPU takes its share of the host, too, whether it trains or acts.
-    rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, arena=0)
+    rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, driver=0, arena=0)
     monkeypatch.setattr(limits, "available_bytes", lambda: 4 * memory.PROCESS)
     require_memory(on_gpus, rest)
     monkeypatch.setattr(limits, "available_bytes", lambda: 4 * memory.PROCESS - 1)

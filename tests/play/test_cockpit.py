@@ -18,12 +18,11 @@ from processes import start_cli
 
 import embodyrl
 from embodyrl.api.acting import LoadedPolicy
-from embodyrl.controls import get_controls
+from embodyrl.controls import get_controls, inputs_to_action
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.writer import read_episodes
-from embodyrl.play.controls import inputs_to_action
 from embodyrl.play.recording import VIDEOS, Recording
 from embodyrl.play.request_handlers import RequestHandlers
 from embodyrl.play.scene import Scene
@@ -136,7 +135,7 @@ def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> 
 
 
 def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_path: Path) -> None:
-    from embodyrl.play.start import load_policy_with_env
+    from embodyrl.play.scene import load_policy_with_env
 
     words = ["model=flow_small", "env.control.latency_steps=2"]
     policy, env = load_policy_with_env(Path(CHECKPOINT), words, records=True)
@@ -246,7 +245,7 @@ def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPo
     for amount in range(6):
         scene.advance({X: amount / 5})
         pictures.append(scene.frame_jpeg)
-    assert {(step.images is None, step.state is None, step.frame_jpeg) for step in scene._steps} == {(True, True, b"")}
+    assert {(*step.observation, step.frame_jpeg) for step in scene._steps} == {("instruction", b"")}
     assert [state is None for state in scene._states] == [True] * 3 + [False] * 4
     scene.rewind(100)
     assert (scene.frame_jpeg, scene.state()["steps"]) == (pictures[3], 3)
@@ -255,7 +254,7 @@ def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPo
 
 def test_pressed_key_selects_a_discrete_action(tmp_path: Path) -> None:
     """An environment without saved states, whose images are rendered."""
-    from embodyrl.play.start import load_policy_with_env
+    from embodyrl.play.scene import load_policy_with_env
 
     names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
     few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")

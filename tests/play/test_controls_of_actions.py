@@ -1,7 +1,6 @@
 """Actions of a person's inputs."""
 
-from embodyrl.controls import build_arm_controls, get_controls
-from embodyrl.play.controls import inputs_to_action, neutral_action
+from embodyrl.controls import build_arm_controls, get_controls, inputs_to_action, neutral_action
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 

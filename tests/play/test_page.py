@@ -11,11 +11,10 @@ import pytest
 from browser import CHROMIUM, DRIVER, Browser, browser
 
 import embodyrl
-from embodyrl.cli.play import page
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.play.recording import Recording
-from embodyrl.play.request_handlers import RequestHandlers
+from embodyrl.play.request_handlers import RequestHandlers, page
 from embodyrl.play.scene import Scene
 from embodyrl.web_pages.loopback import LoopbackServer
 

@@ -19,9 +19,9 @@ from embodyrl.reports.samples import pick_samples
 def test_samples_are_ordered_newly_solved_then_failed_then_solved() -> None:
     def row(episode: int, success: bool) -> EpisodeRow:
         said = (("user", "copy"), ("assistant", "x"))
-        raw = dict.fromkeys(("terminated", "truncated"), False) | {"return": 0.0, "seconds": 0.0, "steps": 1}
+        raw = dict.fromkeys(("terminated", "truncated"), False) | {"episode_return": 0.0, "seconds": 0.0, "steps": 1}
         raw |= {"task_id": 0, "task": "copy", "reset_id": episode, "seed": episode, "video": None, "episode": episode}
-        return EpisodeRow.from_json(raw | {"success_once": success, "success_at_end": success, "conversation": said})
+        return EpisodeRow(**raw, success_once=success, success_at_end=success, conversation=said)
 
     before = [row(0, True), row(1, False), row(2, False), row(3, True)]
     after = [row(0, True), row(1, False), row(2, True), row(3, True)]

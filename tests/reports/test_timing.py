@@ -1,7 +1,6 @@
 """Run time from rows of metrics."""
 
-from embodyrl.monitor.phases import run_seconds
-from embodyrl.monitor.timing import step_seconds
+from embodyrl.monitor.phases import run_seconds, step_seconds
 
 
 def test_run_seconds_include_validations_and_skipped_rows() -> None:

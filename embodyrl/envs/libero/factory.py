@@ -48,6 +48,9 @@ STATE_DIM = 8
 TASK_BYTES = {RenderProfile.full: int(2.6e9), RenderProfile.lean: int(0.4e9)}
 """Upper estimate of the resident memory of one loaded task in bytes, by render profile."""
 
+HOST_BYTES = {RenderProfile.full: (600 << 20, 1350 << 20), RenderProfile.lean: (450 << 20, 180 << 20)}
+"""Measured memory of simulator and renderer libraries, and of one loaded task (full: 1.0 to 1.6 GB), in bytes."""
+
 TASK_GPU_BYTES = {RenderProfile.full: int(0.45e9), RenderProfile.lean: int(0.1e9)}
 """Estimated memory in bytes of a loaded task on the rendering GPU: textures (up to 194 MB of RGB, times 16/9 for alpha
 and mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers."""
@@ -258,6 +261,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         on_gpu = bool(spec.simulator.on_gpu)
         return EnvCosts(
             task_bytes=TASK_BYTES[cfg.render_profile],
+            host_bytes=HOST_BYTES[cfg.render_profile],
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
             chunk_s=PHYSICS_S[cfg.is_fast] + (EGL_DRAW_S if on_gpu else DRAW_S[cfg.render_profile]),
             gpu_s=EGL_DRAW_S * len(spec.cameras.names) if on_gpu else 0.0,

@@ -35,6 +35,8 @@ _STEP, _TURN = 0.2, 0.5
 """Translation and rotation command of a pressed key in `embodyrl play`: 2 cm and 0.05 rad per step."""
 _BATCH_BYTES, _ENV_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 """Estimated GPU memory in bytes: fixed part (PhysX and renderer), per environment, and per pixel of a camera."""
+_HOST_BYTES = {False: 490 << 20, True: 750 << 20}
+"""Host memory of simulators without and with rendering, measured on a CPU; hardly depends on their number."""
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
@@ -71,11 +73,12 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         return _build_spec(cfg, describe_in_subprocess(cfg))
 
     def costs(self, cfg: ManiSkillSettings, spec: EnvSpec) -> EnvCosts:
-        """Estimate the GPU memory of a batch; zeros for a simulator on the CPU."""
-        if not spec.simulator.on_gpu:
-            return EnvCosts()
+        """Estimate the host memory, and the GPU memory of a batch on a GPU."""
         pixels = len(spec.cameras.names) * spec.cameras.size[0] * spec.cameras.size[1]
-        return EnvCosts(gpu_bytes=(_BATCH_BYTES, _ENV_BYTES + _PIXEL_BYTES * pixels))
+        return EnvCosts(
+            host_bytes=(_HOST_BYTES[pixels > 0], 0),
+            gpu_bytes=(_BATCH_BYTES, _ENV_BYTES + _PIXEL_BYTES * pixels) if spec.simulator.on_gpu else (0, 0),
+        )
 
     def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
         """Build one simulator per environment, at its first reset, or one batched simulator for all environments."""

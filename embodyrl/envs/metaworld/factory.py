@@ -18,7 +18,7 @@ from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperC
 
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
 
-_LIBRARY_BYTES, _SIMULATOR_BYTES, _IDLE_BYTES = 64 << 20, {False: 30 << 20, True: 96 << 20}, 2 << 30
+_LIBRARY_BYTES, _SIMULATOR_BYTES, _IDLE_BYTES = 184 << 20, {False: 30 << 20, True: 96 << 20}, 2 << 30
 """Memory of libraries, of a simulator without and with rendering (measured), and of all idle simulators of a process.
 Building a simulator takes as long as about 100 steps."""
 

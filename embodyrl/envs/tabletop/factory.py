@@ -11,7 +11,16 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, get_suite_name
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS, Axis
-from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, SimulatorSpec
+from embodyrl.types import (
+    ActionSpec,
+    BenchmarkSpec,
+    CameraSpec,
+    EnvCosts,
+    EnvSpec,
+    ExpertSpec,
+    GripperConvention,
+    SimulatorSpec,
+)
 
 STATES_PER_TASK = 4000
 
@@ -93,6 +102,10 @@ class TabletopFactory(SimFactory[TabletopSettings]):
             max_episode_steps=HORIZON,
             expert=ExpertSpec(tasks=tuple(range(len(tasks)))),
         )
+
+    def costs(self, cfg: TabletopSettings, spec: EnvSpec) -> EnvCosts:
+        """Return the measured memory of a process's simulators, which hardly depends on their number."""
+        return EnvCosts(host_bytes=(60 << 20, 0))
 
     def simulators(self, cfg: TabletopSettings, context: EnvContext) -> TabletopSims:
         """Build the simulators; a table is created at each reset."""

@@ -6,6 +6,7 @@ import sys
 import pytest
 from settings import env_of
 
+from embodyrl.controls import inputs_to_action, neutral_action
 from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FACTORY, PHYSICS_S
@@ -14,7 +15,6 @@ from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
-from embodyrl.play.controls import inputs_to_action, neutral_action
 
 
 def problems(**changes):

@@ -213,9 +213,9 @@ def test_idle_simulators_of_other_tasks_are_limited(monkeypatch):
 
 
 def test_memory_estimate_includes_simulators_of_all_tasks():
-    """Measured after 400 resets to random tasks: 1143 MiB with 11 environments in a process of 160 MiB."""
+    """Measured after 400 resets to random tasks: 1143 MiB with 11 environments in a process of 40 MiB."""
     cfg, spec = env_of("metaworld", id="MT10", pixels=False), None
     fixed, per_env = FACTORY.costs(cfg, spec).host_bytes
-    assert (160 << 20) + fixed + 11 * per_env == pytest.approx(1143 << 20, rel=0.1)
+    assert (40 << 20) + fixed + 11 * per_env == pytest.approx(1143 << 20, rel=0.1)
     single = FACTORY.costs(env_of("metaworld", id="reach-v3", pixels=False), spec).host_bytes
     assert single[1] == per_env / 2

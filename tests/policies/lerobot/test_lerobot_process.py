@@ -200,6 +200,13 @@ def test_policy_in_a_process_reads_each_observed_step(tmp_path, steps):
         FACTORY.build(settings(folder, python=str(python)), replace(request, trainable=True))
 
 
+def test_folder_with_an_actor_of_an_earlier_version_is_rejected(tmp_path):
+    write_config(tmp_path, "front")
+    (tmp_path / "steering.json").write_text("{}")
+    (problem,) = FACTORY.validate(settings(tmp_path))
+    assert "without the actor" in problem
+
+
 MAKE = """
 import sys
 import torch

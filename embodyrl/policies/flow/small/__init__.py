@@ -1,5 +1,6 @@
 """A small flow policy with its own network. Importing this package does not import torch."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -10,7 +11,13 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.files import list_differences
-from embodyrl.policies.flow.settings import FlowSettings, get_chunk_record, get_flow_gripper, get_steering_shape
+from embodyrl.policies.flow.settings import (
+    FlowSettings,
+    Likelihood,
+    get_chunk_record,
+    get_flow_gripper,
+    get_steering_shape,
+)
 from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig, read_bounds
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
@@ -75,10 +82,16 @@ class SmallFlowFactory:
         return add_steering(spec, plan.steering, cfg, _folder(cfg))
 
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Return the number of parameters."""
+        """Estimate parameters and activation memory."""
         plan = _plan(cfg, env)
         weights = weight_sizes(_NETWORK_CLASS, plan.config, plan.shape, plan.bounds, min_words=1)
-        return add_steering_costs(PolicyCosts(num_parameters=count(weights)), plan.steering)
+        inferred, stored = _count_activations(plan.config, cfg, env)
+        costs = PolicyCosts(
+            num_parameters=count(weights),
+            activation_bytes=0 if cfg.is_steered else 4 * stored,
+            inference_bytes=4 * inferred,
+        )
+        return add_steering_costs(costs, plan.steering)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
         """Check that sizes and actor match the weights in a folder (see `PolicyFactory.compare`)."""
@@ -127,6 +140,21 @@ def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     shape = ChunkShape(horizon=chunk, width=width, executed=chunk, action_dim=width)
     bounds = read_bounds(env, get_flow_gripper(env), _folder(cfg))
     return _Plan(config=config, bounds=bounds, shape=shape, steering=get_steering_shape(cfg, shape, config.width))
+
+
+def _count_activations(config: SmallConfig, cfg: SmallFlowSettings, env: EnvSpec) -> tuple[int, int]:
+    """Return the approximate number of activations of a sample: in an inference, and stored for the backward pass."""
+    pixels, channels = math.prod(env.cameras.size), config.planes[-1]
+    image = 3 * pixels
+    for planes in config.planes:
+        pixels //= 4
+        image += 2 * planes * pixels  # before and after the nonlinearity
+    images = config.num_images * (image + 7 * channels * pixels)
+    tokens = max((len(task.split()) for task in env.tasks), default=1) + config.num_images + 1
+    passes = cfg.fpo_pairs if cfg.likelihood is Likelihood.fpo else cfg.num_steps if cfg.every_step else 1
+    # Vectors of each token of a layer; each pass of the expert also stores keys and values of all tokens.
+    vectors = 17 * tokens + passes * (20 * cfg.num_action_chunks + 2 * tokens)
+    return images, images + config.layers * config.width * vectors
 
 
 def _folder(cfg: SmallFlowSettings) -> Path | None:

@@ -12,6 +12,7 @@ from embodyrl.policies.lerobot.config import IMAGES
 from embodyrl.policies.lerobot.process.checkpoint import Checkpoint, read_checkpoint
 from embodyrl.policies.lerobot.process.settings import LeRobotProcessSettings
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.steering.settings import SHAPE_FILE
 from embodyrl.types import EnvSpec, InputSpec, PolicySpec
 
 if TYPE_CHECKING:
@@ -133,6 +134,11 @@ def _folder(cfg: LeRobotProcessSettings) -> Path:
         raise ConfigError(
             f"model.path={cfg.path} is not a folder. Set model.path to the folder of a LeRobot policy, for example "
             "checkpoints/last/pretrained_model of lerobot-train."
+        )
+    if (folder / SHAPE_FILE).is_file():
+        raise CheckpointError(
+            f"{folder / SHAPE_FILE}: this version does not run actors on a policy in a LeRobot process. Set model.path "
+            "to the folder of the policy without the actor."
         )
     return folder
 
