@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import secrets
 import select
 import shutil
 import stat
@@ -44,9 +45,10 @@ def visible_files(folder: Path, *suffixes: str) -> list[Path]:
 def replace_atomically(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `target` at the end of the block.
 
-    The temporary file is deleted if the block raises.
+    The temporary file is deleted if the block raises. Its name is random, because a folder from an untrusted source
+    may contain links with predictable names.
     """
-    scratch = target.with_name(f"{SCRATCH}{os.getpid()}-{target.name}")
+    scratch = target.with_name(f"{SCRATCH}{secrets.token_hex(8)}-{target.name}")
     try:
         yield scratch
         os.replace(scratch, target)
@@ -78,7 +80,7 @@ def describe_full_disk(error: BaseException, path: Path | str = "a file") -> str
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file completely and flush it to disk, or write nothing."""
-    with replace_atomically(path) as scratch, open(scratch, "wb") as f:
+    with replace_atomically(path) as scratch, open(scratch, "xb") as f:
         f.write(content.encode("utf-8") if isinstance(content, str) else content)
         f.flush()
         os.fsync(f.fileno())

@@ -80,6 +80,21 @@ def test_export_copies_no_linked_file(name, run, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_report_and_card_write_through_no_link(tmp_path):
+    run, victim = write_run(tmp_path / "runs" / "theirs"), tmp_path / "victim"
+    victim.write_text("precious")
+    names = ("report.html", "CARD.md", "card.json")
+    scratch = [run / f".tmp-{os.getpid()}-{name}" for name in names]
+    for link in (*scratch, *(run / name for name in names)):
+        link.symlink_to(victim)
+    for command in ("report", "card"):
+        assert main([command, str(run)]) == 0
+    assert victim.read_text() == "precious"
+    assert all((run / name).stat().st_size and not (run / name).is_symlink() for name in names)
+    for link in scratch:
+        link.unlink()
+
+
 def test_report_embeds_no_video_behind_a_linked_folder(tmp_path, monkeypatch):
     run = write_run(tmp_path / "runs" / "Videos")
     private = write_video(tmp_path / "home" / "Videos" / "private.mp4")
