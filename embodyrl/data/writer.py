@@ -48,8 +48,15 @@ class DatasetWriter:
         """Create a data set, or open a data set to append to.
 
         Raises:
-            EmbodyError: the folder contains other files, or a data set with other collection settings.
+            EmbodyError: the folder contains other files, or a data set with other collection settings, or the name of
+                a camera is not the name of a folder.
         """
+        # Names may come from an untrusted data set, and become folders.
+        if names := [name for name in card.env.cameras.names if "/" in name or "\0" in name]:
+            raise EmbodyError(
+                f"The camera {names[0]!r} cannot be written to {root}, because its name contains '/' or a zero byte. "
+                "Rename the camera with data.cameras, or in the metadata of the source."
+            )
         self.root = root
         self.card = card
         self._open()

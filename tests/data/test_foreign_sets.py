@@ -17,6 +17,7 @@ from demos import card, demonstration
 from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
 from embodyrl import files
+from embodyrl.cli.main import main
 from embodyrl.commands.sft_setup import load_inputs
 from embodyrl.data import rows as data_rows
 from embodyrl.data.cards import read_card
@@ -310,6 +311,26 @@ def test_video_path_of_an_own_dataset_stays_inside(tmp_path: Path) -> None:
     set_column(root, "videos/observation.images.front/path", "../elsewhere.mp4")
     with pytest.raises(EmbodyError, match=r"'../elsewhere.mp4' is outside the folder"):
         load_demonstrations(root)
+
+
+@pytest.mark.parametrize("video", [None, (0, 0, 0)])
+def test_camera_names_cannot_place_files_outside_a_copy(tmp_path: Path, capsys: Any, video: Any) -> None:
+    prefix, escape = "observation.images.", "x/../../../../victim"
+    own = ("observation.images.a b", "observation.images..hidden")
+    for name, cameras, code in (("own", own, 0), ("theirs", (own[0], f"{prefix}y"), 1)):
+        root, out = write_set(tmp_path / name, cameras=cameras, video_files=video), tmp_path / f"{name}-copy"
+        if code:
+            path = "videos/observation.images.y/chunk-000/file-000.mp4" if video else None
+            info = json.loads((root / "meta/info.json").read_text().replace(f"{prefix}y", prefix + escape))
+            (root / "meta/info.json").write_text(json.dumps(info | {"video_path": path}))
+            for file in [*root.glob("meta/episodes/*/*"), *root.glob("data/*/*")]:
+                table = pq.read_table(file)
+                names = [column.replace(f"{prefix}y", prefix + escape) for column in table.column_names]
+                pq.write_table(table.rename_columns(names), file)
+        assert main(["data", "merge", str(out), str(root), str(root)]) == code
+        assert len(list(out.rglob("*.mp4"))) == (0 if code or not video else 4)
+    assert "contains '/'" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("victim*"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300, None])
