@@ -18,6 +18,10 @@ from embodyrl.types import ByteArray, IntArray
 
 _LISTING_TIMEOUT_S = 120.0
 """Time limit for listing the frame times of a video, in seconds."""
+_MP4_ONLY = ["-f", "mov", "-protocol_whitelist", "file"]
+"""Options of ffmpeg for files from untrusted sources: without them, a playlist could name files outside the folder."""
+_MAX_FRAMES = 1 << 21
+"""Maximum number of frames of a video; a small file can declare any number."""
 _MAX_TIME_DEVIATION = 0.4
 """Maximum deviation of a frame time from equal spacing, in frame intervals."""
 
@@ -86,7 +90,7 @@ def frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float64]:
         raise EmbodyError(f"The video {path} is missing. Download or collect the data set again.")
     try:
         # The first item describes the file; no frame is decoded for it.
-        meta = next(frames := imageio_ffmpeg.read_frames(str(path)))
+        meta = next(frames := imageio_ffmpeg.read_frames(str(path), input_params=_MP4_ONLY))
         frames.close()
         width, height = meta["size"]
     except (OSError, RuntimeError, KeyError) as error:
@@ -101,10 +105,12 @@ def frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float64]:
 
 
 def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
-    command = [program, "-v", "error", "-i", str(path), "-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
+    command = [program, "-v", "error", *_MP4_ONLY, "-i", str(path), "-map", "0:v:0", "-c", "copy"]
+    command += ["-frames:v", str(_MAX_FRAMES), "-f", "framecrc", "-"]
+    quiet = subprocess.DEVNULL
     try:
         process = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_LISTING_TIMEOUT_S, check=False
+            command, stdout=subprocess.PIPE, stderr=quiet, stdin=quiet, timeout=_LISTING_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise EmbodyError(
@@ -112,10 +118,12 @@ def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
         ) from error
     text = process.stdout.decode(errors="replace")
     base = re.search(r"^#tb 0: (\d+)/(\d+)$", text, re.MULTILINE)
-    lines = [line.split(",") for line in text.splitlines() if line[:1] != "#"]
-    times = np.sort(np.array([line[2] for line in lines if len(line) > 2]).astype(np.float64))
+    lines = (line.split(",") for line in text.splitlines() if line[:1] != "#")
+    times = np.sort(np.fromiter((line[2] for line in lines if len(line) > 2), np.float64))
     if base is None or not len(times):
         raise EmbodyError(f"{path} cannot be read: it has no frames. Download or collect the data set again.")
+    if len(times) == _MAX_FRAMES:
+        raise EmbodyError(f"{path} has {_MAX_FRAMES} frames or more. Split the video into several files.")
     times = (times - times[0]) * int(base[1]) / int(base[2])
     if len(times) < 3:
         return times
@@ -145,7 +153,8 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None
     frame_number = num_decoded = 0
     try:
         # Without this option, frames are repeated or dropped to reach the rate in the header.
-        for frame in iio.imiter(path, plugin="FFMPEG", output_params=["-fps_mode", "passthrough"]):
+        passthrough = ["-fps_mode", "passthrough"]
+        for frame in iio.imiter(path, plugin="FFMPEG", input_params=_MP4_ONLY, output_params=passthrough):
             while num_decoded < len(outs) and numbers[num_decoded] == frame_number:
                 if frame.shape != outs[num_decoded].shape:
                     raise EmbodyError(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from embodyrl.data import frames
 from embodyrl.data.frames import decode_mp4, decode_png, encode_mp4, encode_png, frame_times
 from embodyrl.errors import EmbodyError
 
@@ -79,27 +80,51 @@ def test_video_is_not_decoded_beyond_its_declared_frames(tmp_path: Path):
 
 @pytest.mark.parametrize("size", [(55, 57), (1, 3), (56, 31), (31, 56), (16, 16)])
 def test_videos_of_any_size_round_trip(tmp_path: Path, size: tuple[int, int]):
-    frames = np.linspace(0, 250, 3 * size[0] * size[1] * 3).reshape(3, *size, 3).astype(np.uint8)
-    encode_mp4([frames], 10.0, tmp_path / "a.mp4")
+    images = np.linspace(0, 250, 3 * size[0] * size[1] * 3).reshape(3, *size, 3).astype(np.uint8)
+    encode_mp4([images], 10.0, tmp_path / "a.mp4")
     assert len(frame_times(tmp_path / "a.mp4", size)) == 3
-    outs = np.zeros_like(frames)
+    outs = np.zeros_like(images)
     decode_mp4(tmp_path / "a.mp4", np.arange(3), [*outs])
-    assert np.abs(outs.astype(int) - frames).mean() < 4
+    assert np.abs(outs.astype(int) - images).mean() < 4
+
+
+DASH = (
+    '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" mediaPresentationDuration="PT1S" '
+    'profiles="urn:mpeg:dash:profile:isoff-main:2011"><Period><AdaptationSet mimeType="video/mp4"><Representation '
+    'id="1" bandwidth="1" codecs="avc1"><BaseURL>{file}</BaseURL></Representation></AdaptationSet></Period></MPD>'
+)
 
 
 @pytest.mark.parametrize(
     "content",
-    ["#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{file}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {file}\n"],
-    ids=["playlist", "concat"],
+    [
+        "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{file}\n#EXT-X-ENDLIST\n",
+        "ffconcat version 1.0\nfile {file}\n",
+        DASH,
+    ],
+    ids=["playlist", "concat", "dash"],
 )
-def test_video_file_cannot_reference_other_files(tmp_path: Path, content):
-    encode_mp4([np.zeros((4, 48, 64, 3), np.uint8)], 10.0, tmp_path / "own.mp4")
+def test_video_file_cannot_reference_other_files(tmp_path: Path, content: str):
+    images = np.zeros((4, 48, 64, 3), np.uint8)
+    encode_mp4([images], 10.0, tmp_path / "own.mp4")
     (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link.mp4").symlink_to(tmp_path / "own.mp4")
     path = tmp_path / "data" / "a.mp4"
-    for named in (str(tmp_path / "own.mp4"), "../own.mp4", f"file://{tmp_path}/own.mp4"):
+    for named in (str(tmp_path / "own.mp4"), "../own.mp4", f"file://{tmp_path}/own.mp4", "link.mp4"):
         path.write_text(content.format(file=named))
         with pytest.raises(EmbodyError, match="cannot be"):
             frame_times(path, (48, 64))
+        with pytest.raises(EmbodyError, match="cannot be decoded"):
+            decode_mp4(path, np.arange(4), [*images])
+
+
+def test_number_of_frames_of_a_video_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    encode_mp4([np.zeros((50, 16, 16, 3), np.uint8)], 10.0, tmp_path / "a.mp4")
+    monkeypatch.setattr(frames, "_MAX_FRAMES", 50)
+    with pytest.raises(EmbodyError, match="has 50 frames or more"):
+        frame_times(tmp_path / "a.mp4", (16, 16))
+    monkeypatch.setattr(frames, "_MAX_FRAMES", 51)
+    assert len(frame_times(tmp_path / "a.mp4", (16, 16))) == 50
 
 
 @pytest.mark.integration
