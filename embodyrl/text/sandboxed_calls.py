@@ -21,8 +21,10 @@ from embodyrl.text.sandboxed_objects import (
     KINDS,
     NUMBERS,
     SPECIAL,
+    UNARY,
     CopiedValue,
     RejectedOperation,
+    Remote,
     get_number,
     is_remote,
 )
@@ -42,8 +44,9 @@ class Link(Values):
         self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
         self.operations = {"special": _call_special_method, "data": _copy_data}
         self.makers, self._created, self._mixed = set(), set(), set()
-        """Reference ids of names with a capital letter, of objects that the test creates with these names, and of
-        results of operators that combine an object of the program and a value of the test."""
+        """Reference ids of names with a capital letter, of objects that the test creates with these names and that the
+        program has not returned since, and of results of operators that combine an object of the program and a value
+        of the test."""
         self.rejections = []
         """Descriptions of the test's operations that were rejected."""
         self.read_output: Callable[[], str] = str
@@ -113,6 +116,12 @@ class Link(Values):
             self.reject(f"uses a name of the program for {kind.__name__}, which would catch failures of the test")
         return kind
 
+    def get_known(self, number):
+        """Return an object that both processes know; it is a result of the program, even if the test created it."""
+        self._created.discard(number)
+        value = super().get_known(number)
+        return self.check_class(value) if issubclass(type(value), type) else value
+
     def apply_special_method(self, target, name, args, kwargs):
         """Apply a special method (`name` without underscores) to an object of the other process."""
         compares = name in COMPARISONS or name in BINARY or name == "contains"
@@ -126,17 +135,20 @@ class Link(Values):
             self.reject(f"applies {name} to the result of the program's operator for a value of the test")
         if name in ("exit", "aexit"):
             return self._exit_context(target, name, args)
+        numbers = {get_number(argument) for argument in (target, *args) if is_remote(argument)}
+        is_operator, is_created = name in BINARY or name in UNARY, bool(numbers & self._created)
+        is_maker = name == "call" and get_number(target) in self.makers
         result = self.request("special", target, name, *args, **kwargs)
-        if name == "iter" and hasattr(type(target), "__len__") and get_number(target) not in self._created:
+        if name == "iter" and hasattr(type(target), "__len__") and not is_created:
             items = [*result]
             if len(items) != len(target):
                 self.reject("iterates over an object of the program whose length is another")
             return iter(items)
-        numbers = {get_number(argument) for argument in (target, *args) if is_remote(argument)}
-        if (name == "call" and get_number(target) in self.makers) or (name in BINARY and numbers & self._created):
+        if is_operator and numbers & self._mixed:
+            self._require_object(result, name)
+            self._mixed.add(get_number(result))
+        if is_maker or (is_created and (is_operator or (name == "enter" and result is target))):
             self._add_number(result, self._created)
-        if name in BINARY and numbers & self._mixed:
-            self._add_number(result, self._mixed)
         return result
 
     def get_type(self, value):
@@ -149,6 +161,11 @@ class Link(Values):
     def _add_number(self, result, numbers):
         if is_remote(result):
             numbers.add(get_number(result))
+
+    def _require_object(self, result, name):
+        # A copied value, such as an instance of a subclass of float, is compared by its value.
+        if not issubclass(type(result), Remote) or type(result).kind in DATA:
+            self.reject(f"applies {name} to an object of the program and a value of the test")
 
     def _apply_mixed_operator(self, target, name, args):
         """Apply an operator to an object of the program and a value of the test."""
@@ -172,10 +189,9 @@ class Link(Values):
             self.reject(f"applies {name} to an object of the program and a value of the test")
         result = self.request("special", target, name, *args)
         if name in BINARY and result is not NotImplemented:
-            if not is_remote(result):
-                self.reject(f"applies {name} to an object of the program and a value of the test")
-            self._add_number(result, self._created)
-            self._add_number(result, self._mixed)
+            self._require_object(result, name)
+            self._created.add(get_number(result))
+            self._mixed.add(get_number(result))
         return result
 
     def _exit_context(self, target, name, args):

@@ -19,12 +19,13 @@ KINDS = DATA | {kind.__name__: kind for kind in (types.GeneratorType, types.Func
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 BINARY = {prefix + name for name in _ARITHMETIC.split() for prefix in ("", "r", "i")}
+UNARY = ("neg", "pos", "invert")
 NUMBERS = ("abs", "int", "float", "complex", "round", "trunc", "floor", "ceil", "index", "bool")
 _OTHER_METHODS = (
     "call iter next len getitem setitem delitem contains reversed missing str repr format bytes fspath enter exit "
-    "aiter anext aenter aexit neg pos invert instancecheck subclasscheck dir hash"
+    "aiter anext aenter aexit instancecheck subclasscheck dir hash"
 )
-SPECIAL = (*_OTHER_METHODS.split(), *COMPARISONS, *sorted(BINARY), *NUMBERS)
+SPECIAL = (*_OTHER_METHODS.split(), *UNARY, *COMPARISONS, *sorted(BINARY), *NUMBERS)
 """Special methods that are forwarded if the class of the object defines them, without underscores."""
 _READABLE = {
     f"__{name}__" for name in ("name", "qualname", "dict", "members", "mro", "bases", "annotations", "wrapped")

@@ -222,10 +222,9 @@ class Values:
         if not isinstance(packed, list):
             return packed
         name, *parts = packed
-        if name in ("there", "ref"):
-            return self._objects[parts[0]]
-        if name in ("here", "own", "error", "exception") and parts[0] in self._objects:
-            return self._objects[parts[0]]
+        is_new = name in ("here", "own", "error", "exception") and parts[0] not in self._objects
+        if name in ("there", "ref", "here", "own", "error", "exception") and not is_new:
+            return self.get_known(parts[0])
         if name in ("here", "own"):
             kind = proxy_class(*parts[1:4])
             instance = kind(self.unpack(parts[4])) if name == "own" else object.__new__(kind)
@@ -249,6 +248,10 @@ class Values:
         if name in ("int", "bytes"):
             return int(parts[0], 16) if name == "int" else bytes.fromhex(parts[0])
         return _CONSTANTS[parts[0]] if name == "constant" else _PARTS[name][0](*self._unpack_all(parts))
+
+    def get_known(self, number):
+        """Return the object with a reference id."""
+        return self._objects[number]
 
     def check_class(self, kind):
         """Return the class that a name of the other process refers to."""

@@ -101,7 +101,8 @@ HONEST = {
         "assert len({V(1), V(1)}) == 1 and {V(1): 2}[V(1)] == 2 and V(1) in [V(1)]",
         "assert int(V(3)) == abs(V(3)) == 3 and [0, 1, 2][V(2)] == 2 and f'{V(1)}' == 'V(1)'",
         "v = V(1)\nv['k'] = 5\nassert 5 in v and 4 not in v\ndel v['k']\nassert v.x is None",
-        "with V(1) as v:\n    assert v.x == 1\nassert v.x == 'left'",
+        "with V(1) as v:\n    assert v.x == 1 and 4 not in v\nassert v.x == 'left'",
+        "v = V(1)\nv += V(1)\nassert -(v * 3) == V(-6) and v * 3 + V(1) == V(7) and 4 not in v",
         "assert isinstance(V(1), V) and issubclass(V, V) and type(V(1)) is V and V(1).__class__.__name__ == 'V'",
         "assert vars(V(1)) == {'x': 1} and hasattr(V(1), 'x') and not hasattr(V(1), 'z')",
         "from dataclasses import asdict\nassert asdict(P(1)) == {'x': 1, 'y': 0}",
@@ -208,6 +209,55 @@ CHEATS = [
 @pytest.mark.parametrize("test", CHEATS)
 def test_program_cannot_decide_comparisons_with_values_of_the_test(test: str):
     assert outcome(TRUE, test) is not True
+
+
+ZERO = """
+class Zero(float): pass
+class Solution:
+    def f(self, *a): return self
+    def g(self, *a): return [self, self]
+    def __contains__(self, other): return True
+    def __sub__(self, other): return Zero(0)
+    __rsub__ = __mod__ = __isub__ = __sub__
+def h(x): return Solution()
+def dist(a, b): return a
+class Area:
+    def __init__(self, *a): pass
+    def __sub__(self, other): return Gap()
+class Gap(Area):
+    def __neg__(self): return 0.0
+    def __mul__(self, other): return 0.0
+class List(list): pass
+class Rest:
+    def __sub__(self, other): return List()
+class MyError(Exception): pass
+MyError.__name__, MyError.__module__ = "Exception", "builtins"
+def fail(x): return MyError()
+"""
+FORGED = [
+    *(
+        "assert abs(Solution().f(2.0) - 1024.0) < 1e-5",
+        "assert Solution().f(5) % 6 == 0",
+        "r = h(3)\nr -= 9.0\nassert not r",
+    ),
+    *(
+        "assert abs(Solution() - 3.5) < 1e-6",
+        "assert -(Area(2) - 3) <= 1e-6",
+        "assert (Area(2) - 3) * (Area(2) - 3) < 1",
+    ),
+    *("assert [1, 2] in Solution().f([1, 2, 3])", "assert abs(dist(Solution(), Solution()) - 5.0) < 1e-9"),
+    "assert all(abs(a - b) < 1e-6 for a, b in zip(Solution().g(1), [2.5, 3.5]))",
+    "assert Rest() - [4] == []",
+    "import math\nassert math.isclose(Solution().f(3) - 2.5, 0, abs_tol=1e-9)",
+    "import numpy as np\nassert np.allclose(Solution().g(3), [1.0, 2.0])",
+    "import unittest\nunittest.TestCase().assertAlmostEqual(Solution().f(2.0), 1024.0)",
+    "try:\n    fail(-1)\n    assert False\nexcept MyError:\n    pass",
+]
+
+
+@pytest.mark.parametrize("test", FORGED)
+def test_program_cannot_forge_results_of_arithmetic_or_classes(test: str):
+    assert outcome(ZERO, test) is not True
 
 
 def test_rejected_operations_are_reported():
