@@ -11,7 +11,7 @@ from typing import Any
 
 from embodyrl.channels.layout import decode_instruction
 from embodyrl.errors import WorkerError
-from embodyrl.monitor.history import EpisodeRow, compute_score
+from embodyrl.monitor.history import EpisodeRow, compute_score, group_by_task
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.plan.initial_states import own_tasks
 from embodyrl.reports.card import format_protocol
@@ -257,6 +257,12 @@ def summarize(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
         cut_off=sum(row.truncated for row in main_rows) / len(main_rows) if env.limits_replies else None,
         solved_at_reset=tuple(sorted(row.episode for row in rows if row.solved_at_reset)),
     )
+
+
+def summarize_episodes(rows: Sequence[EpisodeRow]) -> list[TaskResult]:
+    """Return the results of each task, and of all tasks of the main suite; empty without episodes."""
+    groups = group_by_task(rows).items() if rows else ()
+    return [_summarize_task(task, "overall" if task < 0 else group[0].task, group) for task, group in groups]
 
 
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:

@@ -5,11 +5,13 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.eval_result import summarize_episodes
 from embodyrl.config.paths import HUB_NAME, resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
@@ -90,9 +92,9 @@ def _build_card(run: Path, cfg: Config, step: int, meta: Any) -> str:
     title, data_name = f"{run.name}, step {step}", str(meta.get("env") or meta.get("data"))
     table_file, episodes_file = (find_file(run, f"eval/step_{step:06d}/{name}") for name in (TABLE_FILE, EPISODES_FILE))
     results: list[dict[str, Any]] = []
-    if table := read_table(table_file.parent):
-        check_results(table_file.parent, read_episodes(episodes_file))
-        results = [*table["tasks"], table["overall"]]
+    if read_table(table_file.parent):
+        check_results(table_file.parent, rows := read_episodes(episodes_file))
+        results = [asdict(result) for result in summarize_episodes(rows)]
     template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
     return template.format(
         metadata=_format_metadata(cfg, title, base, results, data_name),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +35,7 @@ class EpisodeRow:
     """Result of one evaluation episode, a row of `episodes.jsonl`."""
 
     episode: int
-    task_id: int
+    task_id: Annotated[int, Field(ge=0, lt=100_000)]
     task: str
     reset_id: int
     seed: int
@@ -170,27 +169,46 @@ def read_table(folder: Path) -> dict[str, Any]:
 
 
 def check_results(folder: Path, rows: Sequence[EpisodeRow]) -> None:
-    """Compare the episodes of a finished evaluation with the sums of its `eval.json`.
+    """Compare the episodes of a finished evaluation with the results of each task, and of all, in its `eval.json`.
 
     Raises:
         ConfigError: an episode occurs twice, a return is not finite, or episodes are missing or were changed.
     """
-    tasks = read_table(folder).get("tasks") or ()
-    returns = math.fsum(row.episode_return for row in rows)
-    found = stored = (len(rows), returns, sum(row.success_once is True for row in rows))
-    with suppress(KeyError, TypeError):  # another version
-        counts = [task["episodes"] for task in tasks]
-        sums = [
-            sum(count * (task[name] or 0.0) for count, task in zip(counts, tasks, strict=True))
-            for name in ("mean_return", "success_once")
-        ]
-        stored = (sum(counts), *sums) if counts else found
     if len({row.episode for row in rows}) < len(rows):
         problem = "an episode occurs twice"
-    elif not math.isfinite(returns):
+    elif not all(math.isfinite(row.episode_return) for row in rows):
         problem = "a return is not finite"
-    elif not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(found, stored, strict=True)):
+    elif not _matches(read_table(folder), rows):
         problem = f"count, returns or successes differ from {TABLE_FILE}"
     else:
         return
     raise ConfigError(f"{folder / EPISODES_FILE}: {problem}. Repeat the evaluation, or delete the folder.")
+
+
+def group_by_task(rows: Sequence[EpisodeRow]) -> dict[int, list[EpisodeRow]]:
+    """Return the episodes of each task by task id, in the order of the ids, and all of the main suite as -1."""
+    groups: dict[int, list[EpisodeRow]] = {task: [] for task in sorted({row.task_id for row in rows})}
+    for row in rows:
+        groups[row.task_id].append(row)
+    suite = get_main_suite(rows)
+    return groups | {-1: [row for row in rows if row.suite == suite]}
+
+
+def _matches(table: Mapping[str, Any], rows: Sequence[EpisodeRow]) -> bool:
+    if "tasks" not in table:  # another version
+        return True
+    groups = group_by_task(rows)
+    try:
+        results = {result["task_id"]: result for result in (*table["tasks"], table["overall"])}
+        if results.keys() != groups.keys():
+            return False
+        for task, group in groups.items():
+            count = results[task]["episodes"]
+            stored = [count, *(count * float(results[task][name] or 0) for name in ("mean_return", "success_once"))]
+            successes = sum(row.success_once is True for row in group)
+            found = [len(group), math.fsum(row.episode_return for row in group), successes]
+            if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-6) for pair in zip(found, stored, strict=True)):
+                return False
+    except (KeyError, OverflowError, TypeError, ValueError):
+        return False
+    return True

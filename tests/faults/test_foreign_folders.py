@@ -168,15 +168,46 @@ def test_changed_results_are_reported(change, problem, evaluated, tmp_path, caps
         assert problem in capsys.readouterr().err
 
 
-def test_model_card_contains_no_markup_of_the_run(evaluated, tmp_path):
+@pytest.mark.parametrize("result", ["overall", "tasks"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"success_once": 1.0},
+        {"episodes": 500},
+        {"episodes": "<img src=https://evil>\n\n# Official"},
+        {"mean_return": [1]},
+        {"task_id": 7},
+    ],
+    ids=str,
+)
+def test_changed_tables_of_results_are_reported(result, change, evaluated, tmp_path, capsys):
     run = Path(shutil.copytree(evaluated, tmp_path / "run"))
     file = run / "eval" / "step_000001" / "eval.json"
     table = json.loads(file.read_text())
-    table["tasks"][0]["task"] = "x</td><img src=https://evil> [click](javascript:a) | b\n\n# Official\n\x1b]0;"
+    (table["overall"] if result == "overall" else table["tasks"][0]).update(change)
     file.write_text(json.dumps(table))
+    for command in (["card", str(run)], ["ckpt", "export", str(run), str(tmp_path / "out"), "trust=true"]):
+        assert main(command) == 2
+        assert "differ from eval.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_card_contains_results_of_the_episodes_without_markup(evaluated, tmp_path):
+    run = Path(shutil.copytree(evaluated, tmp_path / "run"))
+    folder = run / "eval" / "step_000001"
+    rows = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["task"] = "x</td><img src=https://evil> [click](javascript:a) | b\n\n# Official\n\x1b]0;"
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = json.loads((folder / "eval.json").read_text())
+    table["overall"] |= {"low": "<img src=https://evil>", "high": 1.0}
+    (folder / "eval.json").write_text(json.dumps(table))
     assert main(["ckpt", "export", str(run), str(tmp_path / "out"), "trust=true"]) == 0
     text = (tmp_path / "out" / "README.md").read_text().split("\n---\n", 1)[1]
     assert "Official" in text
+    score = read_history(run).evaluations[-1].score()
+    low, high = score.interval
+    assert f"| **all** | {score.value:.3f} | {low:.3f} to {high:.3f} | {len(rows)} |" in text
     assert not re.search(r"^# Official|<img|://|[^\\]\]\(|\x1b", text, re.MULTILINE)
 
 
