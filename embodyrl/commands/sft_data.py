@@ -1,7 +1,6 @@
 """Demonstrations of SFT: load and split samples, check that the policy fits, and store normalization statistics."""
 
 import json
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,11 +22,11 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
+from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics, read_side_file
 from embodyrl.specs import convert_gripper
 from embodyrl.types import ActionKind, EnvSpec, FloatArray, PolicySpec
 
-_MAX_COPIED_BYTES = 16 * 2**20
+_MAX_COPIED_BYTES = 64 * 2**20
 _CONSTANT_STD = 1e-5
 """Standard deviation of an action dimension, relative to half its range, that counts as constant."""
 
@@ -232,7 +231,7 @@ def with_statistics(model: ModelSettings, target: Path, env: EnvSpec, entry: dic
         copy = target / path.name
         copy.unlink(missing_ok=True)
         if path.is_file() and path.stat().st_size <= _MAX_COPIED_BYTES:
-            shutil.copyfile(path, copy)
+            copy.write_bytes(read_side_file(source, path.name))
         else:
             # Weights are large and read-only; only the statistics change.
             copy.symlink_to(path.resolve())

@@ -10,13 +10,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from run_files import write_run, write_video
-from toy_runs import resume_toy, train_toy
+from settings import model_of
+from toy_runs import TOY_OFT, resume_toy, toy_config, train_toy
 
 from embodyrl.cli.main import main
-from embodyrl.errors import ConfigError
+from embodyrl.commands.sft_data import with_statistics
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.plan.config import load_with_ckpt
+from embodyrl.plan.environment import env_spec
+from embodyrl.policies.causal_lm.model import load
 from embodyrl.reports.history import read_history
 
 
@@ -93,6 +98,50 @@ def test_report_and_card_write_through_no_link(tmp_path):
     assert all((run / name).stat().st_size and not (run / name).is_symlink() for name in names)
     for link in scratch:
         link.unlink()
+
+
+LINKED = {
+    "openvla_oft_tiny": ("tokenizer.model", *TOY_OFT),
+    "act": ("policy_x_processor.safetensors", "model=act"),
+    "pi05_tiny": ("policy_x.safetensors", "model=pi05_tiny"),
+}
+
+
+@pytest.mark.parametrize("model", LINKED)
+def test_linked_side_files_of_a_model_are_not_copied(model, tmp_path):
+    """A copy in a checkpoint is a regular file, so exports and uploads would contain the linked file."""
+    (name, *words), secret = LINKED[model], tmp_path / "secret"
+    folder = Path(shutil.copytree(f"assets/{model}", tmp_path / "model"))
+    secret.write_text("PRIVATE KEY")
+    (folder / name).symlink_to(secret)
+    words += [f"model.path={folder}", "runner.max_steps=1"]
+    with pytest.raises(EmbodyError, match=f"'{name}' is outside the folder"):
+        train_toy(tmp_path, *words)
+    target = tmp_path / "start"
+    with pytest.raises(CheckpointError, match=f"'{name}' is outside the folder"):
+        with_statistics(model_of("mlp", path=str(folder)), target, env_spec(toy_config(tmp_path)), {})
+    (folder / name).unlink()
+    (folder / "own").write_text("public")
+    (folder / name).symlink_to("own")
+    run = train_toy(tmp_path, *words, name="other")
+    copies = [path.read_text() for path in run.glob(f"checkpoints/*/policy/{name}")]
+    assert copies == ([] if model == "act" else ["public"])  # act has no weights, so its processors are new
+
+
+def test_linked_texts_of_a_language_model_are_not_copied(tmp_path):
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    for part in load(Path("assets/causal_lm_tiny"), dtype=torch.float32, seed=0):
+        part.save_pretrained(folder)
+    secret.write_text("PRIVATE KEY")
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    load(folder, dtype=torch.float32)
+    for name in ("chat_template.jinja", "additional_chat_templates/x.jinja"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(secret)
+        with pytest.raises(CheckpointError, match=f"'{name}' is outside the folder"):
+            load(folder, dtype=torch.float32)
+        (folder / name).unlink()
 
 
 def test_report_embeds_no_video_behind_a_linked_folder(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
-from embodyrl.files import read_json
+from embodyrl.files import inside, read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, find_merged_adapter_problem
@@ -82,6 +82,9 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
             "model.lora.path."
         )
     try:
+        for path in [*folder.glob("*"), *folder.glob("additional_chat_templates/*")] if seed is None else ():
+            if path.is_file() and path.suffix != ".safetensors":  # copied into checkpoints with the tokenizer
+                inside(folder, path.relative_to(folder))
         kind, model_kind = (
             (AutoProcessor, AutoModelForImageTextToText) if reads_images else (AutoTokenizer, AutoModelForCausalLM)
         )

@@ -144,7 +144,7 @@ def read_files(
         CheckpointError: a file is damaged or lacks statistics, or a processor is not supported.
     """
     read_config(folder, policy_type, type(config))
-    config_files = {path.name: read_side_file(path) for path in _list_config_files(folder)}
+    config_files = {path.name: read_side_file(folder, path.name) for path in _list_config_files(folder)}
     raw: dict[str, Any] = json.loads(config_files[CONFIG_FILE])
     random_init = RANDOM_INIT_KEY in raw
     statistics, eps = _read_processor_statistics(folder, config_files, config, mapped=cfg.cameras is not None)

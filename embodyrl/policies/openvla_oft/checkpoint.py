@@ -217,7 +217,7 @@ def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
     """Read the files of tokenizer, preprocessor, statistics and configuration, for `save_model`."""
-    files = {name: read_side_file(folder / name) for name in SIDE_FILES if (folder / name).exists()}
+    files = {name: read_side_file(folder, name) for name in SIDE_FILES if (folder / name).exists()}
     return files | {CONFIG_FILE: remove_random_init_key(files[CONFIG_FILE])}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, format_reason
-from embodyrl.files import read_json, read_small
+from embodyrl.files import inside, read_json, read_small
 from embodyrl.policies.inputs import find_missing_weights
 from embodyrl.registry import closest
 
@@ -22,16 +22,18 @@ RANDOM_INIT_KEY = "embodyrl_init"
 """Key of config.json in a folder without weights: {"embodyrl_init": "random"}."""
 
 
-def read_side_file(path: Path) -> bytes:
-    """Read a small file next to the weights, such as a tokenizer or a configuration.
+def read_side_file(folder: Path, name: str | Path) -> bytes:
+    """Read a small file in a folder with weights, such as a tokenizer or a configuration, to save a copy.
 
     Raises:
-        CheckpointError: the file cannot be read, or is too large.
+        CheckpointError: the file cannot be read, is too large, or is a link to a file outside the folder.
     """
     try:
-        return read_small(path)
+        return read_small(inside(folder, name))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Download the checkpoint again.") from error
+        raise CheckpointError(
+            f"{folder / name} cannot be read: {error}. Replace a link by its content, or download the checkpoint again."
+        ) from error
 
 
 def reject_advantage_suffix(folder: Path) -> None:

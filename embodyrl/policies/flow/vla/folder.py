@@ -276,13 +276,13 @@ def _read_statistics(path: Path) -> dict[str, np.ndarray]:
 def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
     """Read configuration, tokenizer, processors and the selected statistics, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
-    files = {p.name: read_side_file(p) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
+    files = {p.name: read_side_file(folder, p.name) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
     files[CONFIG_FILE] = remove_random_init_key(files[CONFIG_FILE])
     if STATISTICS_FILE in files:
         files.pop(OPENPI_FILE, None)  # statistics of other data
         return _with_lerobot_statistics(files, MODES[cfg.normalization])
     if (openpi := _openpi_file(folder, cfg.unnorm_key)) is not None:
-        files[OPENPI_FILE] = read_side_file(openpi)
+        files[OPENPI_FILE] = read_side_file(folder, openpi.relative_to(folder))
     return files
 
 
