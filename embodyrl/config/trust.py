@@ -17,7 +17,7 @@ from embodyrl.registry import find_entry_points, get_current_path
 TRUST = "trust=true"
 _ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\\$\{")
 """Pattern of `\\${`, which is the text `${`."""
-_ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
+_ENV_VALUE = re.compile(r"\$\{oc\.env:(\w+)\}")
 _IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\S*")
 _CODE_OR_ADDRESS = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """Pattern of values that import code (package.module:attr, package:Id-v0) or are addresses of servers."""
@@ -146,9 +146,10 @@ def _may_import(env_id: str) -> bool:
 
 
 def _may_execute_code_or_connect(text: str) -> bool:
-    # This user sets the environment variables; other interpolations could hide a path.
-    unescaped = _ENV_VALUE.sub("x", _ESCAPED.sub("$(", text))
-    return "${" in unescaped or _CODE_OR_ADDRESS.fullmatch(unescaped) is not None
+    # This user's environment variables may contain a colon (DISPLAY=:0); other interpolations could hide a path.
+    escaped = _ESCAPED.sub("$(", text)
+    variants = (_ENV_VALUE.sub(value, escaped) for value in ("x", lambda match: os.environ.get(match[1], "")))
+    return any("${" in variant or _CODE_OR_ADDRESS.fullmatch(variant) is not None for variant in variants)
 
 
 def _is_known(path: str) -> bool:

@@ -55,6 +55,22 @@ def test_code_paths_from_files_are_rejected_unless_on_the_command_line(value: An
     assert find_untrusted_values({"video_cfg.base_dir": value, "trust": True}, {}, FILE)
 
 
+@pytest.mark.parametrize(
+    ("value", "variable", "is_trusted"),
+    [
+        ("payload${oc.env:X}", ":0", False),
+        ("${oc.env:X}", "ubuntu:GNOME", False),
+        (["a", "env.env_type=payload${oc.env:X}"], ":0", True),  # the setting of a protocol, which is parsed first
+        ("payload${oc.env:X}", "${seed}", False),
+        ("${oc.env:X}/runs", "/home/a:b", True),
+        ("${oc.env:X}", "hf_0123", True),
+    ],
+)
+def test_values_of_environment_variables_are_checked(value, variable, is_trusted, monkeypatch) -> None:
+    monkeypatch.setenv("X", variable)
+    assert bool(find_untrusted_values({"env.x": value}, {}, FILE)) is not is_trusted
+
+
 @pytest.mark.parametrize("value", FINE, ids=str)
 def test_component_names_and_file_paths_are_trusted(value: Any) -> None:
     assert not find_untrusted_values({"env.x": value}, {}, FILE)

@@ -97,7 +97,9 @@ def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeyp
     [
         ("env.id", "gym payload:Thing-v0", "add trust=true"),
         ("env.id", "gympayload/Thing-v0", "add trust=true"),
+        ("env.env_type", "gympayload${oc.env:DISPLAY}", "add trust=true"),
         ("eval.protocol.settings", ["env.env_type=gympayload:PART"], "add trust=true"),
+        ("eval.protocol.settings", ["env.env_type=gympayload${oc.env:DISPLAY}"], "add trust=true"),
         ("eval.protocol.settings", ["trust=true", "env.env_type=gympayload:PART"], "add trust=true"),
         ("eval.protocol.settings", ["trust=true"], "a protocol sets only"),
     ],
@@ -107,6 +109,7 @@ def test_evaluations_do_not_run_code_named_indirectly(key, value, problem, tmp_p
         (tmp_path / f"{name}.py").write_text(PAYLOAD)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISPLAY", ":0")
     run = foreign_run(tmp_path / "theirs", key, value)
     assert main(["eval", f"ckpt={run}", "--dry-run"]) == 2
     assert problem in capsys.readouterr().err
