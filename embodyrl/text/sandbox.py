@@ -51,6 +51,16 @@ _ESCAPE_STATEMENTS = {
     "memory of pipes": "call((278, 75), os.pipe()[1], None, 0, 0)",
     "asynchronous input": "call((206, 0), 1, ctypes.create_string_buffer(8))",
     "timers": "call((222, 107), 1, None, ctypes.create_string_buffer(8))",
+    "System V memory": "call((31, 195), 0, 3, ctypes.create_string_buffer(256))",
+    "System V semaphores": "call((66, 191), 0, 0, 3, ctypes.create_string_buffer(256))",
+    "System V queues": "call((71, 187), 0, 3, ctypes.create_string_buffer(256))",
+    "disk reserved by ioctl": "fcntl.ioctl(os.open('file', os.O_CREAT | os.O_RDWR), 0x4030582A, "
+    "bytes(16) + (1 << 21).to_bytes(8, 'little') + bytes(24))",
+    "lengths of other files": "open('file', 'w').close(); os.truncate('file', 0)",
+    "contents of readable files": "os.open('file', os.O_CREAT | os.O_TRUNC)",
+    "contents of other files": "os.open('file', os.O_CREAT | os.O_TRUNC | 3)",
+    "files in flight": "a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
+    "memory of Landlock": "call((444, 444), None, 0, 1)",
     "the time after its sandbox": "call((157, 167), 1, 0)",
 }
 """Statements that try to reach a resource outside the sandbox, by resource."""
@@ -230,17 +240,17 @@ def _get_bubblewrap_command() -> tuple[str, ...]:
     """Return the command that runs Python source in separate namespaces; empty if namespaces are unavailable."""
     # Root keeps its rights until `sandboxed.py` drops them. Root needs no user namespace, in which the user `nobody`
     # would have no id.
-    rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
+    rights = ["--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
     # The files of programs are in memory, also files that a program removed but still maps.
     mounts = f"--dev /dev --proc /proc --size {FOLDER_BYTES} --tmpfs {tempfile.gettempdir()}"
-    command = [shutil.which("bwrap") or "bwrap", *mounts.split(), *["--unshare-pid", "--unshare-net", "--chdir", "/"]]
+    command = [shutil.which("bwrap") or "bwrap", *mounts.split(), "--unshare-pid", "--unshare-net", "--unshare-ipc"]
     python = Path(sys.executable)
     environment = [Path(sys.prefix, "pyvenv.cfg"), Path(sys.base_prefix, "bin")]
     for path in [*_list_readable_paths(), python.parent, python.resolve().parent, *environment]:
         # Create parent folders, because folders created by a mount would have the private permissions of the original.
         command += [argument for parent in [*path.parents][-2::-1] for argument in ("--dir", str(parent))]
         command += ["--ro-bind-try", str(path), str(path)]
-    command += [*rights, "--new-session", "--as-pid-1", sys.executable, "-I", "-c"]
+    command += [*rights, "--chdir", "/", "--new-session", "--as-pid-1", sys.executable, "-I", "-c"]
     index = command.index("--size")
     for candidate in (command, command[:index] + command[index + 2 :]):  # bubblewrap before 0.7 has no --size
         try:

@@ -53,6 +53,10 @@ _DENIED = {
         *(132, 235, 261, 280, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 463, 466, 469),
         # inotify_init, _init1, fanotify_init; io_setup, flock, timer_create: names and resources of all processes
         *(253, 294, 300, 206, 73, 222),
+        # other calls of System V memory, semaphores and queues, which find those of others; mq_unlink
+        *(30, 31, 67, 65, 66, 220, 69, 70, 71, 241),
+        # truncate, openat2: contents of others before Linux 6.2; sendmsg, sendmmsg: files in flight; Landlock's memory
+        *(76, 437, 46, 307, 444, 445, 446),
     ),
     "aarch64": (
         0xC00000B7,
@@ -66,26 +70,31 @@ _DENIED = {
         *(203, 200, 47, 76, 77, 75),
         *(88, 54, 55, 5, 6, 7, 14, 15, 16, 463, 466, 469),
         *(26, 262, 0, 32, 107),
+        *(196, 195, 197, 193, 191, 192, 189, 188, 187, 181),
+        *(45, 437, 211, 269, 444, 445, 446),
     ),
 }
 """AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine architecture."""
 _BY_ARGUMENT = (
-    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP,
-    # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR.
+    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC
     *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
     ("fcntl", (1, "is", 4), (2, "some", 0x2000)),
-    *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902, 0x40086602, 0x401C5820)),
+    # All but TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; others reserve disk, for example.
+    ("ioctl", *((1, "not", command) for command in (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))),
+    # O_TRUNC with the access modes 0 and 3, which Landlock allows before Linux 6.2
+    *((name, (flags, "some", 0x200), (flags, "none", 3)) for name, flags in (("open", 1), ("openat", 2))),
+    *((name, (flags, "some", 1), (flags, "some", 2)) for name, flags in (("open", 1), ("openat", 2))),
     ("prlimit64", (0, "not", 0)),
     ("socketpair", (1, "some", 0x6)),  # all types but SOCK_STREAM, which cannot send to other addresses
     ("prctl", (0, "is", 1)),  # PR_SET_PDEATHSIG, which ends the program with its sandbox
 )
 """System calls that are blocked only with certain arguments, for example to signal other processes."""
 _NUMBERS = {
-    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302, "socketpair": 53, "prctl": 157},
-    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261, "socketpair": 199, "prctl": 167},
+    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302, "socketpair": 53, "prctl": 157, "open": 2, "openat": 257},
+    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261, "socketpair": 199, "prctl": 167, "openat": 56},
 }
 _DENIED_WITH = {
-    machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT]
+    machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT if name in numbers]
     for machine, numbers in _NUMBERS.items()
 }
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
@@ -385,8 +394,9 @@ def _restrict_calls() -> None:
         lines += [(load, 0, 0, 0), (equal, 0, 2 * len(conditions) + 1, number)]
         for index, (argument, relation, value) in enumerate(conditions):
             behind = 2 * (len(conditions) - index) - 1
-            jumps = (behind, 0) if relation == "not" else (0, behind)
-            lines += [(load, 0, 0, 16 + 8 * argument), (any_bits if relation == "some" else equal, *jumps, value)]
+            jumps = (behind, 0) if relation in ("not", "none") else (0, behind)
+            test = any_bits if relation in ("some", "none") else equal
+            lines += [(load, 0, 0, 16 + 8 * argument), (test, *jumps, value)]
         lines += [(return_value, 0, 0, deny)]
     lines += [(return_value, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
