@@ -198,6 +198,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 VALUE_BYTES = 32
 """Assumed size of one value of a table with its copies, in bytes."""
+_BATCH_ROWS = 64
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
@@ -216,8 +217,8 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
     schema = pa.schema([file.schema_arrow.field(name) for name in names], file.schema_arrow.metadata)
     groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
     declared = sum(
-        max(chunk.total_uncompressed_size, VALUE_BYTES * chunk.num_values)
-        for chunk in [group.column(k) for group in groups for k in range(group.num_columns)]
+        max(chunk.total_uncompressed_size, max(VALUE_BYTES, file.schema.column(k).length) * chunk.num_values)
+        for k, chunk in [(k, group.column(k)) for group in groups for k in range(group.num_columns)]
         if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in names)
     )
     if declared > limit:
@@ -226,7 +227,10 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
     # Small batches of one column at a time, because sizes in the file may be wrong.
     for field in schema:
         parts = []
-        for batch in file.iter_batches(64, columns=[field.name]):
+        num_rows = _check_repeated_texts(path, file, field.name, limit - size)
+        if num_rows == 0:
+            raise too_large
+        for batch in file.iter_batches(num_rows, columns=[field.name]):
             parts.append(part := batch.column(field.name))
             size += part.nbytes + VALUE_BYTES * len(part) + _count_expanded_bytes(part)
             if size > limit:
@@ -235,11 +239,43 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
+def _check_repeated_texts(path: Path, file: Any, name: str, limit: int) -> int:
+    """Return the number of rows of a column to read at a time; 0 if its texts need more than `limit` bytes.
+
+    A file can contain a text once that occurs in many rows, or many times in one row.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    leaves = [(k, file.schema.column(k)) for k in range(len(file.schema))]
+    texts = {
+        k: leaf for k, leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and f"{leaf.path}.".startswith(f"{name}.")
+    }
+    chunks = [file.metadata.row_group(i).column(k) for i in range(file.num_row_groups) for k in texts]
+    if all(chunk.total_uncompressed_size * chunk.num_values <= limit for chunk in chunks):
+        return _BATCH_ROWS
+    has_prefixes = any(encoding.startswith("DELTA") for chunk in chunks for encoding in chunk.encodings)
+    if has_prefixes and not any(leaf.max_repetition_level for leaf in texts.values()):
+        return min(_BATCH_ROWS, max(1, limit // max(chunk.total_uncompressed_size for chunk in chunks)))
+    reader = ParquetFile(path, metadata=file.metadata, read_dictionary=[leaf.path for leaf in texts.values()])
+    size = 0
+    for batch in reader.iter_batches(64 * _BATCH_ROWS, columns=[name]):
+        size += _count_expanded_bytes(batch.column(name))
+        if size > limit:
+            return 0
+    return _BATCH_ROWS
+
+
 def _count_expanded_bytes(column: Any) -> int:
-    """Return the number of bytes that are added when a dictionary-encoded column is expanded to one value per row."""
+    """Return the number of bytes that are added when dictionaries in a column are expanded to one value per row."""
     import pyarrow as pa
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 
+    if pa.types.is_map(column.type):
+        return _count_expanded_bytes(column.keys) + _count_expanded_bytes(column.items)
+    if pa.types.is_struct(column.type):
+        return sum(map(_count_expanded_bytes, column.flatten()))
+    if pa.types.is_nested(column.type):
+        return _count_expanded_bytes(column.flatten())
     if not pa.types.is_dictionary(column.type):
         return 0
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)

@@ -388,6 +388,40 @@ def test_wrong_sizes_in_a_parquet_file_do_not_exceed_memory(tmp_path: Path, monk
     assert pa.default_memory_pool().max_memory() <= max(before, 25 << 20)
 
 
+@pytest.mark.parametrize("kind", ["rows", "list", "nested", "map", "fixed", "prefixes", "prefixes in a list"])
+def test_repeated_texts_in_a_parquet_file_do_not_exceed_memory(tmp_path: Path, monkeypatch, kind: str):
+    """A text of 2 MiB is stored once, and occurs in 60 rows or 60 times in one row."""
+    file, count = tmp_path / "bomb.parquet", 60
+    encoded = {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"} if "prefixes" in kind else {}
+
+    def write(texts: list[str]) -> None:
+        column, ends = pa.array(texts).dictionary_encode(), pa.array([0, len(texts)], pa.int32())
+        column = column.cast(pa.string()) if encoded else column
+        column = {
+            "list": lambda: pa.ListArray.from_arrays(ends, column),
+            "nested": lambda: pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays([column], ["text"])),
+            "map": lambda: pa.MapArray.from_arrays(ends, pa.array(range(len(texts))).cast(pa.string()), column),
+            "fixed": lambda: pa.array(["x" * len(texts[-1])] * count).cast(pa.binary()).cast(pa.binary(len(texts[-1]))),
+            "prefixes in a list": lambda: pa.ListArray.from_arrays(ends, column),
+        }.get(kind, lambda: column)()
+        options = {"store_schema": False, "write_statistics": False, "dictionary_pagesize_limit": 64 << 20, **encoded}
+        pq.write_table(pa.table({"text": column}), file, compression="zstd", **options)
+
+    monkeypatch.setattr(files, "available_bytes", lambda: 100 << 20)
+    write([f"text {number}" for number in range(count)])
+    assert files.read_parquet(file).equals(pq.read_table(file))
+    write(["x" * (2 << 20)] * count)
+    assert file.stat().st_size < 10_000
+    previous = pa.default_memory_pool()
+    pa.set_memory_pool(pool := pa.proxy_memory_pool(previous))
+    try:
+        with pytest.raises((pa.ArrowException, OSError), match=r"unpacks to more than 25 MiB|Not yet implemented"):
+            files.read_parquet(file)
+    finally:
+        pa.set_memory_pool(previous)
+    assert pool.max_memory() < 75 << 20
+
+
 def test_nested_parquet_columns_are_read(tmp_path: Path):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     words = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 50), pa.array(["a", "b"]))
