@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,6 +27,8 @@ VIDEO_FOLDER = "videos"
 """Default name of a run's video folder; `video_cfg.base_dir` overrides the default."""
 
 
+_HUGE_NUMBER = re.compile(rb"\d{40}")
+"""A number that may not fit into a float."""
 _NUM_UNLIKELY_TOKENS = 5
 """Number of tokens with the lowest probability that are shown for each episode."""
 
@@ -43,7 +46,7 @@ class EpisodeRow:
     """True if the goal was reached at any step; None: the environment does not report success."""
     success_at_end: bool | None
     episode_return: Annotated[float, Field(validation_alias="return")]
-    steps: int
+    steps: Annotated[int, Field(ge=0, lt=1 << 53)]
     terminated: bool
     truncated: bool
     seconds: float
@@ -106,11 +109,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def count_missing_rows(rows: Iterable[Mapping[str, Any]], last_step: int, interval: int = 1) -> int:
     """Count the training steps up to `last_step` whose rows are missing; a row is due every `interval` steps."""
-    return len({*range(interval, last_step + 1, interval)} - {row.get("step") for row in rows})
+    steps = {row.get("step", 0) for row in rows}
+    return last_step // interval - sum(0 < step <= last_step and step % interval == 0 for step in steps)
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
+        if _HUGE_NUMBER.search(line):
+            continue
         try:
             row = from_json(line, cache_strings="keys")  # five times as fast as json.loads
         except ValueError:

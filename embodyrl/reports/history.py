@@ -166,6 +166,8 @@ def read_history(folder: Path) -> History:
     evaluations, unfinished = [], None
     files = (file for file in folder.glob(f"eval/step_*/{EPISODES_FILE}") if _is_within(file, folder))
     for path in sorted(files, key=natural_sort_key):
+        if not path.parent.name.removeprefix("step_").isdecimal():
+            continue
         step, table = int(path.parent.name.removeprefix("step_")), read_table(path.parent)
         evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)), table=table)
         if table:  # written last

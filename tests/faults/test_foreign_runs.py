@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -319,6 +321,32 @@ def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path
         code, said = main([command, str(run)]), capsys.readouterr().err
         assert "unexpected" not in said, said
         assert (code, str(name) in said) in ((0, False), (2, True)), said
+
+
+@pytest.mark.integration
+def test_huge_numbers_of_a_run_need_no_memory(tmp_path):
+    run = write_run(tmp_path / "theirs", "runner.logger.backends=[jsonl]")
+    (run / "checkpoints" / "step_400000000").mkdir(parents=True)
+    (run / "checkpoints" / "step_400000000" / "manifest.json").write_text("{}")
+    (run / "eval" / "step_x").mkdir()
+    shutil.copy(run / "eval" / "step_000003" / "episodes.jsonl", run / "eval" / "step_x")
+    lines = (run / "metrics.jsonl").read_text().splitlines()[:-1]
+    rows = [{"step": 500_000_000, "train/return": 1.0}, {"step": 4, "train/return": 10**400}, {"step": 10**400}]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, *map(json.dumps, rows)]) + "\n")
+    for command in ("card", "view", "report"):
+        limited = f"ulimit -v {4 << 20}; exec {sys.executable} -m embodyrl {command} {run}"
+        done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    assert "rows of 499999996 training steps are missing" in (run / "CARD.md").read_text()
+
+
+@pytest.mark.parametrize(("task_id", "code"), [(3, 0), (10**9, 2), (-1, 2)])
+def test_task_ids_of_episodes_are_limited(task_id, code, tmp_path, capsys):
+    run = write_run(tmp_path / "theirs")
+    file = run / "eval" / "step_000003" / "episodes.jsonl"
+    file.write_text(file.read_text().replace('"task_id": 1', f'"task_id": {task_id}'))
+    assert main(["view", str(run)]) == code
+    assert ("task_id: Input should be" in capsys.readouterr().err) == (code == 2)
 
 
 @pytest.mark.integration
