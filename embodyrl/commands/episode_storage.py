@@ -10,6 +10,7 @@ from pathlib import Path
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.commands.collect import copy_episode, write_environment
+from embodyrl.commands.run_folder import EPISODES_FOLDER
 from embodyrl.data.layout import OWN, Actor, Card
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
@@ -17,7 +18,6 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
 from embodyrl.types import ActionKind, Episode
 
-EPISODES_FOLDER = "episodes"
 _IDS_PER_STEP = 10**6
 """Factor of the training step in an episode's unique number: training step * _IDS_PER_STEP + episode id."""
 

