@@ -78,6 +78,10 @@ _LISTED = re.compile(
 _RIGHT = re.compile(r"(?i)(?<!in)(?<!not )(?<!n't )\b(?:correct|right)\b|[\u2713\u2714\u2705]")
 
 
+_LEVELS = 26
+"""Maximum number of nested boxes or commands, and of letters in a row, so that the time is linear in the length."""
+
+
 class _Letter(NamedTuple):
     letter: str
     start: int
@@ -106,9 +110,11 @@ def find_last_box(text: str) -> str | None:
     if not (matches := boxes(text)):
         return None
     content = matches[-1][2]
-    for start, end, inner in boxes(content):
-        if not (content[:start] + content[end:]).strip(" $"):
-            return find_last_box(f"\\boxed{{{inner}}}")
+    for _ in range(_LEVELS):
+        inner = boxes(content)
+        if len(inner) != 1 or (content[: inner[0][0]] + content[inner[0][1] :]).strip(" $"):
+            break
+        content = inner[0][2]
     return content
 
 
@@ -119,7 +125,7 @@ def chosen_letter(reply: str) -> str | None:
     a separate line; else a letter that is chosen or called correct; else the only listed or mentioned letter.
     """
     reply = reply.rpartition("</think>")[2]
-    if tags := re.findall(r"(?s)<answer>\s*(\S.*?)</answer>", reply):
+    if tags := re.findall(r"(?s)<answer>\s*(\S.*?)</answer>", _cut_after_tags(reply)):
         reply = tags[-1]
     text = _mark_letters("".join(_replace_boxes(reply)))
     named = _match_letters(text, _NAMED, _LETTER_ON_OWN_LINE)
@@ -159,9 +165,10 @@ def _replace_boxes(reply: str) -> Iterator[str]:
 def _mark_letters(text: str) -> str:
     """Remove markup from a text, and enclose each letter that may name an option in control characters."""
     text = text.translate(_ASCII).translate(dict.fromkeys(map(ord, "*_`~#$\x02\x03")))
-    before = None
-    while before != text:
+    for _ in range(_LEVELS):
         before, text = text, _STYLED.sub(r" \1 ", text)
+        if before == text:
+            break
     text = re.sub(r"</?[a-z]{1,8}>|\\[()\[\],;:! ]|\\(?:quad|left|right)\b", " ", text)
     text = _ENCLOSED.sub(r"\1)", text)
     return _CANDIDATE.sub(lambda m: f"\x02{m[m.lastindex or 0].upper()}\x03{')' if m[1] else ''}", text)
@@ -180,9 +187,11 @@ def _match_letters(text: str, *patterns: re.Pattern[str]) -> list[_Letter]:
 def _is_rejected(text: str, match: re.Match[str]) -> bool:
     start = match.start(match.lastindex or 0)
     end = last = start + 2 + text.startswith(")", start + 2)
-    while also := _FURTHER_LETTER.match(text, last):
+    for _ in range(_LEVELS):
+        if not (also := _FURTHER_LETTER.match(text, last)):
+            break
         last = also.end()
-    if re.match(r"\s*(?:are|were)\b", text[last:]):
+    if re.match(r"\s*(?:are|were)\b", text[last : last + 80]):
         end = last  # as in "A and C are wrong"
     before = (text[max(0, match.start() - 40) : match.start()], text[max(0, start - 41) : start - 1])
     return bool(_REJECTED.match(text, end)) or any(_REJECTING.search(part) for part in before)
@@ -208,13 +217,19 @@ def final_answer(reply: str) -> str:
     """Return the final answer of a reply: the last LaTeX box, '#### n', <answer> tag, answer letter, or number."""
     if (box := find_last_box(reply)) is not None:
         return _remove_commas(box)
-    for pattern in (r"#### (-?[0-9.,]*[0-9])", r"(?s)<answer>(.*?)</answer>"):
-        if matches := re.findall(pattern, reply):
+    tags = r"(?s)<answer>(.*?)</answer>"
+    for pattern, text in ((r"#### (-?[0-9.,]*[0-9])", reply), (tags, _cut_after_tags(reply))):
+        if matches := re.findall(pattern, text):
             return _remove_commas(matches[-1])
     if _match_letters(_mark_letters(reply), _NAMED) and (letter := chosen_letter(reply)):
         return letter
     matches = re.findall(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?", reply)
     return _remove_commas(matches[-1] if matches else reply)
+
+
+def _cut_after_tags(reply: str) -> str:
+    """Return a reply up to its last `</answer>`; a search for tags behind it takes quadratic time."""
+    return reply[: reply.rfind("</answer>") + len("</answer>")]
 
 
 def _remove_commas(answer: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from embodyrl.text.answers import final_answer
 from embodyrl.text.rewards.functions import gsm8k, gsm8k_flexible, math_reward
 
 # (reply, answer, strict, flexible): 1 where the reward is 1.
@@ -220,3 +221,12 @@ def test_math_extracts_the_last_box_or_number(reply: str, reference: str, worth:
 )
 def test_long_replies_without_answer_get_zero_reward(reply: str):
     assert math_reward("", reply, "7") == gsm8k_flexible("", reply, "7") == 0
+
+
+def test_final_answer_is_found_at_any_depth_and_length():
+    for depth in (1, 3, 20):
+        assert final_answer(r"\boxed{ " * depth + "1,000" + "}" * depth) == "1000"
+    assert final_answer(r"\boxed{" * 2000 + "1" + "}" * 2000).strip(r"\boxed{}") == "1"
+    assert final_answer("answer (A) " + r"\text{" * 2000 + "}" * 2000) == "A"
+    assert final_answer("<answer>7</answer>" + "<answer>" * 20_000) == "7"
+    assert final_answer("The answer is (A). " + "B or C or " * 2000) == "A"
