@@ -256,12 +256,21 @@ def get_opened_tag(template: ChatTemplate, *, parts: bool = False) -> str:
 
 def remove_control_tokens(text: str, tokens: Iterable[str]) -> str:
     """Remove control tokens from a string, including tokens that a removal creates."""
-    before = None
-    while before != text:
-        before = text
-        for token in tokens:
-            text = text.replace(token, "")
-    return text
+    names = dict.fromkeys(token for token in tokens if token)
+    for token in names:
+        text = text.replace(token, "")
+    if not any(token in text for token in names):
+        return text
+    # One pass: repeated replacements take quadratic time for nested tokens.
+    kept: list[str] = []
+    lengths, ends = sorted({len(token) for token in names}, reverse=True), {token[-1] for token in names}
+    for character in text:
+        kept.append(character)
+        for length in lengths if character in ends else ():
+            if "".join(kept[-length:]) in names:
+                del kept[-length:]
+                break
+    return "".join(kept)
 
 
 def find_turn_end_tokens(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:

@@ -306,6 +306,22 @@ def test_undeclared_end_of_turn_token_gives_a_warning(tmp_path: Path):
     assert find_end_token_problem(ChatTemplate.read(named), named, parts=False) is None
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("plain <text>", "plain <text>"),
+        ("a<e<eos>os>b", "ab"),
+        ("x<e<e<eos>os>os><<eos>eos>y<eos", "xy<eos"),
+        ("<e<start>os><sta<eos>rt>.", "."),
+        ("<e" * 200_000 + "os>" * 200_000 + "end", "end"),
+    ],
+    ids=["none", "one", "nested", "two kinds", "deep"],
+)
+@pytest.mark.timeout(60)  # minutes, if each removal searches the whole text again
+def test_nested_control_tokens_are_removed_in_one_pass(content: str, expected: str):
+    assert remove_control_tokens(content, ["<start>", "<eos>", ""]) == expected
+
+
 def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     place = folder(tmp_path / "m", CHATML)
     assert remove_control_tokens("a<e<eos>os>b", control_tokens(place, ChatTemplate.read(place))) == "ab"
