@@ -17,7 +17,7 @@ from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.history import COSTS_FILE, read_rows
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.phases import run_seconds
-from embodyrl.reports.history import Evaluation, History, read_history
+from embodyrl.reports.history import Evaluation, History, is_within, read_history
 from embodyrl.reports.paired import PairedComparison, compare_suites
 from embodyrl.version import __version__
 
@@ -207,7 +207,8 @@ def _sum_costs(history: History) -> dict[str, float]:
     A total from finished attempts can be smaller than the total from the metrics; the larger total counts.
     """
     types = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
-    rows = read_rows(history.folder / COSTS_FILE)
+    path = history.folder / COSTS_FILE
+    rows = read_rows(path) if is_within(path, history.folder) else []
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in types.items())]
     steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
     attempts_s, metrics_s = sum(row["wall_s"] for row in attempts), run_seconds(history.rows)

@@ -22,6 +22,7 @@ from embodyrl.monitor.history import (
     EPISODES_FILE,
     METRICS_FILE,
     METRICS_LOGGER,
+    TABLE_FILE,
     VIDEO_FOLDER,
     EpisodeRow,
     check_results,
@@ -109,7 +110,7 @@ class History:
     def text(self, name: str | Path) -> str:
         """Return the end of a text file of the run; empty if the file is missing or a link to another folder."""
         path = self.folder / name
-        return read_tail(path, LONGEST_TEXT).decode("utf-8", "replace") if _is_within(path, self.folder) else ""
+        return read_tail(path, LONGEST_TEXT).decode("utf-8", "replace") if is_within(path, self.folder) else ""
 
     def has(self, name: str) -> bool:
         """Return True if a metric has a finite value in any row."""
@@ -133,7 +134,7 @@ class History:
         return next((path for path in paths if path.suffix == ".mp4" and _is_video(path)), None)
 
 
-def _is_within(path: Path, folder: Path) -> bool:
+def is_within(path: Path, folder: Path) -> bool:
     """Return True if a file is inside a folder after links are resolved."""
     # Untrusted run folder: a link must not expose a file of this machine.
     try:
@@ -159,23 +160,26 @@ def read_history(folder: Path) -> History:
         ConfigError: the folder is not a run.
     """
     file = folder / "config.yaml"
-    if not _is_within(file, folder):
+    if not is_within(file, folder):
         raise ConfigError(
             f"{folder}: config.yaml is missing, so the folder is not a run. `embodyrl list runs` lists the runs."
         )
     evaluations, unfinished = [], None
-    files = (file for file in folder.glob(f"eval/step_*/{EPISODES_FILE}") if _is_within(file, folder))
+    files = (file for file in folder.glob(f"eval/step_*/{EPISODES_FILE}") if is_within(file, folder))
     for path in sorted(files, key=natural_sort_key):
         if not path.parent.name.removeprefix("step_").isdecimal():
             continue
-        step, table = int(path.parent.name.removeprefix("step_")), read_table(path.parent)
+        step, table = int(path.parent.name.removeprefix("step_")), {}
+        if is_within(path.parent / TABLE_FILE, folder):
+            table = read_table(path.parent)
         evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)), table=table)
         if table:  # written last
             check_results(path.parent, evaluation.episodes)
             evaluations.append(evaluation)
         else:
             unfinished = evaluation
-    rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
+    metrics = read_rows(folder / METRICS_FILE) if is_within(folder / METRICS_FILE, folder) else []
+    rows = [row for row in metrics if {*map(type, row.values())} <= _NUMBERS]
     episodes = [e for evaluation in (*evaluations, unfinished) if evaluation is not None for e in evaluation.episodes]
     if any(e.success_once is not None for e in episodes) or any(_SUCCESS_METRICS & {*row} for row in rows):
         # Some environments report success only when it occurs: a missing value means no success.

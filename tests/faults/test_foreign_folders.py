@@ -22,6 +22,7 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.environment import env_spec
 from embodyrl.policies.causal_lm.model import load
+from embodyrl.reports.card import build_card
 from embodyrl.reports.history import read_history
 
 
@@ -142,6 +143,26 @@ def test_linked_texts_of_a_language_model_are_not_copied(tmp_path):
         with pytest.raises(CheckpointError, match=f"'{name}' is outside the folder"):
             load(folder, dtype=torch.float32)
         (folder / name).unlink()
+
+
+@pytest.mark.parametrize("target", ["other", "own"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "costs.jsonl", "eval/step_000003/eval.json", "eval/step_000003/episodes.jsonl"]
+)
+def test_results_behind_links_to_other_runs_are_not_shown(name, target, tmp_path):
+    run = write_run(tmp_path / "runs" / "theirs")
+    (run / "costs.jsonl").write_text('{"wall_s": 3600, "cpu_s": 7200, "gpus": 2}\n')
+    complete = build_card(run)
+    place = run.parent / "other" / "file" if target == "other" else (run / name).with_name("moved")
+    place.parent.mkdir(exist_ok=True)
+    (run / name).rename(place)
+    (run / name).symlink_to(place)
+    card = build_card(run)
+    shown = (bool(read_history(run).rows), "gpu_hours" in card["costs"], len(card["figures"]))
+    if target == "other":
+        assert shown == (name != "metrics.jsonl", name != "costs.jsonl", 1 + ("step" not in name))
+    else:
+        assert card == complete
 
 
 def test_report_embeds_no_video_behind_a_linked_folder(tmp_path, monkeypatch):
