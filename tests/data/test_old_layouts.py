@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def append(root: Path, name: str, text: str) -> None:
             lambda r: append(r, "meta/episodes.jsonl", "[" * 100_000),
             r"episodes.jsonl cannot be read: line 4 is not JSON",
         ),
+        (lambda r: os.truncate(r / "meta/episodes.jsonl", 40 << 30), r"line 4 is longer than 16 MiB"),
+        (lambda r: os.truncate(r / "meta/tasks.jsonl", 40 << 30), r"line 2 is longer than 16 MiB"),
         (
             lambda r: append(r, "meta/episodes.jsonl", "[1]\n"),
             r"line 4: the field episode_index is missing, or is not of type int",
