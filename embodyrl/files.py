@@ -102,7 +102,8 @@ def inside(folder: Path, name: str | Path) -> Path:
         ValueError: the path leads outside the folder, or to a device or pipe.
     """
     path = folder / str(name)
-    root = next((parent.parent for parent in folder.parents if parent.name == "snapshots"), folder)
+    caches = (p.parent for p in folder.parents if re.search(r"/(models|datasets)--[^/]+/snapshots$", f"/{p}"))
+    root = next(caches, folder)
     # Unlike `resolve`, `realpath` accepts a loop of links.
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise ValueError(f"{str(name)[:200]!r} is outside the folder {folder}")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,22 @@ def test_non_finite_numbers_are_null_in_json():
         "folder": "a",
         "n": 0.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("home", "accepted"),
+    [("datasets--me--set/snapshots", True), ("models--me--m/snapshots", True), ("data/snapshots", False)],
+)
+def test_links_to_a_parent_folder_are_accepted_only_in_the_cache_of_the_hub(home, accepted, tmp_path: Path) -> None:
+    folder = tmp_path / home / ("a" * 40) / "videos"
+    folder.mkdir(parents=True)
+    (blob := folder.parents[2] / "blob").write_text("x")
+    (folder / "file").symlink_to(blob)
+    (folder / "private").symlink_to(tmp_path / "private")
+    (tmp_path / "private").write_text("x")
+    for name, is_inside in (("file", accepted), ("private", False)):
+        with nullcontext() if is_inside else pytest.raises(ValueError, match="is outside the folder"):
+            assert files.inside(folder, name).read_text() == "x"
 
 
 def test_scratch_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
