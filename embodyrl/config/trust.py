@@ -1,17 +1,20 @@
 """Code that config values refer to: checks of untrusted configs, and source files of the user."""
 
+import functools
 import importlib.util
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.compose import conf_dir, format_override
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import Settings, is_key_or_subkey
+from embodyrl.errors import shorten
 from embodyrl.registry import find_entry_points, get_current_path
 
 TRUST = "trust=true"
@@ -37,8 +40,12 @@ EXECUTABLE_KEYS = ("env.python", "model.python")
 """Keys whose value is the path of a program that a run starts."""
 
 
+_MAX_PROBLEMS = 20
+_MAX_SHOWN = 1000
+
+
 def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any], file: Path) -> list[str]:
-    """Return one line for each value of a saved config that could run code or call a server.
+    """Return one line for each of the first values of a saved config that could run code or call a server.
 
     Accepted values: names of registered components, module paths that an installed package registers or the included
     conf/ uses, and values of keys that are also on the command line. With `trust=true` on the command line all values
@@ -51,16 +58,29 @@ def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]
     """
     if overrides.get("trust") is True:
         return []
-    return [
-        f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
-        f"author of this run, add {TRUST}; to allow only this value, add {format_override(key, value)}."
+    texts = {
+        key: next((text for text in (key, *_iter_texts(value)) if _is_untrusted(key, value, text)), None)
         for key, value in saved.items()
         if key not in overrides and not is_key_or_subkey(key, _SAFE_KEYS)
-        for text in (key, *_iter_texts(value))
-        if (key in EXECUTABLE_KEYS and text == value)
+    }
+    return [
+        f"{file}: {shorten(key)}: {shorten(text)} runs code or calls a server and is not on the command line. If you "
+        f"trust the author of this run, add {TRUST}; to allow only this value, add {_suggest(key, saved[key])}."
+        for key, text in islice(((key, text) for key, text in texts.items() if text is not None), _MAX_PROBLEMS)
+    ]
+
+
+def _suggest(key: str, value: Any) -> str:
+    # Formatting a long list takes minutes.
+    return format_override(key, value) if len(str(value)) <= _MAX_SHOWN else f"{shorten(key)}=..."
+
+
+def _is_untrusted(key: str, value: Any, text: str) -> bool:
+    return (
+        (key in EXECUTABLE_KEYS and text == value)
         or (key in _PROGRAM_KEYS and _may_import(text))
         or (_may_execute_code_or_connect(text) and not _is_known(text))
-    ]
+    )
 
 
 def split_trust(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -155,8 +175,12 @@ def _may_execute_code_or_connect(text: str) -> bool:
 def _is_known(path: str) -> bool:
     if any(entry.group.startswith("embodyrl.") for entry in find_entry_points(value=path)):
         return True
-    path = get_current_path(path)
-    return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
+    return get_current_path(path) in _read_words(conf_dir())
+
+
+@functools.cache
+def _read_words(folder: Path) -> frozenset[str]:
+    return frozenset(word for file in folder.rglob("*.yaml") for word in file.read_text(encoding="utf-8").split())
 
 
 def _iter_texts(value: Any) -> Iterator[str]:

@@ -182,12 +182,16 @@ def _finish(
 def _get_last_settings(settings: Sequence[Setting]) -> dict[str, Setting]:
     """Return the effective setting of each key; later settings replace earlier settings."""
     last: dict[str, Setting] = {}
+    sections: set[str] = set()
     for setting in settings:
-        for covered in [key for key in last if _is_below(setting.key, key) or _is_below(key, setting.key)]:
+        parents = [*get_parents(setting.key)]
+        below = [key for key in last if _is_below(key, setting.key)] if setting.key in sections else []
+        sections.update(parents)
+        for covered in [*(key for key in parents if key in last), *below]:
             # An empty mapping sets no value; any other value replaces values above and below its key.
             if not (_is_below(setting.key, covered) and setting.value == {}):
                 del last[covered]
-        if setting.value != {} or not any(_is_below(setting.key, key) for key in last):
+        if setting.value != {} or last.keys().isdisjoint(parents):
             last.pop(setting.key, None)
             last[setting.key] = setting
     return last

@@ -37,6 +37,9 @@ from embodyrl.plan.schema import (
 )
 from embodyrl.registry import closest
 
+_MAX_UNKNOWN = 20
+"""Maximum number of unknown keys in an error; the search for a similar key is slow."""
+
 
 def unused_keys(
     schema: Schema,
@@ -57,7 +60,7 @@ def unused_keys(
         problems: an error is appended for each unknown key.
     """
     unused: dict[str, list[str]] = {}
-    command, deleted = schema.command, list[str]()
+    command, deleted, num_unknown = schema.command, list[str](), 0
     for name in names:
         if name in DELETED_KEYS and not last[name].is_set_by_user:
             if values[name] != DELETED_KEYS[name]:
@@ -74,7 +77,8 @@ def unused_keys(
         elif not last[name].is_set_by_user and not is_known(name) and _is_training_key(name, values, problems):
             continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
         elif not is_known(name) or name in schema.branches:
-            problems += _unknown_key_errors(schema, last[name])
+            num_unknown += 1
+            problems += _unknown_key_errors(schema, last[name]) if num_unknown <= _MAX_UNKNOWN else []
         elif last[name].is_set_by_user:
             _report_unused(last[name], values[name], describe_component(command, name, values), problems, unused)
     return [*deleted, *_unused_key_warnings(unused)]

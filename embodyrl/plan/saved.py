@@ -94,6 +94,9 @@ def _mask_values(node: Any) -> Any:
     return mask_hidden_values(_INTERPOLATION.sub(r"\1\1\\${", node)) if isinstance(node, str) else node
 
 
+_MAX_KEYS = 5000
+
+
 def read_saved(file: Path) -> dict[str, Any]:
     """Return the values in the `config.yaml` of a run, by dotted key.
 
@@ -101,6 +104,8 @@ def read_saved(file: Path) -> dict[str, Any]:
         ConfigError: the file is missing or malformed, or contains YAML tags (which could construct objects).
     """
     saved = {key: value for key, value in flatten(read_plain_yaml(file)).items() if key not in _REMOVED}
+    if len(saved) > _MAX_KEYS:
+        raise ConfigError(f"{file} has {len(saved)} keys; a config has at most {_MAX_KEYS}. Use another file.")
     if "env.env_type" in saved:
         env_type = str(saved["env.env_type"])
         saved["env.env_type"] = env_type = FORMER_NAMES.get(env_type, env_type)

@@ -237,6 +237,28 @@ def test_a_config_that_grows_without_bound_is_rejected(tmp_path, monkeypatch, ca
         assert "config.yaml:2: YAML aliases are refused" in capsys.readouterr().err
 
 
+def test_large_configs_give_short_errors(tmp_path):
+    """The search for similar keys and the formatting of long lists take minutes without limits."""
+    run = foreign_run(tmp_path / "theirs", "env.env_type", "tabletop")
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+
+    def errors(*arguments: str, **more: object) -> list[str]:
+        (run / "config.yaml").write_text(yaml.safe_dump(saved | more))
+        with pytest.raises(ConfigError) as caught:
+            load_saved_config(run, arguments)
+        return str(caught.value).splitlines()
+
+    assert len(errors(more={f"k{i}": 1 for i in range(1000)})) == 20
+    (line,) = errors(more=["a:b"] * 3000)
+    assert f"{run / 'config.yaml'}: more: a:b runs code" in line
+    assert line.endswith("add more=....")
+    assert len(errors(more={f"k{i}": "a:b" for i in range(1000)})) == 20
+    assert len(errors("trust=true", more=["a:b"] * 3000)) == 1
+    assert "keys; a config has at most 5000" in errors(more={f"k{i}": 1 for i in range(5000)})[0]
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert load_saved_config(run, ["seed=3"]).env.env_type == "tabletop"
+
+
 def test_endless_files_are_not_loaded_into_memory(tmp_path):
     """The files are sparse, so their size costs no disk space."""
     from embodyrl.reports.history import read_history
