@@ -5,6 +5,7 @@ import builtins
 import copy
 import importlib
 import sys
+import types
 
 from embodyrl.text.sandboxed_calls import TEST, Link, read_attribute, write_attribute
 from embodyrl.text.sandboxed_objects import CopiedValue, Remote, get_number
@@ -113,6 +114,8 @@ class _Analysis:
             for node in nodes:
                 if isinstance(node, ast.FunctionDef) and self.has_result(node.body):
                     self.results.add(node.name)
+                elif isinstance(node, ast.Try) and self.has_result(node.body):
+                    self.results |= {handler.name for handler in node.handlers if handler.name}
                 elif isinstance(node, _ASSIGNMENTS):
                     names = [stored for source, stored in _get_assignments(node) if self.has_result([source])]
                     self.results = self.results.union(*names)
@@ -144,6 +147,8 @@ class _Analysis:
             return False
         names = {_get_root_name(node.func), *(arg.id for arg in _arguments(node) if isinstance(arg, ast.Name))}
         if _get_root_name(node.func) in self.results | self.parameters - {"self"}:
+            return True
+        if isinstance(root := _get_root(node.func), ast.Lambda | ast.IfExp | ast.Dict) and self.has_result([root]):
             return True
         if any(isinstance(arg, ast.Lambda) and self.has_result([arg.body]) for arg in _arguments(node)):
             return True
@@ -208,11 +213,16 @@ _TYPE_CHECKS = ("isinstance", "issubclass")
 _NEUTRAL = ("all", "any", "bool", "print", "range", "type")
 
 
-def _get_root_name(node):
-    """Return the name at the start of an expression such as `name[0].attribute(1)`, or ""."""
+def _get_root(node):
+    """Return the start of an expression: `name` in `name[0].attribute(1)`."""
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
+    return node
+
+
+def _get_root_name(node):
+    root = _get_root(node)
+    return root.id if isinstance(root, ast.Name) else ""
 
 
 def _closure(name, edges):
@@ -363,7 +373,8 @@ class _Copies:
 
     def __call__(self, value):
         """Return a copy of a container and its containers; objects of the test are not copied."""
-        if type(value).__module__ == TEST and hasattr(value, "__dict__"):
+        is_namespace = type(value) is types.SimpleNamespace
+        if is_namespace or (type(value).__module__ == TEST and hasattr(value, "__dict__")):
             self._originals.append((vars(value), repr(vars(value))))
             return value
         duplicate = _copy(value)

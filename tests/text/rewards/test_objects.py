@@ -133,6 +133,8 @@ HONEST = {
         "x, want = [3, 1], [1, 3]\nassert sort(x) is None\nassert x == want",
         "import numpy as np\na = np.ones(2)\nscale(a)\nassert (a == 2).all()",
         "class I:\n    def __init__(s, p): s.price = p\nassert total([I(1), I(2)]) == 3",
+        "from types import SimpleNamespace\nassert total([SimpleNamespace(price=1)]) == 1",
+        "x = [2, 1]\nassert (lambda q: same(q))(x) == x == {'k': same}['k'](x)",
         "class N: pass\nn = N()\ndef expected(): return n\nassert same(n) == n == expected()",
         "def sum_of(x): return sum(x)\nx = [3, 1]\nassert sort(x) is None and push(x, 9) == 3\nassert sum_of(x) == 13",
         "x = [1, 1]\nk = shrink(x)\nassert k == 1\nassert x[:k] == [1]",
@@ -177,6 +179,8 @@ pi = E()
 def clear(x): x.clear(); return []
 def len(x): return 2
 def answer(case): case.expected = 1; return 1
+def fail(x): raise KeyError(x)
+def isinstance(*a): return True
 def append(x): x.append(1); return 1
 sorted = clear
 """
@@ -200,6 +204,11 @@ CHEATS = [
     "def check(a, b):\n    assert a == b\nx = [2, 1]\ncheck(clear(x), list(x))",
     "g, x = clear, [2, 1]\nassert g(x) == list(x)",
     "class Case: expected = 5\nc = Case()\nassert answer(c) == c.expected",
+    "import types\nc = types.SimpleNamespace(expected=5)\nassert answer(c) == c.expected",
+    "x = [2, 1]\nassert (lambda q: clear(q))(x) == list(x)",
+    "x = [2, 1]\nassert {'k': clear}['k'](x) == list(x)",
+    "x = [2, 1]\nassert (clear if x else None)(x) == list(x)",
+    "try:\n    fail(1)\nexcept Exception as e:\n    assert isinstance(e, ValueError) == True",
     "c = [5]\ndef expected(): return c[-1]\nassert append(c) == expected()",
     "c = [5]\nclass Case:\n    data = c\nassert append(c) == Case.data[-1]",
     "xs, out = [[2, 1]], []\nfor x in xs: out.append(clear(x))\nassert out == [list(y) for y in xs]",
