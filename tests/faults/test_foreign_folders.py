@@ -165,6 +165,16 @@ def test_results_behind_links_to_other_runs_are_not_shown(name, target, tmp_path
         assert card == complete
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_repositories_with_kernels_in_a_config_are_ignored(key, tmp_path):
+    for part in load(Path("assets/causal_lm_tiny"), dtype=torch.float32, seed=0):
+        part.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {key: "stranger/kernels"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for seed in (0, None):
+        assert load(tmp_path, dtype=torch.float32, seed=seed)[0].config._attn_implementation == "sdpa"
+
+
 def test_report_embeds_no_video_behind_a_linked_folder(tmp_path, monkeypatch):
     run = write_run(tmp_path / "runs" / "Videos")
     private = write_video(tmp_path / "home" / "Videos" / "private.mp4")

@@ -89,8 +89,9 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
             (AutoProcessor, AutoModelForImageTextToText) if reads_images else (AutoTokenizer, AutoModelForCausalLM)
         )
         processor = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config._attn_implementation = None  # the file may name a repository with kernels, which are programs
         if seed is not None:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 return nn.Module.to(model_kind.from_config(config), dtype), processor
@@ -100,6 +101,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,
+                config=config,
                 dtype=dtype,
                 output_loading_info=True,
             )

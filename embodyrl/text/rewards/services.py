@@ -86,7 +86,7 @@ class RewardModel:
             CheckpointError: the folder contains no reward model.
         """
         import torch
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
         options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
         self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, **options)
@@ -96,7 +96,11 @@ class RewardModel:
             from safetensors.torch import load_file
 
             kind, self._head = AutoModelForCausalLM, load_file(self.folder / VALUE_FILE)
-        model: Any = kind.from_pretrained(self.folder, use_safetensors=True, dtype=torch.float32, **options)
+        config = AutoConfig.from_pretrained(self.folder, **options)
+        config._attn_implementation = None  # the file may name a repository with kernels, which are programs
+        model: Any = kind.from_pretrained(
+            self.folder, config=config, use_safetensors=True, dtype=torch.float32, **options
+        )
         if self._head is None and model.config.num_labels != 1:
             raise CheckpointError(
                 f"{self.folder}: a reward model must have 1 output, not {model.config.num_labels}. Use another model."
