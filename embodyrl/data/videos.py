@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def _get_segment(episode: dict[str, Any], column: str) -> tuple[float, float]:
     """Return the first and last time of an episode in its video file, in seconds.
 
     Raises:
-        EmbodyError: meta/episodes has no such columns.
+        EmbodyError: meta/episodes has no such columns, or a time is not finite.
     """
     names = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
     values: list[Any] = [episode.get(f"videos/{column}/{name}") for name in names]
@@ -184,7 +185,13 @@ def _get_segment(episode: dict[str, Any], column: str) -> tuple[float, float]:
             f"meta/episodes: episode {episode['episode_index']} has no videos/{column}/{', '.join(names)}. Download "
             "the data set again, or select other cameras with data.cameras."
         )
-    return float(values[2]), float(values[3])
+    begin, end = float(values[2]), float(values[3])
+    if not math.isfinite(end - begin):
+        raise EmbodyError(
+            f"meta/episodes: episode {episode['episode_index']} has the times {begin} to {end} in videos/{column}. "
+            "Download the data set again, or select other cameras with data.cameras."
+        )
+    return begin, end
 
 
 def _get_step_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) -> _Times:

@@ -124,7 +124,8 @@ def escape_markdown(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Return a text as code in a Markdown table."""
+    """Return a text as code in a Markdown table, without control characters."""
+    text = replace_control_characters(text).replace("\n", "?")
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{text}{fence}".replace("|", "\\|")
 

@@ -71,6 +71,15 @@ def test_video_timestamp_outside_its_episode_is_an_error(tmp_path: Path) -> None
         load_demonstrations(root)
 
 
+@pytest.mark.parametrize("edge", ["from", "to"])
+def test_video_timestamp_that_is_not_finite_is_an_error(edge: str, tmp_path: Path) -> None:
+    root = write_set(tmp_path / "set", video_files=(0, 0, 0))
+    key = f"videos/observation.images.wrist/{edge}_timestamp"
+    edit_episodes(root, lambda rows: rows[1].update({key: float("nan")}))
+    with pytest.raises(EmbodyError, match=r"episode 1 has the times .*nan.* in videos/observation.images.wrist"):
+        load_demonstrations(root)
+
+
 def test_too_short_video_is_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     for edge in ("from", "to"):

@@ -126,6 +126,15 @@ def test_card_contains_no_markup_and_no_shell_commands_of_the_run(tmp_path: Path
     assert lines == [*command.split(), "train", "--resume", run.name, "c;", "reboot"]
 
 
+def test_commands_in_cards_contain_no_control_characters(tmp_path: Path) -> None:
+    run = carded(tmp_path).rename(tmp_path / "evil\n\n# Official")
+    (run / "overrides.txt").write_text(
+        "# attempt 1: train a='é\x1b[2J\u202e'\n# attempt 2: train b\n", encoding="utf-8"
+    )
+    (line,) = (line for line in card_text(build_card(run)).splitlines() if line.startswith("| command |"))
+    assert line == "| command | `embodyrl train 'a=é?[2J?' && embodyrl train --resume 'evil??# Official' b` |"
+
+
 def test_card_contains_own_source_files_and_their_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash is of the file when the run started."""
     (source := tmp_path / "own" / "my_estimator.py").parent.mkdir()
