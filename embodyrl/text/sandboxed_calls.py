@@ -117,7 +117,7 @@ class Link(Values):
         return kind
 
     def get_known(self, number):
-        """Return an object that exists in both processes; it is a result of the program, even if the test created it."""
+        """Return an object of both processes; it is a result of the program, even if the test created it."""
         self._created.discard(number)
         value = super().get_known(number)
         return self.check_class(value) if issubclass(type(value), type) else value
