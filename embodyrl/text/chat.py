@@ -262,15 +262,15 @@ def remove_control_tokens(text: str, tokens: Iterable[str]) -> str:
     if not any(token in text for token in names):
         return text
     # One pass: repeated replacements take quadratic time for nested tokens.
-    kept: list[str] = []
+    remaining: list[str] = []
     lengths, ends = sorted({len(token) for token in names}, reverse=True), {token[-1] for token in names}
     for character in text:
-        kept.append(character)
+        remaining.append(character)
         for length in lengths if character in ends else ():
-            if "".join(kept[-length:]) in names:
-                del kept[-length:]
+            if "".join(remaining[-length:]) in names:
+                del remaining[-length:]
                 break
-    return "".join(kept)
+    return "".join(remaining)
 
 
 def find_turn_end_tokens(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:
