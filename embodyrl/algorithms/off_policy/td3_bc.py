@@ -4,12 +4,17 @@ The paper (Fujimoto and Gu, arXiv 2106.06860) imitates all actions of a fixed da
 buffer, and only episodes with a high return are imitated.
 """
 
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from embodyrl.algorithms.off_policy.estimator import CriticSettings, compute_sac_credits
 from embodyrl.algorithms.off_policy.filtered_bc import SelectionSettings
 from embodyrl.algorithms.protocol import AdvantageEstimator
 from embodyrl.config.settings import Share, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOISE_CLIP = 2.5
 """Maximum target noise, in standard deviations (as in TD3: 0.5 / 0.2)."""
