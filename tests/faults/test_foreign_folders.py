@@ -158,9 +158,9 @@ def test_results_behind_links_to_other_runs_are_not_shown(name, target, tmp_path
     (run / name).rename(place)
     (run / name).symlink_to(place)
     card = build_card(run)
-    shown = (bool(read_history(run).rows), "gpu_hours" in card["costs"], len(card["figures"]))
+    values = (bool(read_history(run).rows), "gpu_hours" in card["costs"], len(card["figures"]))
     if target == "other":
-        assert shown == (name != "metrics.jsonl", name != "costs.jsonl", 1 + ("step" not in name))
+        assert values == (name != "metrics.jsonl", name != "costs.jsonl", 1 + ("step" not in name))
     else:
         assert card == complete
 

@@ -35,11 +35,6 @@ class Td3BcSettings(CriticSettings, SelectionSettings):
     actions."""
 
 
-def td3_target(reward: Tensor, discount: Tensor, next_value: Tensor) -> Tensor:
-    """Return the targets [B]: r + d min Q'(s', a'); `next_value` [n, B] are the values of the target critics."""
-    return reward + discount * next_value.amin(0)
-
-
 def smooth_actions(action: Tensor, normal: Tensor, std: float) -> Tensor:
     """Return actions [B, L] within -1..1 with clipped noise (TD3, arXiv 1802.09477); `normal` [B, L]: N(0, 1)."""
     return (action + std * normal.clamp(-NOISE_CLIP, NOISE_CLIP)).clamp(-1.0, 1.0)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from embodyrl.algorithms.off_policy.replay import Frames, Transitions
-from embodyrl.algorithms.off_policy.sac import critic_loss
-from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings, policy_loss, smooth_actions, td3_target
+from embodyrl.algorithms.off_policy.sac import critic_loss, soft_target
+from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings, policy_loss, smooth_actions
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.learners.off_policy.critic_learner import CriticLearner
@@ -94,7 +94,9 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
             for part in (self._replay["action"][batch.indices], batch.reward, batch.discount)
         )
         with torch.no_grad():
-            target = td3_target(reward, discount, self._targets(features[batch.after], next_action)[target_critics])
+            next_value = self._targets(features[batch.after], next_action)[target_critics]
+            # The target of TD3 is that of SAC without entropy.
+            target = soft_target(reward, discount, next_value, torch.zeros_like(reward), torch.zeros(()))
         value = self._critics(features[batch.indices], action)
         loss = critic_loss(value, target)
         norm = backward(self._optimizers["critics"], loss, self._optim.value_clip_grad)
