@@ -13,8 +13,8 @@ from embodyrl.config import compose
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
-FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc", "iql"}
-"""Presets without a ratio: see `test_off_policy_runs`, `test_filtered_runs` and tests/learners/iql."""
+FROM_A_BUFFER = {"sac", "rlpd", "td3_bc", "filtered_bc", "iql"}
+"""Presets without a ratio: see `test_off_policy_runs`, `test_filtered_runs`, tests/learners/off_policy and iql."""
 PRESETS = sorted(compose.options("algorithm").keys() - FROM_A_BUFFER)
 
 
