@@ -80,7 +80,10 @@ def test_memory_estimate_of_a_libero_worker_is_close_to_the_measured_peak(tmp_pa
     words = ["env=libero_object", "env.render_profile=lean", "env.train.task_ids=[0]", "env.train.total_num_envs=2"]
     words += ["env.train.max_episode_steps=8", "algorithm.group_size=2", "runner.val_check_interval=-1"]
     words += ["model=flow_small", "launcher=local", "launcher.env_workers=1", f"runner.output_dir={tmp_path}"]
-    planned, measured = planned_and_measured(tmp_path, load_config("train", words), updates=False, worker="env_0")
+    cfg = load_config("train", words)
+    with running_crew(tmp_path, cfg=cfg):
+        pass  # the first start on a machine reduces meshes, which takes 270 MiB more
+    planned, measured = planned_and_measured(tmp_path, cfg, updates=False, worker="env_0")
     assert planned == pytest.approx(measured, rel=0.1)
 
 

@@ -90,7 +90,8 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
         )
         processor = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config._attn_implementation = None  # the file may name a repository with kernels, which are programs
+        # A copy has no attention implementation; the file may name a repository with kernels, which are programs.
+        config = type(config).from_dict(config.to_dict())
         if seed is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
