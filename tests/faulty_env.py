@@ -145,9 +145,9 @@ class FaultyEnv(ChunkedEnv):
             result = replace(result, valid=np.ones_like(result.valid))
         return result
 
-    def expert_chunk(self, env_indices, num_actions, *, noise, instead=None, after_step=None):
+    def expert_chunk(self, env_indices, num_actions, *, noise, executed=None, after_step=None):
         clean, result = super().expert_chunk(
-            env_indices, num_actions, noise=noise, instead=instead, after_step=after_step
+            env_indices, num_actions, noise=noise, executed=executed, after_step=after_step
         )
         return clean * (0.9 if self.plant == "expert_reports_something_else" else 1.0), result
 

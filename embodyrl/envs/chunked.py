@@ -101,8 +101,7 @@ class ChunkedEnv:
 
         Raises:
             EnvError: an action has the wrong shape or is not finite (no action was executed), an environment has no
-            running
-                episode, or the simulator returned a non-finite reward.
+                running episode, or the simulator returned a non-finite reward.
         """
         rows = np.array(env_indices, np.int64)
         self._require_running_episode(rows)
@@ -115,7 +114,7 @@ class ChunkedEnv:
         num_actions: int,
         *,
         noise: float,
-        instead: FloatArray | None = None,
+        executed: FloatArray | None = None,
         after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
         """Execute actions of the scripted expert (see `Env.expert_chunk`)."""
@@ -128,15 +127,15 @@ class ChunkedEnv:
                     f"env.eval.task_ids to tasks with an expert: {list(self.spec.expert.tasks)}."
                 )
         self._require_running_episode(rows)
-        if instead is not None:
-            self._check_actions(env_indices, instead)
+        if executed is not None:
+            self._check_actions(env_indices, executed)
         expert_actions = np.zeros((len(env_indices), num_actions, self.spec.action.dim), np.float32)
 
         def choose_actions(row_indices: IntArray, index: int, active_envs: IntArray) -> FloatArray:
             for row, env_index in zip(row_indices.tolist(), active_envs.tolist(), strict=True):
                 expert_actions[row, index] = self._sims.expert(env_index)
-            if instead is not None:
-                return instead[row_indices, index]
+            if executed is not None:
+                return executed[row_indices, index]
             spec, seed, step = self.spec.action, self._seed[active_envs].tolist(), self._steps[active_envs].tolist()
             return np.stack(
                 [
@@ -209,7 +208,7 @@ class ChunkedEnv:
         for name in ("reward", "terminated", "success", "truncated"):
             if (shape := np.shape(getattr(step, name))) != env_indices.shape:
                 raise EnvError(
-                    f"env '{self.spec.name}': step returned {name} of shape {shape}, not {env_indices.shape}."
+                    f"env '{self.spec.name}': step returned {name} of shape {shape}, expected {env_indices.shape}."
                 )
         if not np.isfinite(reward).all():
             bad_index = int(np.flatnonzero(~np.isfinite(reward))[0])

@@ -6,8 +6,8 @@ most D and executes its actions d..s-1 at steps t+d..t+s-1. Until the next chunk
 s..s+d'-1 follow. The first chunk of an episode has no delay: its actions start at 0. Delays are numbers of env steps,
 so the results do not depend on the speed of the policy.
 
-The record of a chunk contains the results of exactly the actions that this chunk executed; `valid` is False for all
-others. Algorithms therefore need no changes.
+The record of a chunk contains only the results of its executed actions; `valid` is False for its other actions.
+Algorithms therefore need no changes.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def check_delay(spec: EnvSpec, max_delay: int, chunk: int) -> None:
 
 
 class DelayedEnv(ChunkedEnv):
-    """Environment with an inference delay; observations are those of the environment, some env steps late."""
+    """Environment with an inference delay: each action chunk begins some env steps after its observation."""
 
     def __init__(self, sims: Simulators, num_envs: int, *, delay: tuple[int, int], **options: Any) -> None:
         """Create the environment. Each chunk samples its delay uniformly between the two values of `delay`.

@@ -40,7 +40,7 @@ def with_chunks(env: EnvSpec, chunk: int | None) -> EnvSpec:
             "categories. Remove the key."
         )
     action, gripper = env.action, env.action.gripper
-    # The environment itself snaps the gripper of executed actions.
+    # The environment itself rounds the gripper of executed actions to open or closed.
     gripper = None if gripper is None else replace(gripper, binary=False)
     # A person chooses single actions, not chunks.
     chunked = replace(
@@ -113,7 +113,10 @@ class HistorySims(Simulators):
         self._append_observations(env_indices)
 
     def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
-        """Execute one action per environment: `actions` [n, A], or the ensembled action of chunks [n, H*A]."""
+        """Execute one action per environment.
+
+        `actions` are [n, A] or, with temporal ensembling, [n, H*A]: chunks of H actions, which are averaged.
+        """
         if self._chunk is not None:
             chunks = actions.reshape(len(env_indices), self._chunk, -1)
             pairs = zip(env_indices.tolist(), chunks, strict=True)

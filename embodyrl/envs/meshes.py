@@ -108,7 +108,7 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
 def merge_vertices(position: _Floats, faces: np.ndarray, texture: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
     """Merge vertices with equal positions and texture coordinates; vertices at the same position share a normal.
 
-    `texture` contains texture coordinates [T, 2], and their indices for the corners of `faces` [F, 3].
+    `texture` contains texture coordinates [T, 2], and for each corner of `faces` the index of its coordinates [F, 3].
     """
     texcoord, texcoord_faces = texture or (np.zeros((1, 2), np.float32), np.zeros_like(faces))
     size = float(np.ptp(position, axis=0).max()) or 1.0
@@ -130,12 +130,12 @@ def merge_vertices(position: _Floats, faces: np.ndarray, texture: tuple[_Floats,
     length = np.linalg.norm(normal, axis=1, keepdims=True)
     normal = np.where(length > 0, normal / np.maximum(length, 1.0e-30), [0.0, 0.0, 1.0])
     i, j, corner = welded.T
-    is_proper = welded[(i != j) & (j != corner) & (corner != i)]
+    proper_faces = welded[(i != j) & (j != corner) & (corner != i)]
     return VisualMesh(
         position=np.ascontiguousarray(position, np.float32),
         normal=normal.astype(np.float32),
         texcoord=np.ascontiguousarray(texcoord, np.float32),
-        faces=is_proper.astype(np.uint32),
+        faces=proper_faces.astype(np.uint32),
         textured=texture is not None,
     )
 
@@ -190,7 +190,13 @@ def cache_folder() -> Path:
 
 
 def get_reduced_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
-    """Return the path of the cached reduced copy of `source`; `reduce` creates a missing copy.
+    """Return the path of the reduced copy of a file in the cache; create the copy if the cache does not contain it.
+
+    Args:
+        source: original file.
+        setting: text in the cache key that identifies the reduction, for example "2000 faces".
+        suffix: file name suffix of the copy.
+        reduce: function that returns the content of the copy.
 
     Raises:
         EnvError: the cache folder is not writable.

@@ -53,8 +53,8 @@ _EGL_VENDOR_FOLDERS = "/etc/glvnd/egl_vendor.d:/usr/share/glvnd/egl_vendor.d"
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Result of a test that renders one frame."""
+class RenderResult:
+    """Result of rendering a test frame."""
 
     driver: str = ""
     """Name of the OpenGL renderer (GL_RENDERER)."""
@@ -80,8 +80,9 @@ def choose_renderer() -> Renderer:
     if not gpus:
         return Renderer("osmesa", "there is no GPU")
     if hidden_gpus := [gpu for gpu in gpus if get_cuda_index(gpu) is None]:
-        fix = "CUDA_VISIBLE_DEVICES=0,1,... by number"
-        return Renderer("osmesa", f"EGL identifies GPUs by number, and {hidden_gpus[0]} is a slice or not listed", fix)
+        fix = "CUDA_VISIBLE_DEVICES=0,1,... (GPU numbers)"
+        reason = f"EGL identifies GPUs by number, and {hidden_gpus[0]} is a MIG slice or not listed by nvidia-smi"
+        return Renderer("osmesa", reason, fix)
     with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are distributed over all GPUs
         frames = list(pool.map(lambda gpu: render_test_frame("egl", get_egl_device(gpu)), gpus))
     renderers = [check_egl(frame) for frame in frames]
@@ -91,7 +92,7 @@ def choose_renderer() -> Renderer:
     return Renderer("osmesa", f"{renderers[bad_index].why} (GPU {gpus[bad_index]})", renderers[bad_index].fix)
 
 
-def check_egl(frame: Frame) -> Renderer:
+def check_egl(frame: RenderResult) -> Renderer:
     """Return EGL if a GPU rendered the test frame, else OSMesa with the reason and a fix."""
     fix = "apt-get install libegl1 libglvnd0; in a container start it with NVIDIA_DRIVER_CAPABILITIES=all"
     folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _EGL_VENDOR_FOLDERS).split(":")
@@ -134,8 +135,8 @@ def get_egl_devices() -> dict[int, int]:
     return {int(cuda): int(egl) for cuda, egl in pairs}
 
 
-def choose_device() -> None:
-    """Set MuJoCo's EGL device to the first visible GPU."""
+def set_egl_device() -> None:
+    """Set MuJoCo's EGL device (MUJOCO_EGL_DEVICE_ID) to the first visible GPU."""
     if (gpus := visible_gpus()) and (device := get_egl_device(gpus[0])):
         os.environ[_EGL_DEVICE_VARIABLE] = device
 
@@ -162,19 +163,19 @@ def get_render_environment(backend: str, device: str) -> dict[str, str]:
 
 
 @functools.cache
-def render_test_frame(backend: str, device: str = "") -> Frame:
-    """Render a frame in a separate process with a timeout, because a broken driver may crash or hang."""
+def render_test_frame(backend: str, device: str = "") -> RenderResult:
+    """Render a test frame in a separate process with a timeout, because a broken driver may crash or hang."""
     environ = get_render_environment(backend, device)
     command = [sys.executable, "-c", _RENDER_SCRIPT]
     try:
         done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
     except subprocess.TimeoutExpired:
-        return Frame(problem=f"no frame within {_TIMEOUT_S:.0f} s")
+        return RenderResult(problem=f"no frame within {_TIMEOUT_S:.0f} s")
     if done.returncode != 0:
         problem = signal.Signals(-done.returncode).name if done.returncode < 0 else _find_first_error(done.stderr)
-        return Frame(problem=problem)
+        return RenderResult(problem=problem)
     driver = done.stdout.strip().rpartition("drawn by ")[2]
-    return Frame(problem="a frame of one color") if driver == "one color" else Frame(driver)
+    return RenderResult(problem="the frame has only one color") if driver == "one color" else RenderResult(driver)
 
 
 def _find_first_error(output: str) -> str:
@@ -196,4 +197,4 @@ def select_headless_backend() -> None:
         {"egl": "EGL"}.get(backend, "OSMesa")
     ):
         os.environ["MUJOCO_GL"] = backend  # for child processes, too
-        choose_device()
+        set_egl_device()

@@ -23,7 +23,7 @@ from embodyrl.types import (
 )
 
 AfterStep = Callable[[int, bool], None]
-"""Callback that receives the environment and its success after each executed env step; used to record videos."""
+"""Callback (environment index, success) that is called after each executed env step, for example to record a video."""
 
 
 def instruction_for(spec: EnvSpec, reset_id: int) -> str:
@@ -32,7 +32,7 @@ def instruction_for(spec: EnvSpec, reset_id: int) -> str:
 
 
 class Env(Protocol):
-    """Interface of an environment with N environments in one process; each environment runs one episode at a time."""
+    """Interface of N parallel environments in one process; each environment runs one episode at a time."""
 
     spec: EnvSpec
     task_limit: int | None
@@ -58,14 +58,19 @@ class Env(Protocol):
         num_actions: int,
         *,
         noise: float,
-        instead: FloatArray | None = None,
+        executed: FloatArray | None = None,
         after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
         """Execute up to `num_actions` steps of the scripted expert, which may read privileged state.
 
-        The executed actions are the expert's with Gaussian noise of standard deviation `noise` on all dimensions
-        except the gripper, or `instead` [n, K, A]. Returns the expert's actions [n, K, A] without noise, which are
-        the labels for SFT, and the result of the chunk.
+        Returns the expert's actions [n, K, A] without noise, which are the labels for SFT, and the result of the chunk.
+
+        Args:
+            env_indices: indices [n] of the environments.
+            num_actions: number of actions K of the chunk.
+            noise: standard deviation of the Gaussian noise on all dimensions of executed actions except the gripper.
+            executed: actions [n, K, A] to execute, for example of a policy; None: the expert's actions with noise.
+            after_step: called after each executed env step.
 
         Raises:
             EnvError: the task of an environment has no scripted expert.
@@ -132,12 +137,12 @@ class EnvContext:
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """Objects built from other config sections, such as rows and reward functions, by name."""
+    """Objects built from other config sections, by name: `rows` (data rows) and `reward_runner` (reward functions)."""
     renders_images: bool = True
     """True if `render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
     """Settings of the section `reward`; None: the simulator's own reward."""
-    described: EnvSpec | None = None
+    known_spec: EnvSpec | None = None
     """Spec of the environment from the run plan; None: the factory determines the spec."""
     chunk: int = 0
     """Number of actions per chunk of the policy; 0: unknown."""
@@ -156,8 +161,7 @@ class EnvFactory(Protocol[S]):
     settings: type[S]
     """Settings class of the keys under `env`; methods receive an instance with the splits of the command."""
     reads_rows: bool
-    """True if the environment uses the config groups `data` (rows) and `reward`. Optional, False by
-    default."""
+    """True if the environment uses the config groups `data` (rows) and `reward`. Optional, False by default."""
     rewards_steps: bool
     """True if the config section `reward` may replace the rewards of the simulator. Optional, False by default."""
     restores_states: bool

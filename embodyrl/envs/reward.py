@@ -64,7 +64,7 @@ def _find_function(name: str) -> StepFunction:
         return model
     function = REWARDS.get(name)
     if isinstance(function, type) or not takes(1)(function):
-        raise UnknownNameError(f"reward '{name}' is {function!r:.80}, not a function of a RewardStep.")
+        raise UnknownNameError(f"reward '{name}' is {function!r:.80}, expected a function of a RewardStep.")
     return function
 
 

@@ -1,4 +1,4 @@
-"""Env step that a reward function receives."""
+"""Argument of reward functions: an executed env step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ class RewardStep:
     step: int
     """Index of the step in the episode, counted from 1."""
     reset_id: int
+    """Id of the episode's initial state, counted over all tasks."""
     task_id: int
     instruction: str
     action: FloatArray

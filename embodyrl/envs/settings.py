@@ -18,18 +18,18 @@ RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 _IS_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
 _IS_DELAY_RANGE = valid_if(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
 _ARE_TASK_IDS = valid_if(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
-SEEDS = 100_000
+NUM_SEEDS = 100_000
 """Number of initial states of an environment whose reset ids are seeds."""
 RewardFactor = Annotated[
     float, Field(ge=-(10**6), le=10**6), valid_if(bool), Constraint("different from 0 (0 removes every reward)")
 ]
-EnvStates = Annotated[int, Field(ge=1, le=65536)]
+EnvCount = Annotated[int, Field(ge=1, le=65536)]
 
 
 class EnvSplit(Settings):
     """Config keys for training or evaluation episodes."""
 
-    total_num_envs: EnvStates = 8
+    total_num_envs: EnvCount = 8
     """Total number of environments, which run episodes in parallel."""
     ignore_terminations: bool = False
     """If true, episodes continue after the task is completed or failed, until max_episode_steps."""
@@ -60,7 +60,8 @@ class TrainSplit(EnvSplit):
     """If true, unfinished episodes continue in the next training step (only for algorithms that count env steps, such
     as GAE). Every episode then starts from a separate initial state."""
     use_fixed_reset_state_ids: bool = True
-    """If true, all episodes of a group, and of an environment within one rollout epoch, share one reset id."""
+    """If true, all episodes of a group, and all episodes of an environment in a rollout epoch, have the same initial
+    state."""
     max_steps_per_rollout_epoch: Count | None = None
     """Env steps per environment and rollout epoch for algorithms that count env steps, such as GAE; default:
     max_episode_steps."""
@@ -95,7 +96,7 @@ class EnvSettings(Settings):
     """Keys that accept a Hugging Face repository (`owner/name@revision`) whose code the environment executes."""
 
     former_values: ClassVar[Mapping[str, Any]] = {}
-    """Values of keys that configs of earlier versions do not contain, as fixed in those versions."""
+    """Values for saved configs without these keys: the fixed behavior of the versions that wrote the configs."""
 
     # Private: derived from the command, not a key.
     _used_splits: tuple[str, ...] = PrivateAttr(("train", "eval"))
@@ -158,8 +159,8 @@ class RewardSettings(Settings):
     reward_coef: RewardFactor = 1.0
     """Factor that multiplies all rewards."""
     history: Annotated[int, Field(ge=1, le=100)] = 1
-    """Number of env steps in an observation, oldest first; the first observation of an episode fills missing steps.
-    Images are rendered at every env step."""
+    """Number of env steps in an observation, oldest first. The first observation of an episode is repeated. With values
+    above 1, images are rendered at every env step."""
     ensemble_chunk: Count | None = None
     """Number of actions per chunk for temporal ensembling: the environment executes the weighted average of all actions
     that were predicted for a step. null: no ensembling."""

@@ -37,7 +37,7 @@ class SimSteps:
 
 
 class Simulators(ABC):
-    """Base class of N parallel environments in one process. Arguments `env_indices` [n] are distinct, from 0.
+    """Base class of N parallel environments in one process. `env_indices` [n] are different indices in 0..N-1.
 
     A simulator that must step all its environments at once sets `EnvSpec.simulator.lockstep`: environments that are
     not in `env_indices` may then advance arbitrarily. Other simulators leave such environments unchanged.
@@ -46,7 +46,7 @@ class Simulators(ABC):
     task_limit: int | None = None
     """Maximum number of distinct tasks without reloading simulators (see `Env.task_limit`)."""
     sequential: bool = False
-    """If true, each environment executes its whole chunk before the next one starts, because switching is expensive."""
+    """True if switching between environments is expensive: each executes its whole chunk before the next one starts."""
     current_env: int | None = None
     """Environment that is being processed, for error messages; None if environments are processed together."""
 
@@ -56,7 +56,7 @@ class Simulators(ABC):
         """Environments whose goal was already reached at the start of the episode."""
 
     def record_solved_start(self, env_index: int, *, solved: bool) -> None:
-        """Record in `solved` if the goal is already reached at the start of the episode; called by `reset`."""
+        """Record in `solved` whether the goal is already reached at the start of the episode; called by `reset`."""
         (self.solved.add if solved else self.solved.discard)(env_index)
 
     @abstractmethod

@@ -75,7 +75,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     run_plan = RunPlan(
         cfg=cfg,
         env_settings=settings,
-        context=replace(context, described=env),
+        context=replace(context, known_spec=env),
         env=env,
         policy=policy,
         algorithm=algorithm,

@@ -31,7 +31,7 @@ def with_text_task(cfg: Config, context: EnvContext) -> EnvContext:
     rows = open_checked_rows(cfg, cfg.rows, json_answers=not {*runner.names} & {*COMPARING})
     if "code" in runner.names:
         _check_tests(rows)
-    return replace(context, parts={"rows": rows, "judge": runner})
+    return replace(context, parts={"rows": rows, "reward_runner": runner})
 
 
 def _check_tests(rows: TextRows) -> None:

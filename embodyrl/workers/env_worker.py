@@ -84,7 +84,7 @@ class EnvWorker:
         if self._init.scripted or self._init.labeled:
             policy_actions = None if self._init.scripted else arena[Record.action][records, :length]
             actions, result = self._env.expert_chunk(
-                env_indices, length, noise=self._init.expert_noise, instead=policy_actions, after_step=record_frame
+                env_indices, length, noise=self._init.expert_noise, executed=policy_actions, after_step=record_frame
             )
             arena[Record.action][records, :length] = actions
         else:

@@ -244,6 +244,6 @@ def test_expert_labels_do_not_step_the_environment():
     sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0,)))
     env = ChunkedEnv(sims, 1, use_rel_reward=False, reward_coef=1.0)
     env.reset([0], [start()])
-    clean, _ = env.expert_chunk([0], 3, noise=0.5, instead=chunk(1, 3, first=4.0))
+    clean, _ = env.expert_chunk([0], 3, noise=0.5, executed=chunk(1, 3, first=4.0))
     assert not clean.any()
     assert [value for _, _, value in sims.log[1:]] == [4.0, 5.0, 6.0], "as they are, without noise"

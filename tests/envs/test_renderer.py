@@ -10,7 +10,7 @@ import pytest
 from gpu_host import H100, stub_nvidia_smi
 
 from embodyrl.envs import mujoco_rendering as renderer
-from embodyrl.envs.mujoco_rendering import Frame, check_egl, choose_device, choose_renderer, render_test_frame
+from embodyrl.envs.mujoco_rendering import RenderResult, check_egl, choose_renderer, render_test_frame, set_egl_device
 
 pytest.importorskip("mujoco")
 
@@ -18,9 +18,9 @@ pytest.importorskip("mujoco")
 @pytest.mark.parametrize(
     ("frame", "backend", "words"),
     [
-        (Frame("NVIDIA H100/PCIe/SSE2"), "egl", "a GPU renders"),
-        (Frame("llvmpipe (LLVM 15.0.6, 256 bits)"), "osmesa", "finds no GPU and selects llvmpipe"),
-        (Frame(problem="SIGSEGV"), "osmesa", "does not render on the GPU: SIGSEGV"),
+        (RenderResult("NVIDIA H100/PCIe/SSE2"), "egl", "a GPU renders"),
+        (RenderResult("llvmpipe (LLVM 15.0.6, 256 bits)"), "osmesa", "finds no GPU and selects llvmpipe"),
+        (RenderResult(problem="SIGSEGV"), "osmesa", "does not render on the GPU: SIGSEGV"),
     ],
 )
 def test_egl_is_preferred_if_a_gpu_renders(frame, backend, words):
@@ -34,7 +34,7 @@ def test_explicit_renderer_or_missing_gpu_skips_the_probe(monkeypatch):
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     assert choose_renderer() == renderer.Renderer("osmesa", "there is no GPU")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,MIG-1a2b")
-    assert "by number" in choose_renderer().fix
+    assert "GPU numbers" in choose_renderer().fix
     monkeypatch.setenv("MUJOCO_GL", "egl")
     assert choose_renderer().backend == "egl"
     assert render_test_frame.cache_info().misses == probes
@@ -63,7 +63,11 @@ def test_every_gpu_must_be_able_to_render(monkeypatch):
 
     def draw(backend, device):
         drawn.append(device)
-        return Frame(problem="must be an integer between 0 and 4, got 5") if device == "5" else Frame("NVIDIA H100")
+        return (
+            RenderResult(problem="must be an integer between 0 and 4, got 5")
+            if device == "5"
+            else RenderResult("NVIDIA H100")
+        )
 
     monkeypatch.setattr(renderer, "render_test_frame", draw)
     chosen = choose_renderer()
@@ -98,9 +102,9 @@ def test_egl_devices_can_be_queried(monkeypatch):
 
 def test_missing_vendor_file_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_DIRS", str(tmp_path))
-    assert f"10_nvidia.json is missing in {tmp_path}" in check_egl(Frame(problem="no display")).fix
+    assert f"10_nvidia.json is missing in {tmp_path}" in check_egl(RenderResult(problem="no display")).fix
     (tmp_path / "10_nvidia.json").touch()
-    assert "10_nvidia" not in check_egl(Frame(problem="no display")).fix
+    assert "10_nvidia" not in check_egl(RenderResult(problem="no display")).fix
 
 
 @pytest.mark.integration
@@ -108,8 +112,8 @@ def test_robosuite_imports_with_egl_device_set(monkeypatch):
     """Its import rejects a number that is not in CUDA_VISIBLE_DEVICES."""
     pytest.importorskip("robosuite")
     code = (
-        "from embodyrl.envs.mujoco_rendering import choose_device, without_egl_device\n"
-        "import os\nchoose_device()\n"
+        "from embodyrl.envs.mujoco_rendering import set_egl_device, without_egl_device\n"
+        "import os\nset_egl_device()\n"
         "with without_egl_device():\n    import robosuite.utils.binding_utils\n"
         "print(os.environ['MUJOCO_EGL_DEVICE_ID'])"
     )
@@ -145,5 +149,5 @@ def test_worker_renders_on_its_visible_gpu(visible, wanted, device, monkeypatch,
     monkeypatch.setenv(renderer.EGL_TABLE_VARIABLE, "0:4,1:3,2:5,3:1,4:0,5:2,6:6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", wanted)
-    choose_device()
+    set_egl_device()
     assert os.environ["MUJOCO_EGL_DEVICE_ID"] == device

@@ -153,7 +153,7 @@ def test_reward_gets_gymnasium_info():
     ("words", "said"),
     [
         (["reward.path=os:system"], "reward.path: reward 'os:system' is"),
-        (["reward.path=test_reward:two_arguments"], "not a function of a RewardStep"),
+        (["reward.path=test_reward:two_arguments"], "expected a function of a RewardStep"),
         (["reward.path=test_reward:nothing"], "has no 'nothing'"),
         (["reward.path=test_reward"], "Unknown reward 'test_reward'. Known: choice"),
         (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "unknown reward component far. Known: near"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.functional.settings import FunctionalSettings
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.settings import SEEDS
+from embodyrl.envs.settings import NUM_SEEDS
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError, MissingDependencyError
 from embodyrl.isolation import NoResultError, call_isolated
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from embodyrl.envs.functional.functions import Functions
 
 _BUILD_S = 600.0
+"""Time limit in seconds for building the environment in a separate process."""
 
 
 class FunctionalFactory(SimFactory[FunctionalSettings]):
@@ -87,7 +88,7 @@ def _build_spec(cfg: FunctionalSettings, functions: Functions) -> EnvSpec:
         action=functions.action,
         tasks=(str(cfg.id),),
         text=TextSpec(instructed=False),
-        states_per_task=(SEEDS,),
+        states_per_task=(NUM_SEEDS,),
         state_dim=first.obs.shape[0],
         max_episode_steps=functions.horizon or cfg.longest_episode,
         simulator=SimulatorSpec(

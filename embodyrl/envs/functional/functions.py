@@ -140,11 +140,12 @@ class _BraxEnvironment:
 def _build_result(carry: Any, obs: Any, reward: Any, terminated: Any, truncated: Any, success: Any) -> StepResult:
     if isinstance(obs, Mapping):
         raise ConfigError(
-            f"env.id: the environment returns a dict of observations ({', '.join(obs)}), expected one array."
+            f"env.id: the environment returns a dict of observations ({', '.join(obs)}), expected one array. "
+            "Set env.id to a function that returns the environment with a wrapper that concatenates the arrays."
         )
     flags = [jnp.asarray(flag).astype(jnp.bool_).reshape(()) for flag in (terminated, truncated, success)]
-    numbers = jnp.asarray(reward, jnp.float32).reshape(())
-    return StepResult(carry, jnp.asarray(obs, jnp.float32).reshape(-1), numbers, *flags)
+    scalar_reward = jnp.asarray(reward, jnp.float32).reshape(())
+    return StepResult(carry, jnp.asarray(obs, jnp.float32).reshape(-1), scalar_reward, *flags)
 
 
 def _read_success(info: Mapping[str, Any], key: str | None) -> Any:

@@ -77,7 +77,7 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims
 
-        probed = probe(cfg, renders=context.renders_images, known_spec=context.described)
+        probed = probe(cfg, renders=context.renders_images, known_spec=context.known_spec)
         build = partial(create, cfg, probed.kwargs)
         if probed.spec.simulator.lockstep:
             from embodyrl.envs.gym.vector_sims import VectorSims

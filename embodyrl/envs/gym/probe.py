@@ -48,7 +48,7 @@ from embodyrl.envs.gym.spaces import (
 )
 from embodyrl.envs.gym.vector_sims import get_autoreset_mode, get_env_info
 from embodyrl.envs.mujoco_rendering import select_headless_backend
-from embodyrl.envs.settings import SEEDS
+from embodyrl.envs.settings import NUM_SEEDS
 from embodyrl.errors import ConfigError, EmbodyError, EnvError
 from embodyrl.types import (
     ActionSpec,
@@ -123,7 +123,7 @@ def probe(cfg: GymSettings, *, renders: bool = True, known_spec: EnvSpec | None 
             tasks=(episode.instruction or env_id,),
             text=_build_text_spec(cfg, writer, episode.instruction),
             # Each episode may have another instruction.
-            states_per_task=(SEEDS,),
+            states_per_task=(NUM_SEEDS,),
             cameras=CameraSpec(names=writer.cameras, size=writer.image_size, grey=writer.grey),
             state_dim=writer.state_dim,
             max_episode_steps=_get_time_limit(cfg, env) or cfg.longest_episode,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.envs.libero.plus import remove_plus_axis
-from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer, without_egl_device
+from embodyrl.envs.mujoco_rendering import choose_renderer, set_egl_device, without_egl_device
 from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[libero]'"
@@ -95,7 +95,7 @@ def prepare_process() -> None:
         MissingDependencyError: an import failed.
     """
     os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
-    choose_device()
+    set_egl_device()
     if os.environ.get("LP_NUM_THREADS", "1") == "1":
         os.environ["LP_NUM_THREADS"] = "0"  # the calling thread renders; with 1, two threads wait for each other
     with _without_log_file(), without_egl_device():

@@ -15,7 +15,7 @@ from embodyrl.envs.maniskill.settings import (
     get_instruction,
 )
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.settings import SEEDS
+from embodyrl.envs.settings import NUM_SEEDS
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
@@ -129,7 +129,7 @@ def _build_spec(cfg: ManiSkillSettings, description: Description) -> EnvSpec:
             high=description.action_high,
         ),
         tasks=(get_instruction(name),),
-        states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
+        states_per_task=(BRIDGE_EPISODES.get(name, NUM_SEEDS),),
         cameras=CameraSpec(names=cameras, size=cfg.init_params.size if cameras else (0, 0)),
         state_dim=description.state_dim,
         benchmark=BenchmarkSpec(unnorm_key="bridge_orig" if is_bridge else "maniskill" if uses_poses else None),

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from embodyrl.controls import build_arm_controls
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
-from embodyrl.envs.mujoco_rendering import choose_device, choose_renderer
+from embodyrl.envs.mujoco_rendering import choose_renderer, set_egl_device
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.settings import SEEDS
+from embodyrl.envs.settings import NUM_SEEDS
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
@@ -56,7 +56,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
                 controls=build_arm_controls(right=(1, 1.0), away=(0, -1.0), up=(2, 1.0), gripper=gripper),
             ),
             tasks=tuple(TASKS[name] for name in names),
-            states_per_task=(SEEDS,) * len(names),
+            states_per_task=(NUM_SEEDS,) * len(names),
             cameras=CameraSpec(
                 names=tuple(params.camera_names) if cfg.pixels else (),
                 size=params.size if cfg.pixels else (0, 0),
@@ -79,7 +79,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         """Build the simulators; a task's simulator is built when an environment first runs the task."""
         # Read when MuJoCo is imported.
         os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
-        choose_device()
+        set_egl_device()
         from embodyrl.envs.metaworld.sims import MetaWorldSims
 
         return MetaWorldSims(

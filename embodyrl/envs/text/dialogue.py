@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Never, TypeVar
 import numpy as np
 
 from embodyrl.envs.protocol import AfterStep
-from embodyrl.envs.settings import SEEDS
+from embodyrl.envs.settings import NUM_SEEDS
 from embodyrl.envs.text.settings import DialogueSettings
 from embodyrl.errors import EnvError, NoImageError
 from embodyrl.text.messages import Message, join_messages
@@ -62,7 +62,7 @@ def build_dialogue_spec(cfg: DialogueSettings, name: str, task: str, prompt_byte
         name=name,
         action=ActionSpec(dim=1, kind=ActionKind.text),
         tasks=(task,),
-        states_per_task=(SEEDS,),
+        states_per_task=(NUM_SEEDS,),
         text=TextSpec(
             max_replies=cfg.max_turns,
             roles=tuple(

@@ -76,7 +76,7 @@ class TextFactory:
 
 
 def _get_parts(context: EnvContext) -> tuple[TextRows, RewardRunner]:
-    return context.parts["rows"], context.parts["judge"]
+    return context.parts["rows"], context.parts["reward_runner"]
 
 
 FACTORY = TextFactory()

@@ -27,7 +27,7 @@ def two_digits() -> TextRows:
 @pytest.fixture
 def env():
     judge = build_reward_runner(TextRewardSettings(name="exact", weights={"exact": 2.0}), 8)
-    context = EnvContext(num_envs=3, parts={"rows": two_digits(), "judge": judge})
+    context = EnvContext(num_envs=3, parts={"rows": two_digits(), "reward_runner": judge})
     made = FACTORY.make(env_of("text", max_turns=2, tools=["calculator"]), context)
     yield made
     made.close()
@@ -77,7 +77,7 @@ class Doubting:
 
 
 def test_reward_error_is_reported_for_its_env():
-    context = EnvContext(num_envs=4, parts={"rows": two_digits(), "judge": Doubting()})
+    context = EnvContext(num_envs=4, parts={"rows": two_digits(), "reward_runner": Doubting()})
     env = FACTORY.make(env_of("text"), context)
     env.reset(range(4), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(4)])
     env.set_replies([1, 2, 3], ["1", "idea", "clue"], np.zeros(3, np.bool_))
@@ -206,7 +206,9 @@ class Listening:
 
 
 def asks(*rows: TextRow, env_indices: int, judge: Listening):
-    return FACTORY.make(env_of("text"), EnvContext(num_envs=env_indices, parts={"rows": Asked(rows), "judge": judge}))
+    return FACTORY.make(
+        env_of("text"), EnvContext(num_envs=env_indices, parts={"rows": Asked(rows), "reward_runner": judge})
+    )
 
 
 def test_verifier_gets_question_and_reply_length():
