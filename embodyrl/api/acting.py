@@ -172,6 +172,7 @@ def build_policy_of_config(cfg: Config, *, trainable: bool = False, device: str 
         device=device or get_best_device(),
         seed=cfg.seed,
         trainable=trainable,
+        fresh_heads=weights is not None,
         temperature=sampling.temperature,
         sampling=sampling,
     )

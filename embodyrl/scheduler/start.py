@@ -94,6 +94,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
         device="auto",
         seed=cfg.seed,
         trainable=learner is not None,
+        fresh_heads=start_from is not None,  # which contains the heads
         gradient_checkpointing=learner is not None and learner.actor.gradient_checkpointing,
     )
     learning: dict[str, Any] = {}

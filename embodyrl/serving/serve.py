@@ -44,7 +44,8 @@ def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str], Non
 
     torch.set_num_threads(available_cores())
     seed_everything(cfg.seed, deterministic=False)
-    request = PolicyRequest(env=env, device=get_best_device(), seed=cfg.seed, trainable=False)
+    fresh_heads = weights is not None  # which contain the heads
+    request = PolicyRequest(env=env, device=get_best_device(), seed=cfg.seed, trainable=False, fresh_heads=fresh_heads)
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
         policy.load_weights(weights)

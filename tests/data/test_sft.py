@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from toy_env import toy_spec
 from toy_runs import TOY_CNN, TOY_COLLECT, TOY_EVAL, TOY_OFT, rows, weights
 
+from embodyrl.api.acting import load_policy
 from embodyrl.checkpoint.store import read_loop
 from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
@@ -125,6 +126,16 @@ def test_l1_head_learns_the_demonstrations(demos: Path, tmp_path: Path) -> None:
     assert last["eval/loss"] < 0.2 * first["eval/loss"]
     assert (result.checkpoint / "policy/action_head.safetensors").exists()
     assert success(tmp_path / "run", f"ckpt={result.run}", l1) == 1.0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("lora", [False, True])
+def test_run_with_a_head_that_its_initial_weights_lack_is_evaluated(trained, demos, tmp_path, lora):
+    words = ("model.action_head=l1", f"model.path={trained.checkpoint}/policy", f"model.is_lora={str(lora).lower()}")
+    result = train(tmp_path, demos, *words, "runner.max_steps=1")
+    assert not (result.run / "start" / "action_head.safetensors").exists()
+    success(tmp_path / "run", f"ckpt={result.run}", f"model.path={result.run}/start", "model.action_head=l1")
+    load_policy(result.run, "trust=true")
 
 
 @pytest.mark.integration
