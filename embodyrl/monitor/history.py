@@ -27,8 +27,8 @@ VIDEO_FOLDER = "videos"
 """Default name of a run's video folder; `video_cfg.base_dir` overrides the default."""
 
 
-_HUGE_NUMBER = re.compile(rb"\d{40}")
-"""A number that may not fit into a float."""
+_HUGE_NUMBER = re.compile(rb"\d{40}|\d[eE]\+?\d{3}")
+"""A number that may not fit into a float, or whose sums may not."""
 _NUM_UNLIKELY_TOKENS = 5
 """Number of tokens with the lowest probability that are shown for each episode."""
 

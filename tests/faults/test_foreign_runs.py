@@ -354,6 +354,7 @@ def test_huge_numbers_of_a_run_need_no_memory(tmp_path):
     shutil.copy(run / "eval" / "step_000003" / "episodes.jsonl", run / "eval" / "step_x")
     lines = (run / "metrics.jsonl").read_text().splitlines()[:-1]
     rows = [{"step": 500_000_000, "train/return": 1.0}, {"step": 4, "train/return": 10**400}, {"step": 10**400}]
+    rows += [{"step": step, "time/step": 1e308} for step in (4, 5)]
     (run / "metrics.jsonl").write_text("\n".join([*lines, *map(json.dumps, rows)]) + "\n")
     for command in ("card", "view", "report"):
         limited = f"ulimit -v {4 << 20}; exec {sys.executable} -m embodyrl {command} {run}"
