@@ -44,16 +44,16 @@ def check_keys(
     only: Mapping[str, Collection[Any]] | None = None,
     fix: str = "Use another checkpoint.",
 ) -> None:
-    """Check that all keys of a file from another program are understood.
+    """Check that all keys in a config file of another program are supported.
 
-    Unknown keys must be off: null, false, 0 or empty.
+    Unknown keys must have an empty value: null, false, 0, "", [] or {}.
 
     Args:
         raw: keys and values in the file.
-        where: file, for the message.
+        where: file and section, for the error message.
         ignored: keys (or patterns such as `optimizer_*`) that are read elsewhere or have no effect on actions.
-        only: supported values of further keys.
-        fix: last sentence of the message.
+        only: supported values of keys that are not in `ignored`.
+        fix: last sentence of the error message.
 
     Raises:
         CheckpointError: a key is unknown, or has an unsupported value; the message names all of them.
@@ -67,7 +67,7 @@ def check_keys(
 
 
 def list_differences(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """Return the keys of `expected` whose values differ in `saved`, with both values; empty without differences."""
+    """Return text with the keys whose values in `saved` and `expected` differ, and both values; empty if all match."""
     return ", ".join(
         f"{key} is {saved.get(key)} (this run needs {value})"
         for key, value in expected.items()
@@ -76,7 +76,7 @@ def list_differences(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> s
 
 
 def find_merged_adapter_problem(adapter: Path) -> str | None:
-    """Return an error if an adapter folder is inside a folder with full model weights."""
+    """Return an error if an adapter folder, or a folder above, contains full model weights."""
     kinds = ("model*.safetensors*", "pytorch_model*.bin*")
     for candidate in (adapter, *adapter.parents[:2]):
         if any(path for kind in kinds for path in candidate.glob(kind)):

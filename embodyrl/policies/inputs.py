@@ -62,7 +62,7 @@ def _read_inputs(folder: Path) -> dict[str, Any]:
 
 
 def list_weight_files(folder: Path, files: str = "model*.safetensors") -> list[Path]:
-    """Return the weight files that the index of a folder lists, or without an index all that match `files`.
+    """Return the weight files in the index of a folder; without an index, return all files that match `files`.
 
     Raises:
         CheckpointError: the index is malformed or names a missing file.
@@ -84,7 +84,7 @@ def list_weight_files(folder: Path, files: str = "model*.safetensors") -> list[P
 
 
 def find_missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
-    """Return an error if a folder has no weights in `files`, or lacks files that its index lists."""
+    """Return an error if no file of a folder matches the pattern `files`, or if files of its index are missing."""
     try:
         found = list_weight_files(folder, files)
     except CheckpointError as error:
@@ -116,7 +116,7 @@ def find_unknown_instructions(folder: Path, env: EnvSpec, task_ids: Collection[i
 def find_short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
     """Return a warning if the longest demonstration that the weights in `folder` were trained on exceeds a time limit.
 
-    `limits`: maximum number of steps by config key.
+    `limits` contains the maximum number of steps by config key.
     """
     longest = _read_inputs(folder).get("longest_demonstration", 0)
     too_short = [f"{key}={steps}" for key, steps in limits.items() if steps < longest]
@@ -124,12 +124,12 @@ def find_short_limits(folder: Path, limits: Mapping[str, int]) -> str | None:
         return None
     return (
         f"the longest demonstration of the weights has {longest} steps, more than {' and '.join(too_short)}, so slower "
-        "episodes fail at the time limit; fix: a larger limit"
+        "episodes fail at the time limit; fix: set a larger limit"
     )
 
 
 def rotate_upright(images: ByteArray, rotation_deg: int) -> ByteArray:
-    """Rotate images [..., H, W, 3] by 0 or 180 degrees, from a simulator's orientation to upright or back."""
+    """Rotate images [..., H, W, 3] by 0 or 180 degrees: from the simulator's orientation to upright, or back."""
     return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images
 
 

@@ -56,13 +56,13 @@ class PolicyRequest:
     url: str | None = None
     """Address of the server that generates the text."""
     critic: str | None = None
-    """Folder of a separate critic of a language model."""
+    """Folder of a separate critic model, for language models; None: no separate critic."""
     served_model: str | None = None
-    """Model name on the server; None: the first model of the server."""
+    """Name of a model on the server; None: the first model that the server lists."""
     top: int = 0
-    """Number of most probable tokens in `PolicyOutput.top`."""
+    """Number of most probable tokens that `PolicyOutput.top` contains for each position of a reply."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine, set by the run."""
+    """Keyword arguments of `vllm.LLM`, which override the defaults of `VllmEngine`."""
     engine_memory_fraction: float = 0.4
     """Fraction of the GPU memory for vLLM's weights and cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
@@ -77,11 +77,11 @@ class Policy(Protocol):
     """All parameters, including the value head (`value_head`)."""
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Return a chunk for each observation, without gradients.
+        """Return an action chunk for each observation, without gradients.
 
         `noise` [B, L] contains one uniform number in [0, 1) per token (inverse-CDF sampling); None means greedy.
-        In evaluations `temperature` overrides the request. A row's result depends only on the row, its index and the
-        batch shape.
+        `temperature` replaces the temperature of the request in evaluations. The result of a row depends only on the
+        row, its index and the batch shape.
         """
         ...
 
@@ -98,7 +98,7 @@ class Policy(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and all files needed to load them in the published layout (safetensors, JSON)."""
+        """Write the weights and all files that loading needs, in the published layout (safetensors, JSON)."""
         ...
 
     def load_weights(self, folder: Path) -> None:
@@ -154,7 +154,7 @@ class HasEngine(Policy, Protocol):
     """Interface of a policy with a separate inference engine in this process."""
 
     def free_engine_memory(self) -> None:
-        """Free the memory of the inference engine until the next inference, if the run requests it."""
+        """Free GPU memory of the engine until the next inference, if `enable_sleep_mode` of vLLM is set."""
         ...
 
 
@@ -176,7 +176,7 @@ class PolicyFactory(Protocol[S]):
         ...
 
     def backend_problems(self, cfg: S, backend: str) -> list[str]:
-        """Return an error if `rollout.backend` cannot generate with the model; for language models, optional."""
+        """Return errors if `rollout.backend` does not support the model. Optional, only for language models."""
         ...
 
     def build(self, cfg: S, request: PolicyRequest) -> Policy:
@@ -196,10 +196,10 @@ class PolicyFactory(Protocol[S]):
         ...
 
     def state_limits(self, cfg: S, env: EnvSpec) -> tuple[DoubleArray, DoubleArray] | None:
-        """Return the minimum and maximum [S] of states that are plausible given the training statistics. Optional.
+        """Return the lowest and the highest plausible value of each state dimension, both [S]. Optional.
 
-        The limits are about twice as wide as the statistics, so they include all states of the same robot. None: the
-        policy has no state input.
+        The range is about twice as wide as that of the training data, so it includes all states of the same robot.
+        Return None for a policy without state input.
         """
         ...
 
@@ -219,7 +219,7 @@ def mark_weights_changed(module: nn.Module) -> None:
 def get_weights_version(module: nn.Module) -> int:
     """Return the version number of a module's weights.
 
-    Fused optimizers and FSDP do not update the parameters' own counters.
+    Torch's own counters (`Tensor._version`) are not used, because fused optimizers and FSDP do not update them.
     """
     return _versions.get(module, 0)
 
@@ -247,7 +247,7 @@ def suggest_models(env: EnvSpec) -> str:
 
 
 def find_env_problems(model_name: str, env: EnvSpec) -> list[str]:
-    """Return the unmet requirements of an image policy with box actions on an environment, one line each."""
+    """Return errors if an environment lacks what an image policy with box actions needs, one line each."""
     if not env.cameras.names or env.action.kind != ActionKind.box:
         description = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
         return [
@@ -265,14 +265,14 @@ def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> 
     Args:
         cfg: model settings of the run.
         env: environment of the run.
-        folder: saved folder, whose value head is skipped.
+        folder: folder with saved weights; the value head is not exported.
         out: new folder.
 
     Raises:
-        CheckpointError: the folder, or the base weights of its adapters, do not fit.
+        CheckpointError: the weights, or the base weights of the adapters, do not match the model settings.
     """
     request = PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
-    # A policy without adapters of its own merges those of a folder into its weights.
+    # A policy that trains no adapters merges the adapters of a folder into its weights.
     policy = POLICIES.get(cfg.model_type).build(cfg.without_adapters(), request)
     policy.load_weights(folder)
     out.mkdir(parents=True)

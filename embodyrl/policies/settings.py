@@ -8,9 +8,9 @@ from embodyrl.config.settings import Count, Path, Settings
 from embodyrl.config.shared import Precision
 
 WARMUP_STEPS = 10
-"""Default number of warm-up steps in RL. Adam's first steps have the size of the learning rate for any gradient.
-Without warm-up they change the log-probability of a chunk, a sum over all elements and steps, far beyond the clip
-range."""
+"""Default number of warm-up steps in RL. Adam's first steps change each weight by the learning rate, even if gradients
+are small. Without warm-up, they move the log-probability of a chunk, a sum over all elements and steps, far beyond the
+clip range."""
 
 
 class ModelSettings(Settings):
@@ -57,7 +57,7 @@ class ModelSettings(Settings):
         return getattr(self, "is_lora", False)
 
     def without_adapters(self, path: str | None = None) -> Self:
-        """Return the settings without adapters; `path`: folder of the weights, if set."""
+        """Return the settings without adapters, and with `path` (if set) as the folder of the weights."""
         return self if path is None else self.model_copy(update={"path": path})
 
     def with_statistics(self, path: str, key: str) -> Self:
@@ -110,6 +110,6 @@ class AdapterSettings(WeightSettings):
         return self.is_lora or self.lora.path is not None
 
     def without_adapters(self, path: str | None = None) -> Self:
-        """Return the settings without adapters; `path`: folder of the weights, if set."""
+        """Return the settings without adapters, and with `path` (if set) as the folder of the weights."""
         lora = self.lora if path is None else self.lora.model_copy(update={"path": None})
         return super().without_adapters(path).model_copy(update={"is_lora": False, "lora": lora})

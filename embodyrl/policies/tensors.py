@@ -1,6 +1,6 @@
 """Tensor functions of policies: sampling from uniform noise, and copies to a GPU.
 
-Sampling is deterministic on GPUs if requested.
+On GPUs, sampling is deterministic if torch's deterministic algorithms are enabled.
 """
 
 import os
@@ -19,7 +19,7 @@ from embodyrl.errors import ConfigError
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed the global random generators; if `deterministic`, nondeterministic torch operations raise an error."""
+    """Seed the global random generators. If `deterministic`, nondeterministic torch operations raise an error."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -29,7 +29,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def get_peak_memory() -> int:
-    """Return the peak memory in bytes: reserved by torch on the GPU, or resident memory."""
+    """Return the peak memory of this process in bytes: GPU memory reserved by torch, or resident memory on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -85,7 +85,7 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
         noise: [...] uniform in [0, 1).
 
     Returns:
-        [...] int64. The sum is in float64: float32 would lose rare categories.
+        [...] int64 category ids. Cumulative sums are float64, because float32 would lose rare categories.
     """
     cdf = compute_cdf(_normalize_categories(torch.softmax, scaled.double())).contiguous()
     category = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
@@ -93,11 +93,11 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
 
 
 def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy (nat), both [...], of categories [...].
+    """Return the log-probability and the entropy of categories, both [...], in nats.
 
     Args:
         scaled: [..., n] logits divided by the temperature.
-        choice: [...] int64.
+        choice: [...] int64 category ids.
     """
     log_probs = _normalize_categories(torch.log_softmax, scaled)
     return log_probs.gather(-1, choice[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
@@ -110,7 +110,7 @@ def _normalize_categories(normalize: Callable[[Tensor, int], Tensor], scaled: Te
     """
     count = scaled.shape[-1]
     is_small = count <= 8 and scaled.numel() >= 1024 * count and scaled.device.type == "cpu"
-    # The gradient of `unbind` is contiguous, so that the layers before have the same rounding.
+    # The gradient of `unbind` is contiguous, so gradients of earlier layers are rounded as without `unbind`.
     return normalize(torch.stack(scaled.unbind(-1)), 0).movedim(0, -1) if is_small else normalize(scaled, -1)
 
 
@@ -118,7 +118,7 @@ def standard_normal(noise: Tensor) -> Tensor:
     """Return float32 samples of the standard normal distribution, computed with the inverse CDF.
 
     Args:
-        noise: [...] uniform in [0, 1); both ends of the interval would become infinite and are moved by 1e-6.
+        noise: [...] uniform in [0, 1), clamped to 1e-6..1 - 1e-6, because the results for 0 and 1 are infinite.
     """
     return torch.special.ndtri(noise.double().clamp(1e-6, 1 - 1e-6)).float()
 

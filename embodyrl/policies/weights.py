@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's weights with the weights of a model; every difference is an error."""
+"""Checks that the names and shapes of a checkpoint's weights match a model; every difference is an error."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -14,7 +14,8 @@ _UNEXPECTED_FIX = (
     "config.json and the weights do not belong together, or adapters are not merged; take both from one repository."
 )
 _MISSING_FIX = (
-    "The checkpoint is incomplete, or of another model; download all its shards. Missing weights are never randomized."
+    "The checkpoint is incomplete, or of another model; download all its shards. Missing weights are never initialized "
+    "randomly."
 )
 _SHAPE_FIX = "config.json does not belong to these weights; take both from one repository."
 
@@ -25,20 +26,20 @@ def check_weights(
     where: Path,
     *,
     may_lack: Collection[str] = (),
-    may_hold: Collection[str] = (),
+    may_contain: Collection[str] = (),
     fix: str | None = None,
     fixes: Mapping[str, str] | None = None,
     format_name: Callable[[str], str] = "'{}'".format,
 ) -> None:
-    """Check that names and shapes of weights match.
+    """Check that the weights of a checkpoint have the names and shapes of a model's weights.
 
     Args:
         model_weights: the model's weights by name.
         saved_weights: the checkpoint's weights by the same names.
-        where: description of the checkpoint.
+        where: folder or file of the checkpoint, for error messages.
         may_lack: prefixes of parts that may be missing completely; a part with only some of its weights is an
             error.
-        may_hold: prefixes of names that are ignored.
+        may_contain: prefixes of names in the checkpoint that are ignored if the model lacks them.
         fix: sentence with the fix for all mismatches that `fixes` does not cover; default: a fix for published
             checkpoints.
         fixes: fixes of shape mismatches by prefix of the weight's name.
@@ -49,7 +50,7 @@ def check_weights(
     """
     problems = []
     if unexpected := sorted(
-        format_name(key) for key in saved_weights if key not in model_weights and not key.startswith(tuple(may_hold))
+        format_name(key) for key in saved_weights if key not in model_weights and not key.startswith(tuple(may_contain))
     ):
         problems.append(f"has {len(unexpected)} unexpected weights: {_format_list(unexpected)}")
     absent = tuple(
@@ -98,7 +99,7 @@ def fill_weights(model_weights: Mapping[str, Tensor], path: Path, *, optional: C
         saved = load_file(path)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
-    check_weights(model_weights, saved, path, may_lack=optional, may_hold=optional, fix=fix)
+    check_weights(model_weights, saved, path, may_lack=optional, may_contain=optional, fix=fix)
     with torch.no_grad():
         for key in model_weights.keys() & saved.keys():
             model_weights[key].copy_(saved[key])

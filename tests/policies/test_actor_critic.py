@@ -377,5 +377,5 @@ def test_initial_actions_respect_a_single_bound(squashed):
 
 def test_squashed_actions_without_bounds_give_a_warning():
     said = {squashed: build("mlp", "open", squashed=squashed).spec.warnings for squashed in (True, False)}
-    assert "actions [0, 1] have no bounds on both sides" in said[True][0]
+    assert "action dimensions [0, 1] lack a lower or upper bound" in said[True][0]
     assert said[False] == build("mlp", "box", squashed=True).spec.warnings == ()

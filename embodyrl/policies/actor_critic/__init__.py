@@ -14,7 +14,7 @@ from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorCriticFactory:
-    """Builds `ActorCriticPolicy`; implements `PolicyFactory`."""
+    """Factory of `ActorCriticPolicy`; implements `PolicyFactory`."""
 
     name: str
     reads_images: bool
@@ -86,7 +86,7 @@ class ActorCriticFactory:
             hidden=tuple(cfg.hidden_sizes),
             value_dim=value_dim,
             activation=cfg.activation or ("relu" if reads_images else "tanh"),
-            # Continuous actions mostly come with many state dimensions; discrete ones with small, bounded environments.
+            # Environments with continuous actions usually have many state dimensions; others have few, bounded ones.
             normalized=bool(env.state_dim) and (continuous if cfg.normalize_state is None else cfg.normalize_state),
             squashed=cfg.squashed and continuous,
             cameras=env.cameras.names if reads_images else (),
@@ -95,14 +95,14 @@ class ActorCriticFactory:
 
 
 def _range_warnings(shape: NetShape) -> tuple[str, ...]:
-    """Return a warning about squashed actions without two bounds, for which the policy assumes a range."""
+    """Return a warning if squashed actions lack a lower or upper bound, so that the policy assumes a range."""
     bounds = zip(shape.low, shape.high, strict=True)
     unbounded = [index for index, (low, high) in enumerate(bounds) if low is None or high is None]
     if not shape.squashed or not unbounded:
         return ()
     return (
-        f"actions {unbounded} have no bounds on both sides, and model.squashed limits them to -1..1, or to 2 from the "
-        "only bound; fix: a wrapper in env.wrappers that bounds the actions",
+        f"action dimensions {unbounded} lack a lower or upper bound; model.squashed=true limits them to -1..1, or to a "
+        "range of width 2 at their only bound; fix: bound the actions with a wrapper in env.wrappers",
     )
 
 

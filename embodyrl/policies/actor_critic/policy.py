@@ -1,7 +1,7 @@
 """Actor-critic policy: `act` and `score` share one code path, so that their log-probabilities agree.
 
-Raw samples of a head, the `choice` [B, K, A], are category ids (int64), or real numbers where -1..1 spans the range
-of a bounded action dimension.
+The raw samples of a head, `choice` [B, K, A], are category ids (int64) or real numbers. Real numbers are scaled so that
+-1 and 1 are the bounds of a bounded action dimension.
 """
 
 import math
@@ -27,7 +27,7 @@ from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, Pol
 LogStd = float | tuple[float, ...]
 """Log standard deviation of all dimensions, or of each dimension."""
 _MASKED_LOGIT = -1e9
-"""Logit of padded categories. Their probability is exactly 0, and 0 * -1e9 is finite in the entropy."""
+"""Logit of padded categories: their probability is exactly 0, and their term 0 * -1e9 of the entropy is finite."""
 
 
 class CategoricalHead(nn.Module):
@@ -159,12 +159,12 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 def _get_center_and_half_range(low: float | None, high: float | None) -> tuple[float, float]:
-    """Return the center and half-width of the action range; the width is 2 if one bound is missing."""
+    """Return the center and half the width of the action range; the width is 2 if a bound is missing."""
     if low is None and high is None:
         return 0.0, 1.0
-    if low is None or high is None:  # around 0, all samples could be outside
+    if low is None or high is None:  # a range around 0 could be out of bounds
         return (low + 1.0 if low is not None else float(high or 0.0) - 1.0), 1.0
-    # A dimension with one value has no span; avoid dividing by it.
+    # Equal bounds: 1.0 avoids a division by 0.
     return (low + high) / 2, (high - low) / 2 or 1.0
 
 
@@ -212,7 +212,7 @@ class ActorCritic(nn.Module):
         return torch.cat([self.encoder(pixels.contiguous(memory_format=torch.channels_last)), state], dim=1)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Return the inputs [B, K, O] of the action head."""
+        """Return the outputs [B, K, O] of the policy network, which are the inputs of the action head."""
         return self.policy(features).view(-1, self.shape.num_actions, self.shape.outputs)
 
     def value(self, features: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class ActorCriticPolicy:
     """Policy with actor and critic networks; implements `Policy` and `LearnsStatistics`."""
 
     network = ActorCritic
-    """Class of the policy and value networks; subclasses may override the class."""
+    """Class of the policy and value networks; subclasses may set another class."""
 
     def __init__(self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, cfg: ActorCriticSettings) -> None:
         self.spec = spec
@@ -334,14 +334,14 @@ class ActorCriticPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`).
 
-        A value head that only the file or only the model has is skipped: GRPO can start from PPO's weights.
+        A value head is loaded only if the file and the model have one, so GRPO can start from weights of PPO.
         """
         self._shape.check(folder)
         fix = "Use the environment and model settings of its training."
         fill_weights(self._net.state_dict(), folder / WEIGHTS_FILE, optional=(f"{VALUE_HEAD}.",), fix=fix)
 
     def features(self, obs: Observation) -> Tensor:
-        """Return features [B, F] of observations, the inputs of policy and value network, with gradients."""
+        """Return features [B, F] of observations, the inputs of the policy and value networks, with gradients."""
         shape, state = self._shape, on_device(np.ascontiguousarray(obs.state), self._device)
         if not shape.num_images:
             return self._net.features(None, state)
@@ -360,7 +360,7 @@ def _build_mlp(widths: tuple[int, ...], activation: str, init: _Initialize, *, g
 
 
 def _build_convolutions(shape: NetShape, init: _Initialize) -> nn.Sequential:
-    """Build the convolutional layers that map images [B, P, H, W] to features [B, IMAGE_FEATURES]."""
+    """Build the layers that map images with P channels in total [B, P, H, W] to features [B, IMAGE_FEATURES]."""
     channels = (shape.input_channels, *CHANNELS)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(channels):
@@ -388,7 +388,7 @@ def _initialize_layer(
         nn.init.orthogonal_(layer.weight, gain, generator=generator)
         nn.init.zeros_(layer.bias)
         return layer
-    # torch's default initialization, but from the policy's seed.
+    # Torch's default initialization, but with the policy's generator.
     bound = layer.weight[0].numel() ** -0.5
     for tensor in (layer.weight, layer.bias):
         nn.init.uniform_(tensor, -bound, bound, generator=generator)

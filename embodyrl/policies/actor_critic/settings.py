@@ -19,14 +19,14 @@ class ActorCriticSettings(WeightSettings):
     activation: Literal["tanh", "relu"] | None = None
     """Activation of the hidden layers; default: tanh, or relu with images."""
     log_std_init: Annotated[float, Field(ge=-20, le=2)] | None = None
-    """Continuous actions: initial log standard deviation, relative to half the action range; default: in SFT, the log
+    """Initial log standard deviation of continuous actions, relative to half the action range; default: in SFT, the log
     standard deviation of each dimension of the demonstrations; otherwise 0."""
     ortho_init: bool = True
     """Orthogonal initialization, with a small gain in the policy's last layer; false: PyTorch's default."""
     noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Continuous actions: correlation of the exploration noise of consecutive actions in a chunk."""
+    """Correlation of the exploration noise of consecutive actions in a chunk, for continuous actions."""
     normalize_state: bool | None = None
     """Normalize states with running statistics, which are saved with the weights; default: true for continuous actions.
     """
     squashed: bool = False
-    """Continuous actions: tanh of a Gaussian whose standard deviation depends on the observation, as in SAC."""
+    """Sample continuous actions as the tanh of a Gaussian with state-dependent standard deviation, as in SAC."""

@@ -22,7 +22,7 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetShape:
-    """Sizes and options that determine the shapes and the meaning of the weights."""
+    """Network sizes and options, which determine the shapes and the meaning of the weights."""
 
     state_dim: int
     """S: dimension of the state."""
@@ -64,7 +64,7 @@ class NetShape:
 
     @property
     def input_channels(self) -> int:
-        """Number of input channels of the first convolution: channels of all images."""
+        """Number of input channels of the first convolution: the channels of all images of an observation."""
         return self.num_images * (1 if self.grey else 3)
 
     @property
@@ -77,7 +77,7 @@ class NetShape:
 
     @property
     def features(self) -> int:
-        """Number of inputs of the policy and value networks."""
+        """Number of inputs of the policy and value networks: image features and state."""
         return (IMAGE_FEATURES if self.num_images else 0) + self.state_dim
 
     @property

@@ -17,7 +17,7 @@ class SquashedActorCritic(ActorCritic):
     """Actor-critic networks whose policy outputs are means and log standard deviations."""
 
     def build_head(self, shape: NetShape, log_std: LogStd, correlation: float) -> SquashedHead:
-        """Build the action distribution; `log_std`: initial bias of the log standard deviations."""
+        """Build the action distribution, and initialize the bias of the log standard deviations with `log_std`."""
         last_layer = self.policy[-1]
         assert isinstance(last_layer, nn.Linear)
         last_layer.bias.data.view(shape.num_actions, 2, -1)[:, 1] = torch.as_tensor(log_std)
@@ -36,16 +36,16 @@ class SquashedPolicy(ActorCriticPolicy):
         self.encoder = () if self._net.encoder is None else tuple(self._net.encoder.parameters())
 
     def sample(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample chunks [B, L] within -1..1 and their log-probability [B] (see `SoftActor.sample`)."""
+        """Return sampled chunks [B, L] in -1..1 and their log-probabilities [B] (see `SoftActor.sample`)."""
         assert isinstance(self._net.head, SquashedHead)
         return self._net.head.sample(self._net.outputs(features))
 
     def tokens_to_chunks(self, tokens: IntArray) -> Tensor:
-        """Return chunks [B, L] within -1..1 (see `SoftActor.tokens_to_chunks`)."""
+        """Convert tokens to chunks [B, L] in -1..1 (see `SoftActor.tokens_to_chunks`)."""
         return on_device(self._net.head.to_choice(tokens), self._device).tanh()
 
     def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return chunks [B, L] within -1..1 (see `SoftActor.normalize`)."""
+        """Convert environment actions [B, K, A] to chunks [B, L] in -1..1 (see `SoftActor.normalize`)."""
         assert isinstance(self._net.head, SquashedHead)
         return on_device(self._net.head.normalize(actions), self._device).flatten(1)
 

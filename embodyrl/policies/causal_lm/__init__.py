@@ -21,7 +21,7 @@ from embodyrl.text.gguf import language_model_folder
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 BYTES_PER_TOKEN = 32
-"""Maximum bytes per token of a reply, far above the average of any language; longer replies are truncated."""
+"""Maximum bytes per token of a reply, far above the average of any language; longer text is truncated."""
 
 BYTES_PER_PROMPT_TOKEN = 4
 """Average bytes per token of a prompt; English text has four to five."""
@@ -33,7 +33,7 @@ when they are loaded."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalLMFactory:
-    """Builds `CausalLMPolicy`; implements `PolicyFactory`."""
+    """Factory of `CausalLMPolicy`; implements `PolicyFactory`."""
 
     name: str
     default_folder: str | None = None
@@ -137,7 +137,7 @@ class CausalLMFactory:
         kind = read_json(self.folder(cfg) / "config.json").get("model_type")
         if kind in RECURRENT and backend == "hf":
             return [
-                f"model.path={cfg.path}: models of the type '{kind}' keep a state that padded prompts change. "
+                f"model.path={cfg.path}: models of type '{kind}' have a recurrent state, which padding changes. "
                 "Use a model with attention or hybrid layers, or rollout.backend=vllm."
             ]
         return []
@@ -175,7 +175,7 @@ class CausalLMFactory:
 
 
 def _count_full_parameters(cfg: CausalLMSettings, size: TextSizes) -> int:
-    """Return the number of parameters of embeddings and output matrix that are fully trained despite adapters."""
+    """Return the number of embedding and output-matrix parameters that are fully trained next to adapters."""
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 

@@ -13,7 +13,7 @@ from embodyrl.errors import CheckpointError, one_line
 from embodyrl.specs import PolicyCosts
 
 _MIN_RESERVED = 32
-"""Minimum space reserved for further tokens; long caches reserve a quarter of their length."""
+"""Minimum number of tokens for which space is reserved; long caches reserve a quarter of their length."""
 
 
 class ReservedLayer(DynamicLayer):
@@ -23,7 +23,7 @@ class ReservedLayer(DynamicLayer):
     """
 
     def __init__(self, max_tokens: int) -> None:
-        """Set up an empty layer; `max_tokens`: maximum number of tokens, which limits the reserved space."""
+        """Create an empty layer that reserves space for at most `max_tokens` tokens."""
         super().__init__()
         self._max_tokens = max_tokens
         self._reserved: tuple[Tensor, Tensor] | None = None
@@ -36,7 +36,7 @@ class ReservedLayer(DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         assert self.keys is not None
         assert self.values is not None
-        # `batch_select_indices` replaces the keys.
+        # `batch_select_indices` replaces `self.keys`; the reserved space is outdated then.
         if self._reserved is None or self.keys is not self._filled or length > self._reserved[0].shape[-2]:
             size = max(length, min(self._max_tokens, length + max(_MIN_RESERVED, length // 4)))
             self._reserved = _extend(self.keys, size), _extend(self.values, size)
@@ -71,15 +71,15 @@ in bfloat16 can change the experts that process a token."""
 
 @torch.no_grad()
 def check_cache(model: Any, tokens: Sequence[int], *, uses_bf16: bool) -> None:
-    """Check that a language model's next-token probabilities do not depend on a KV cache and left padding.
+    """Check that a KV cache and left padding do not change the next-token probabilities of a language model.
 
     Args:
         model: the `LanguageModel`.
-        tokens: six tokens that are not images.
+        tokens: ids of six text tokens.
         uses_bf16: True if the model computes in bfloat16.
 
     Raises:
-        CheckpointError: the probabilities differ, or the model has another kind of cache, such as a recurrent state.
+        CheckpointError: the probabilities differ, or the model has a recurrent state or another kind of cache.
     """
     device = next(model.parameters()).device
     *prompt, last = torch.tensor(tokens, device=device)
@@ -112,10 +112,8 @@ def check_cache(model: Any, tokens: Sequence[int], *, uses_bf16: bool) -> None:
 _M_MMAP_THRESHOLD = -3
 
 
-def unmap_large_tensors() -> None:
+def configure_malloc() -> None:
     """Configure malloc to return freed blocks of at least `PolicyCosts.MAPPED_BYTES` to the system.
-
-    Used before passes with many large tensors.
 
     glibc (2.36) does not reuse a freed aligned block for a block of the same size, so a forward and backward pass of a
     language model would need up to twice the memory of its tensors. Returning smaller blocks as well would save this

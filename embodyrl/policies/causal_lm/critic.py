@@ -24,7 +24,7 @@ class PolicyWithCritic:
         """Combine a policy with a critic loaded from `path`.
 
         Raises:
-            ConfigError: the critic of `path` has another tokenizer.
+            ConfigError: the critic and the policy have different tokenizers.
         """
         vocabulary, critic_vocabulary = (getattr(part, "vocabulary", None) for part in (policy, critic))
         if vocabulary is None or vocabulary != critic_vocabulary:
@@ -47,7 +47,7 @@ class PolicyWithCritic:
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a reply to each conversation, with values of the critic (see `Policy.act`)."""
         if (version := get_weights_version(self.module)) != self._version:
-            mark_weights_changed(self._policy.module)  # an engine loads its weights from there
+            mark_weights_changed(self._policy.module)  # an inference engine loads the weights of this module
             self._version = version
         output = self._policy.act(obs, noise=noise, temperature=temperature)
         with torch.no_grad():

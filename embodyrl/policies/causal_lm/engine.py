@@ -1,4 +1,4 @@
-"""Rollouts with vLLM inside the policy process, with the tokens and weights of the policy."""
+"""Text generation with vLLM in the policy process, with the token ids and weights of the policy."""
 
 import fcntl
 import hashlib
@@ -28,8 +28,8 @@ KV_CACHE_BYTES = 1 << 30
 def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
     """Provide a temporary model folder for vLLM, written by `save`. Its path depends only on the model's config.
 
-    The path is part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines of one
-    config that start at the same time wait for each other.
+    The path is part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines with the
+    same config use the folder one after the other.
     """
     cache = cache_dir() / "vllm"
     cache.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
         save(new_folder)
         folder = cache / hashlib.sha256((new_folder / "config.json").read_bytes()).hexdigest()[:16]
         with open(f"{folder}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the start of a worker has a deadline
+            fcntl.flock(lock, fcntl.LOCK_EX)  # needs no timeout: the start of a worker has a deadline
             shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
             try:
                 yield new_folder.rename(folder)
@@ -72,7 +72,7 @@ class VllmEngine:
         self._engine_sampling, self._sampling = vllm.SamplingParams, request.sampling
         memory: dict[str, Any] = {"gpu_memory_utilization": request.engine_memory_fraction}
         if not torch.cuda.is_available():
-            # Between the chunks of a prompt, vLLM 0.32 moves the offset of the reply's generator, which only a GPU has.
+            # Between the chunks of a prompt, vLLM 0.32 sets the generator's offset, which CPU generators do not have.
             memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True, "enable_chunked_prefill": False}
         self._dtype = dtype
         with model_folder(save) as folder:
@@ -103,8 +103,8 @@ class VllmEngine:
     ) -> None:
         """Load the module's weights if their version has changed since the last call, and leave sleep mode.
 
-        After the first change, check that the engine and the module agree on the log-probability of the engine's next
-        token after `probe`. `logprob(prompt, token)` returns the module's log-probability.
+        After the first change, check that the engine and the module compute the same log-probability for the next token
+        after the prompt `probe`. `logprob(prompt, token)` returns the module's log-probability.
 
         Raises:
             EmbodyError: the log-probabilities differ; the engine has other weights.
@@ -153,7 +153,7 @@ class VllmEngine:
         params = [
             self._engine_sampling(
                 temperature=0.0 if noise is None else temperature,
-                detokenize=bool(self._sampling.stop),  # takes a sixth of the time of a small model
+                detokenize=bool(self._sampling.stop),  # would take a sixth of the time with a small model
                 max_tokens=limit,
                 seed=seed,
                 **to_vllm_params(self._sampling, top),

@@ -40,7 +40,7 @@ _MERGED_FIELDS = (
     "use_qalora",
 )
 _SUPPORTED_VALUES = {"peft_type": ("LORA",), "init_lora_weights": (*PLAIN_INITS, "pissa", "olora")}
-"""Further fields of adapters that peft merges correctly, and supported values of fields; others are rejected."""
+"""Supported values of adapter fields. `_MERGED_FIELDS` are further fields that peft merges; all others are rejected."""
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -69,7 +69,7 @@ def _suppress_warnings() -> Iterator[None]:
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_images: bool = False) -> tuple[Any, Any]:
     """Return (model, tokenizer), or (model, processor) for a vision-language model, without executing remote code.
 
-    With a `seed`, weights are initialized randomly: the folder contains none.
+    With a `seed`, the weights are initialized randomly, because the folder contains no weights.
 
     Raises:
         CheckpointError: the folder has no such model, or a file is damaged.
@@ -90,7 +90,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
         )
         processor = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        # A copy has no attention implementation; the file may name a repository with kernels, which are programs.
+        # The copy drops the attention implementation, which may be a repository with kernels, and kernels are programs.
         config = type(config).from_dict(config.to_dict())
         if seed is not None:
             with torch.random.fork_rng(devices=[]):
@@ -112,7 +112,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
             f"{folder} cannot be loaded as a {kind} model: {one_line(error).rstrip('.')}. Use another model."
         ) from error
     except (ImportError, AttributeError) as error:
-        # Without torchvision the library's table of video processors is empty, even if none is used.
+        # Without torchvision, the library's table of video processors is empty, so loading fails even without videos.
         raise MissingDependencyError(
             f"The processor in {folder} needs a package that is not installed: {one_line(error)}. Processors with "
             "video support (Qwen-VL, SmolVLM) usually need `pip install torchvision num2words` (from PyTorch's "
@@ -152,7 +152,7 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
             if cfg.is_lora:
                 return adapted
             if any(hasattr(m, "base_layer") for m in (model.get_input_embeddings(), model.get_output_embeddings())):
-                untie(model)  # a merged factor belongs to one of the two matrices only
+                untie(model)  # the adapter is merged into one of the two matrices only
             return adapted.merge_and_unload()
     names = lora.target_modules if lora.target_modules == "all-linear" else lora.target_modules.split(",")
     config = LoraConfig(
@@ -168,7 +168,7 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
     with _suppress_warnings():
         adapted = get_peft_model(model, config)
     for name, parameter in adapted.named_parameters() if trainable else ():
-        if ".modules_to_save." in name:  # AdamW's steps would be lost in bfloat16
+        if ".modules_to_save." in name:  # bfloat16 would round away the small steps of AdamW
             parameter.data = parameter.data.float()
     return adapted
 
@@ -197,7 +197,7 @@ class LanguageModel(nn.Module):
 
         Without a value head, the values are zeros.
 
-        `image_inputs`: image tensors, by the names of the model's arguments.
+        `image_inputs` contains image tensors by argument name of the model.
         """
         more = {"logits_to_keep": num_positions, "output_hidden_states": self.value_head is not None}
         out = _run(self.lm, ids, mask, positions, cache, **image_inputs, **more)
@@ -227,8 +227,8 @@ class LanguageModel(nn.Module):
         """V: number of rows of the output matrix."""
         return int(self.lm.get_output_embeddings().weight.shape[0])
 
-    def head_is_last(self, precision: torch.autocast) -> bool:
-        """Return True if the logits are the output matrix times the last hidden states, without scaling or capping."""
+    def has_plain_head(self, precision: torch.autocast) -> bool:
+        """Return True if the logits are the product of output matrix and last hidden states, not scaled or capped."""
         calls: list[tuple[Tensor, Tensor]] = []
 
         def replace(head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class LanguageModel(nn.Module):
     def hidden(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **image_inputs: Tensor
     ) -> Tensor:
-        """Return the last hidden states [B, T, D]; only for models with `head_is_last`."""
+        """Return the last hidden states [B, T, D]; only for models with `has_plain_head`."""
         return _run(self._base_model.base_model, ids, mask, positions, cache, **image_inputs).last_hidden_state
 
     def compute_last_scores(
@@ -263,9 +263,9 @@ class LanguageModel(nn.Module):
         plain_head: bool,
         **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return, for each of the last `count` tokens, the results of `compute_scores` and the value.
+        """Return the results of `compute_scores` and the values for the last `count` tokens, each [B, count].
 
-        `plain_head`: True if `head_is_last`; the logits of long replies are then computed in chunks.
+        With `plain_head` (see `has_plain_head`), the logits of long replies are computed in chunks.
         """
         tokens = ids[:, -count:]
         if plain_head and tokens.numel() * self.vocabulary > CHUNK_LOGITS:
@@ -300,14 +300,14 @@ class LanguageModel(nn.Module):
         return first, second, third, self._compute_values(hidden, first)
 
     def _compute_values(self, hidden: Tensor, template: Tensor) -> Tensor:
-        """Return values [B, n] of hidden states [B, n, D]; zeros without a head."""
+        """Return values [B, n] of hidden states [B, n, D]; without a value head, zeros like `template` [B, n]."""
         if self.value_head is None:
             return torch.zeros_like(template)
         return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
 
 def _run(lm: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None, **more: Any) -> Any:
-    """Run a model of transformers; `more`: further arguments."""
+    """Run a model of transformers with optional further arguments `more`."""
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     return lm(**inputs, past_key_values=cache, use_cache=cache is not None, **more)
 
@@ -339,7 +339,7 @@ class _Scores(torch.autograd.Function):
 
 
 def compute_scores(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability and entropy of each token, and whether it is the argmax.
+    """Return three tensors [...]: log-probability and entropy of each token, and True for tokens that are the argmax.
 
     Tokens have the shape [...], and logits the shape [..., V].
     """
@@ -363,16 +363,16 @@ def untie(lm: Any) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
-    """Copy full weights into a possibly sharded module, which `load_state_dict` does not support.
+    """Copy full weights into a module that may be sharded; `load_state_dict` does not support sharded modules.
 
     Raises:
-        CheckpointError: `state` has neither adapters nor all weights, or a different shape.
+        CheckpointError: weights are missing, unexpected or of another shape.
     """
     current = module.state_dict()
     adapter_weights = {
         _get_saved_name(name): w for name, w in current.items() if ".lora_" in name or ".modules_to_save." in name
     }
-    # Older files of adapted embeddings also contain the frozen matrices below the adapters.
+    # Older files of adapted embeddings also contain the frozen matrices that the adapters are added to.
     current = (
         adapter_weights | {name: current[name] for name in state if name in current and ".base_layer." in name}
         if adapter_weights

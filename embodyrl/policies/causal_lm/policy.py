@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.cache import check_cache, create_reserved_cache, unmap_large_tensors
+from embodyrl.policies.causal_lm.cache import check_cache, configure_malloc, create_reserved_cache
 from embodyrl.policies.causal_lm.model import (
     LanguageModel,
     add_adapters,
@@ -64,7 +64,7 @@ class CausalLMPolicy:
     ) -> None:
         """Load the model from a folder. Without `cfg.path`, initialize its weights from the seed.
 
-        `reads_images`: True for a vision-language model, which processes the images of an observation.
+        `reads_images` is True for a vision-language model, which reads the images of an observation.
         """
         self.spec = spec
         self._temperature, self._sampling = request.temperature, request.sampling
@@ -89,14 +89,14 @@ class CausalLMPolicy:
         if not request.trainable:
             net.requires_grad_(False)
         elif self._device.type == "cpu":
-            unmap_large_tensors()
+            configure_malloc()
         self.module: nn.Module = net.eval()
         self._net = net
         end_tokens = model.generation_config.eos_token_id
         end_tokens = self.tokenizer.eos_token_id if end_tokens is None else end_tokens
         end_tokens = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens)
         self.end_tokens = torch.tensor([*end_tokens, *request.sampling.stop_token_ids], device=self._device)
-        # In a reply these tokens would denote images that do not exist.
+        # In a reply, these tokens would be placeholders of images that do not exist.
         image_tokens = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
         forbidden_tokens = [token for token in image_tokens if token is not None]
         self.forbidden_tokens = torch.tensor(forbidden_tokens, device=self._device) if forbidden_tokens else None
@@ -107,7 +107,7 @@ class CausalLMPolicy:
             self.processor, cfg, folder, empty_prompt_token=int(self.end_tokens[0]), pixels=pixels
         )
         self._end_token = self.reader.get_end_token(end_tokens)
-        self._plain_head = self._net.head_is_last(self._autocast_context())
+        self._plain_head = self._net.has_plain_head(self._autocast_context())
         self._request, self._uses_engine = request, request.backend != "hf"
         if not self._uses_engine:
             probe_tokens = [token for token in range(self._net.vocabulary) if token not in forbidden_tokens][:6]
@@ -126,8 +126,8 @@ class CausalLMPolicy:
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Generate a reply to each conversation (see `Policy.act`).
 
-        `actions` are the token ids, -1 after the end. With deterministic algorithms all prompts of a batch have one
-        length, so that a reply is independent of the other prompts.
+        `actions` are the token ids, -1 after the end. With deterministic algorithms, prompts of different lengths are
+        processed in separate batches, so that a reply is independent of the other prompts.
         """
         prompts = self.reader(obs)
         count, length = len(prompts), self.spec.num_action_chunks
@@ -138,10 +138,10 @@ class CausalLMPolicy:
             tokens, logprob, value, top_tokens = self._generate_with_engine(
                 obs, prompts, noise, temperature or self._temperature
             )
-        # one block for all replies, so that float32 weights are cast once and not for each token
+        # One autocast block for all replies: float32 weights are cast once, and not for each token.
         with self._autocast_context():
             for rows in [] if self._uses_engine else self._group_by_length(prompts):
-                # Rows of other buckets are padding, so that each row is computed in the shape of the whole batch.
+                # Rows of other lengths are padding, so that each row is computed in the shape of the whole batch.
                 batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
                 out = self._generate(batch, noise, temperature)
                 for array, part in zip((tokens, logprob, value, top_tokens), out, strict=True):
@@ -217,11 +217,11 @@ class CausalLMPolicy:
         self, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, log-probabilities and values, all [B, K], and the top tokens (see `allocate_top_tokens`)."""
-        # In deterministic mode every row is computed in the shape of the whole batch: kernels may sum in another order
-        # for other shapes.
+        # In deterministic mode, every row is computed in the shape of the whole batch, because the summation order of
+        # kernels may depend on the shape.
         deterministic = torch.are_deterministic_algorithms_enabled()
         scale, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
-        # Otherwise members of a group share their prompt, which the first of their rows processes.
+        # In other modes, the rows of a group share one prompt, which is processed once, in the first of these rows.
         first = {id(p): i for i, p in reversed(list(enumerate(prompts)))}
         source = list(range(count)) if deterministic else sorted(first.values())
         ids, mask, positions, image_inputs = self._build_inputs([prompts[i] for i in source])
@@ -236,7 +236,7 @@ class CausalLMPolicy:
         logits, value = logits[row_index, 0], value[row_index, 0]
         mask, position = mask[row_index], positions[..., row_index, -1]
         used_tokens = mark_prompt_tokens(ids[row_index], mask, logits, self._sampling)
-        # `rows` are the unfinished replies; all other arrays except `out` and `uniform` have the order of `rows`.
+        # `rows` are the unfinished replies. All arrays except `out`, `top_tokens` and `uniform` have only these rows.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
         top_tokens = on_device(allocate_top_tokens(count, limit, self._request.top), self._device)
         uniform = None if noise is None else on_device(noise, self._device)
@@ -258,7 +258,7 @@ class CausalLMPolicy:
             done = done & (t + 1 >= self._sampling.min_new_tokens)
             if t + 1 == limit or bool(done.all()):
                 break
-            # Copying the cache pays off once half of the rows are finished.
+            # Copying the cache saves time only if more than half of the rows are finished.
             if not deterministic and int(done.sum()) * 2 > len(done):
                 unfinished = (~done).nonzero().squeeze(1)
                 cache.reorder_cache(unfinished)  # type: ignore[arg-type]
@@ -283,7 +283,7 @@ class CausalLMPolicy:
         """Return a mask [B] of replies whose last tokens complete a stop string."""
         if not self._sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=self._device)
-        # A token is a character or more; 8 more for rare characters with a token for each byte.
+        # A token has at least one character; 8 more tokens for rare characters that have one token per byte.
         tail = tokens[:, max(0, t - max(map(len, self._sampling.stop)) - 7) : t + 1].clamp(min=0)
         texts = zip(*(self.tokenizer.batch_decode(part) for part in (tail, tail[:, :-1])), strict=True)
         stopped = [find_stop(text, len(before), self._sampling.stop) is not None for text, before in texts]
@@ -306,7 +306,7 @@ class CausalLMPolicy:
     def _score(
         self, obs: Observation, tokens: IntArray, *, dropout: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return log-probability, entropy, value and argmax match of each token, all [B, K]."""
+        """Return log-probability, entropy and value of each token, and a mask of argmax tokens, all [B, K]."""
         # With an engine, a batch contains the observations of all parallel environments.
         if not torch.is_grad_enabled() and len(chunks := split_observations(obs)) > 1:
             scored = [self._score(part, tokens[rows]) for rows, part in chunks]
@@ -330,7 +330,7 @@ class CausalLMPolicy:
                     ids, mask, positions, longest, self._temperature, plain_head=plain, **image_inputs
                 )
         self._net.train(dropout)
-        # Without shared prompts rows are right-aligned, so that none is wider than the longest.
+        # Without shared prompts, rows are right-aligned, so that the batch is as wide as the longest row.
         is_token = torch.arange(longest, device=self._device) < length[:, None]
         column = torch.arange(longest, device=self._device) + (0 if reuses_prompts else longest - length[:, None])
         column, padding = column.clamp(max=longest - 1).expand(is_token.shape), (0, tokens.shape[1] - longest)
@@ -341,7 +341,7 @@ class CausalLMPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Return the value of each conversation in the first column of [B, V] (see `Policy.values`)."""
+        """Return values [B, V] of conversations; only the first column is used (see `Policy.values`)."""
         ids, mask, positions, image_inputs = self._build_inputs(self.reader(obs))
         with self._autocast_context():
             _, value = self._net(ids, mask, positions, 1, **image_inputs)
@@ -350,7 +350,7 @@ class CausalLMPolicy:
         return out
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
-        """Return the mean negative log-likelihood of each reply's tokens, and the fraction of argmax matches."""
+        """Return the mean negative log-likelihood of each reply's tokens, and the fraction that is the argmax."""
         tokens = actions[:, :, 0].astype(np.int64)
         logprob, _, _, is_best = self._score(
             obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0
@@ -388,7 +388,7 @@ class CausalLMPolicy:
     def _autocast_context(self, *, cache_casts: bool = True) -> torch.autocast:
         """Return the autocast context.
 
-        `cache_casts`: True to cache cast weights; False for recomputation in the backward pass.
+        `cache_casts` keeps cast weights for reuse; it is False if the backward pass recomputes activations.
         """
         mixed = self._autocast not in (None, torch.float32)
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=cache_casts)

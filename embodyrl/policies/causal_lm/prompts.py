@@ -32,15 +32,15 @@ class Prompt(list[int]):
 
 
 class PromptReader:
-    """Converts conversations and their images to prompts, with the chat template or by concatenation."""
+    """Converter of conversations and their images to prompts, with the chat template or by concatenation."""
 
     def __init__(
         self, processor: Any, cfg: CausalLMSettings, folder: Path, *, empty_prompt_token: int, pixels: int
     ) -> None:
         """Set up the reader from a tokenizer, or the processor of a vision-language model, and set its chat template.
 
-        `folder`: model folder. `empty_prompt_token`: the only token of an otherwise empty prompt. `pixels`: number of
-        image values per observation, which limits the cache.
+        `folder` is the model's folder. A prompt without tokens becomes `empty_prompt_token`. The number of image values
+        per observation, `pixels`, limits the number of cached prompts.
         """
         tokenizer = getattr(processor, "tokenizer", processor)
         if cfg.chat_template is not None:
@@ -51,11 +51,11 @@ class PromptReader:
         template = ChatTemplate.of(cfg, folder)
         # The tokenizer also contains the default tokens of its class.
         self._template = template and replace(template, tokens=tokenizer.special_tokens_map)
-        # Without chat, the folder's template still names the tokens between turns, which a model may write.
+        # Without chat, the folder's template still defines the tokens between turns, which a model may generate.
         removed_tokens = control_tokens(
             folder, template or ChatTemplate.read(folder), special, parts=self._reads_images
         )
-        # The template writes these tokens between turns; in a message they would let its author end the turn.
+        # The template writes these tokens between turns; inside a message, they would end the turn.
         self._removed_tokens = {} if template is None else removed_tokens
         self._hidden_tokens = {*removed_tokens.values()}
         self.opening_tag = "" if template is None else get_opened_tag(template, parts=self._reads_images)
@@ -115,7 +115,7 @@ class PromptReader:
         from PIL import Image
 
         token, remaining_frames = self._processor.image_token, iter(frames)
-        # Image placeholders are allowed only in text of the data set.
+        # An image token in a text would be a placeholder without an image.
         turns = [
             [part.replace(token, "") if isinstance(part, str) else part for part in split_images(m.content)]
             for m in messages
@@ -160,7 +160,7 @@ class PromptReader:
             )
             inputs = self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
         ids = inputs.pop("input_ids")[0].tolist()
-        # All ones for a single prompt; a batch gets its own mask with the padding.
+        # The mask of a single prompt is all ones; `pad_left` builds the mask of a batch.
         inputs.pop("attention_mask")
         return Prompt(ids or [self._empty_prompt_token], dict(inputs))
 
@@ -217,7 +217,7 @@ def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device:
 
 
 def split_observations(obs: Observation) -> list[tuple[slice, Observation]]:
-    """Split observations into parts of at most `ROWS_AT_A_TIME` rows; return slice and observations of each part."""
+    """Split observations into parts of at most `ROWS_AT_A_TIME` rows; return the slice and the rows of each part."""
     slices = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(obs), ROWS_AT_A_TIME)]
     return [
         (rows, Observation(images=obs.images[rows], state=obs.state[rows], instructions=obs.instructions[rows]))

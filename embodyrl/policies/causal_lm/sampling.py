@@ -26,7 +26,7 @@ def choose(
 
     Args:
         logits: [B, V] float32, neither scaled nor truncated.
-        uniform: [B] in [0, 1); None: the most probable token.
+        uniform: [B] random numbers in [0, 1); None: choose the most probable tokens.
         temperature: divides the logits after the penalty.
         params: penalties and truncation.
         used_tokens: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
@@ -78,7 +78,7 @@ def find_stop(text: str, start: int, stops: Sequence[str]) -> int | None:
 
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest rounding difference of a log-probability, by the precision of the weights."""
+"""Maximum difference between two computations of a log-probability (nat), by dtype of the weights."""
 
 
 def to_vllm_params(params: SamplingSettings, top: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def get_reply_seeds(noise: FloatArray) -> list[int]:
 
 
 def allocate_outputs(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Allocate tokens (-1), log-probabilities (0) and top tokens for replies of length `limit`.
+    """Allocate tokens (filled with -1), log-probabilities (0), both [count, limit], and top tokens (-1).
 
     Top tokens have the layout of `allocate_top_tokens`.
     """

@@ -1,4 +1,4 @@
-"""Rollouts with a server that implements OpenAI's completions API and vLLM's extensions for token ids."""
+"""Text generation with a server that has OpenAI's completions API and vLLM's extensions for token ids."""
 
 import http.client
 import json
@@ -94,7 +94,7 @@ class _Server:
 
 
 class ServerEngine(_Server):
-    """Generates replies on a server. Only low-rank adapters can be updated (`<url>/load_lora_adapter`)."""
+    """Text generation on a server, on which only low-rank adapters can be updated (`<url>/load_lora_adapter`)."""
 
     includes_temperature = False
     """False because the returned log-probabilities exclude the temperature."""
@@ -108,7 +108,7 @@ class ServerEngine(_Server):
             url: address including /v1.
             model: one of the server's models; None: its first model.
             save_adapter: writes the adapters into a folder that the server can read; None: no adapters.
-            dtype: dtype of the actor, for the tolerance.
+            dtype: dtype of the actor, which sets the tolerance for log-probabilities.
             sampling: sampling parameters.
         """
         super().__init__(url, model)
@@ -121,7 +121,7 @@ class ServerEngine(_Server):
     ) -> None:
         """Upload changed adapters, and check that the server has the weights of the module.
 
-        The check compares the log-probability of one token after `probe`.
+        The check compares the log-probability of one token after the prompt `probe` with the result of `logprob`.
 
         Raises:
             EmbodyError: the log-probabilities differ: other weights, or another tokenizer.
@@ -129,7 +129,7 @@ class ServerEngine(_Server):
         if version == self._synced:
             return
         if self._save is not None and self._folder is not None:
-            # A unique name: another run may have left its adapters on the server.
+            # The name is unique, because adapters of another run may still be on the server.
             old, self._model = self._model, f"{Path(self._folder.name).name}-{version}"
             target = Path(self._folder.name) / self._model
             self._save(target)
@@ -140,14 +140,14 @@ class ServerEngine(_Server):
         difference = abs(logprobs[0] - logprob(probe, tokens[0])) if tokens else math.inf
         if not difference <= ROUNDING[self._dtype]:
             raise EmbodyError(
-                f"The model '{self._model}' at {self._url} is not the actor's: a log-probability differs by "
+                f"The model '{self._model}' at {self._url} differs from the actor: a log-probability differs by "
                 f"{difference:.3g}. Serve the folder of model.path (or of ckpt) in the same precision, or use "
                 "rollout.backend=hf."
             )
         self._synced = version
 
     def sleep(self) -> None:
-        """Do nothing, because the server has separate memory."""
+        """Do nothing, because the server does not use the memory of this process."""
 
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
@@ -195,11 +195,11 @@ class ServedReference(_Server):
         """
         super().__init__(url, model)
         self._reader, self.module = reader, torch.nn.Identity()
-        # An id outside its vocabulary is an error there; the same tokens in another order cannot be detected.
+        # The server rejects ids outside its vocabulary; a vocabulary in another order cannot be detected.
         self._complete(self._build_echo_request([max_token_id]))
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities [B, K] of replies at temperature 1; no entropies or values.
+        """Return log-probabilities [B, K] of replies at temperature 1; entropies are 0, and there are no values.
 
         Log-probabilities after the end of a reply are 0.
         """
@@ -220,7 +220,7 @@ class ServedReference(_Server):
         return PolicyScores(logprob=logprob, entropy=torch.zeros_like(logprob), value=logprob[:, :0])
 
     def _build_echo_request(self, ids: Sequence[int]) -> dict[str, Any]:
-        # Not all servers accept zero tokens.
+        # Not all servers accept max_tokens=0.
         request = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
         return {**request, "echo": True, "logprobs": 0}
 

@@ -1,4 +1,4 @@
-"""Hidden states of replies to repeated prompts; forward and backward pass process each distinct prompt once."""
+"""Hidden states of replies to repeated prompts; each distinct prompt is processed once in forward and backward."""
 
 from collections.abc import Sequence
 
@@ -14,10 +14,10 @@ from embodyrl.specs import PolicyCosts
 
 
 def is_sharing_cheaper(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
-    """Return True if shared prompts at least halve the number of computed tokens and the model supports them.
+    """Return True if the model supports shared prompts, and sharing at least halves the number of computed tokens.
 
     Args:
-        net: unsharded model, because the ranks of a sharded model need equal numbers of forward passes.
+        net: language model; not supported if sharded, because all ranks need the same number of forward passes.
         prompts: prompt of each reply; equal prompts are the same object.
         longest: number of tokens of the longest reply.
     """

@@ -8,14 +8,14 @@ from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 
 CHUNK_LOGITS = 2**26
-"""Number of logits that are scored at a time: 0.25 GiB in float32. A backward pass holds a few copies."""
+"""Maximum number of logits in memory: 0.25 GiB in float32. A backward pass needs a few copies."""
 _DEFAULT_MAX_PIXELS = 14 * 14 * 4 * 1280
 """Default maximum number of pixels of an image at native resolution, if the processor's config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSizes:
-    """Sizes and precision of a decoder-only transformer with gated MLPs; approximate for other architectures."""
+    """Sizes and precision of a transformer with gated MLPs of width `hidden`; approximate for other architectures."""
 
     uses_bf16: bool
     adapters: bool
@@ -25,7 +25,7 @@ class TextSizes:
     hidden: int
     layers: int
     kv_width: int
-    """Width of keys and values."""
+    """Width of keys and values: number of key-value heads times the head size."""
     tied: bool
     supports_sharing: bool
     """True if all layers store keys and values of every position, so that replies can share the prompt's cache."""

@@ -75,7 +75,7 @@ class RmsNorm(nn.Module):
             self.weight = nn.Parameter(torch.empty(spec.width))
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Normalize x [B, T, width]; also return the gate, or None without a condition [B, D] or [B, T, D]."""
+        """Return normalized x [B, T, width] and the gate; the gate is None without a condition [B, D] or [B, T, D]."""
         x_float32 = x.float()
         x_float32 = x_float32 * torch.rsqrt(x_float32.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:
@@ -85,7 +85,7 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; `kv_inputs`: input width of keys and values, if it differs from the tokens' width."""
+    """Grouped-query attention. Keys and values are computed from `kv_inputs` features (default: the tokens' width)."""
 
     def __init__(self, spec: LayersSpec, kv_inputs: int | None = None) -> None:
         super().__init__()
@@ -101,14 +101,14 @@ class Attention(nn.Module):
         return _rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
 
     def project_keys_values(self, memory: KeysValues) -> KeysValues:
-        """Return keys and values computed from the rotated keys and values of another stack."""
+        """Return keys and values, projected from the rotated keys and values of a layer of another decoder."""
         keys, values = (x.transpose(1, 2).flatten(2) for x in memory)
         return self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
 
     def attend(self, x: Tensor, rope: Rope, keys_values: KeysValues, mask: Tensor) -> Tensor:
         """Attend from tokens [B, T, width] to keys and values under a mask [B or 1, 1, 1 or T, keys]."""
         q, (k, v) = _rotate(self._heads(self.q_proj(x)), rope), keys_values
-        # The memory may have another precision, such as a frozen stack in bfloat16: use its dtype.
+        # Use the dtype of the memory, which may differ, for example after a frozen decoder in bfloat16.
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(v.dtype), enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -168,8 +168,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor | None, KeysValues | None]:
         """Map tokens [B, T, width] to the same shape; also return the keys and values of these tokens, or None.
 
-        Without `output`, return only the keys and values. Without tokens, `context` contains another stack's keys and
-        values, and this layer returns projections of those keys and values.
+        Without `output`, return only the keys and values. Without tokens, `context` contains keys and values of another
+        decoder, and this layer returns projections of those keys and values.
         """
         if not isinstance(context, AttentionContext):
             return None, self.self_attn.project_keys_values(context)

@@ -11,7 +11,7 @@ from embodyrl.errors import CheckpointError
 
 EMBEDDING = "language.embed_tokens.weight"
 HEADS = ("value_head.", "noise_head.", "noise_actor.", "residual_actor.")
-"""Modules of `FlowModule` added by RL (the first two with RLinf's names): optional in the model and the checkpoint."""
+"""Heads of `FlowModule` that RL adds, optional in the model and the checkpoint. The first two have RLinf's names."""
 _CHARACTERISTIC_PREFIXES = (
     "vision.embeddings.",
     "language.layers.",
@@ -20,7 +20,7 @@ _CHARACTERISTIC_PREFIXES = (
     "action_out_proj.",
 )
 _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-"""Statistics of the data, which LeRobot stored with the weights before its processors had separate files."""
+"""Prefixes of normalization statistics, which old versions of LeRobot stored with the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def _paligemma(
 ) -> Layout:
     """Build a layout of pi0 and pi0.5 on PaliGemma.
 
-    `head`: prefix of all projections of the flow head. `actions`: further prefix of its input projections.
+    `head` is the prefix of all projections of the flow head; `actions` is a further prefix of the input projections.
     """
     input_names = ("action_in_proj.", "state_proj.", "action_time_mlp_in.", "action_time_mlp_out.")
     output_names = ("action_out_proj.", "time_mlp_in.", "time_mlp_out.", *HEADS)

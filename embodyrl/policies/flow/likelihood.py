@@ -1,4 +1,4 @@
-"""Log-probabilities of a flow's action chunks: SDE steps, learned noise, and FPO's estimate.
+"""Log-probabilities of the action chunks of a flow: from SDE steps, from learned noise, or estimated by FPO.
 
 x is the state at t, v = v(x, t) the velocity with the target noise - data, d the length of a step. The clean estimate
 is x - t v, the noise estimate x + (1 - t) v; t = 1 is noise, t = 0 is data. Flow policy optimization computes ratios
@@ -108,7 +108,7 @@ class ChainLikelihood(GaussianChain):
 
 
 class FpoLikelihood:
-    """Likelihood of chunks sampled with the ODE: FPO's estimate of importance ratios; has `GaussianChain`'s methods.
+    """Likelihood of chunks sampled with the ODE, estimated by FPO; has the methods of `GaussianChain`.
 
     The "log-probability" of an executed action is minus its flow-matching loss (mean over its dimensions) at N pairs
     of noise and time in (0, 1), averaged over the pairs. Tokens contain the chunk and the seed of the pairs. A

@@ -197,9 +197,10 @@ class FlowModel(nn.Module, ABC):
     def __init__(self, spec: FlowSpec, *, state_width: int, time_mlp: tuple[str, int]) -> None:
         """Build the layers that all flow models share.
 
-        `state_width`: width of the state token, 0 without a state token.
-
-        `time_mlp`: common prefix of the names of the two layers that embed time, and the input width of the first.
+        Args:
+            spec: sizes of the model.
+            state_width: width of the state token; 0: no state token.
+            time_mlp: name prefix of the two layers that embed time, and the input width of the first layer.
         """
         super().__init__()
         self.spec = spec
@@ -240,7 +241,7 @@ class FlowModel(nn.Module, ABC):
     def prefix(self, inputs: FlowInputs, *, output: bool = False) -> Prefix:
         """Run the backbone on the prefix and return its key-value cache.
 
-        `output`: also run the last layer and return its hidden states.
+        If `output`, also run the rest of the last layer, and return the final hidden states.
         """
         x, valid = self.embed_prefix(inputs)
         context = AttentionContext(

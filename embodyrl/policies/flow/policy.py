@@ -1,4 +1,4 @@
-"""Flow policy for any velocity network, and the noise head of Flow-Noise.
+"""Flow policy for any velocity network, and the head that learns the noise level (`flow_noise`).
 
 `act`, `score` and training share one code path.
 """
@@ -210,18 +210,18 @@ class FlowPolicy:
         """
         target = on_device(self._scale.from_actions(actions, obs), self._device)
         velocity = partial(self._velocity, self._prefix(obs))
-        # The prefix is encoded once: further pairs of noise and time cost one pass of the small expert each.
+        # The prefix is encoded once; each further pair of noise and time needs only one pass of the small expert.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
         correct = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
             correct = (self._compute_greedy_chunk(obs, velocity) - target).abs() < 0.1
-            # Padding flows to 0 and would count as correct.
+            # Padding is always predicted as 0 and would count as correct.
             correct = correct[..., : self._shape.action_dim]
         return ImitationLoss(loss=loss, accuracy=correct.float().flatten(1).mean(1))
 
     def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
-        """Return the flow-matching losses [B] of chunks [B, H, D], each for one random pair of noise and time."""
+        """Return the flow-matching loss [B] of each chunk [B, H, D] for one random pair of noise and time."""
         seeds = np.arange(len(target))
         if torch.is_grad_enabled():
             seeds = torch.randint(2**47, (len(target),)).numpy()
@@ -270,7 +270,7 @@ class FlowPolicy:
     def _velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         with self._autocast:
             v, hidden = self._module.network.velocity(prefix, x, t)
-        # States are sums of many small steps, which bf16 would round away.
+        # In bf16, the small steps that add up to a state would be rounded away.
         return v.float(), hidden.float()
 
     def _value(self, prefix: Any, count: int) -> Tensor:

@@ -41,8 +41,8 @@ class FlowSettings(ResidualSettings):
     num_steps: Count = 10
     """Number of Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
-    """Initial noise of greedy actions. zero: no noise; random: Gaussian noise as in published evaluations, but with a
-    seed from a hash of the observation."""
+    """Initial noise of greedy actions. zero: no noise; random: Gaussian noise as in published evaluations, seeded by a
+    hash of the observation."""
     likelihood: Likelihood = Likelihood.flow_sde
     """Source of log-probabilities for RL. flow_sde, flow_cps: stochastic steps with a given noise level; flow_noise:
     stochastic steps with learned noise; fpo: differences of the flow-matching loss. dsrl, residual: the flow is frozen,
@@ -52,32 +52,33 @@ class FlowSettings(ResidualSettings):
     """Stochastic steps per chunk with flow_sde and flow_cps: one random step, or all steps. With flow_noise, all steps
     are stochastic."""
     ignore_last: bool = False
-    """If true, the last denoising step is deterministic."""
+    """With likelihood=flow_sde: make the last denoising step deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """flow_sde, flow_cps: noise level of the stochastic steps (symbol `a` in the papers)."""
+    """With likelihood=flow_sde or flow_cps: noise level of the stochastic steps (symbol `a` in the papers)."""
     noise_range: Annotated[list[float], _RISING, Constraint("[low,high] with 0 < low < high, standard deviations")] = [
         0.08,
         0.16,
     ]
-    """flow_noise: minimum and maximum standard deviation of a step."""
+    """With likelihood=flow_noise: minimum and maximum standard deviation of a step."""
     joint_logprob: JointLogprob = JointLogprob.sum
     """Log-probability of a chunk with stochastic_steps=all: sum over the steps, or mean over the steps and the initial
     noise (RLinf)."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: bound of the initial noise that the actor chooses, -noise_bound..noise_bound."""
+    """With likelihood=dsrl: bound of the initial noise that the actor chooses, -noise_bound..noise_bound."""
     noise_repeated: bool = False
-    """dsrl: one noise vector for all actions of a chunk, as in the DSRL paper for pi0; false: one vector per action."""
+    """With likelihood=dsrl: use one noise vector for all actions of a chunk, as in the DSRL paper for pi0; false: one
+    vector per action."""
     steered_noise: Share = 0.0
-    """dsrl: noise level of flow_sde for sampling from the frozen flow; 0: ODE. The noise can improve samples of an
-    undertrained flow and is not part of log-probabilities."""
+    """With likelihood=dsrl: noise level of flow_sde for sampling from the frozen flow; 0: ODE. The noise can improve
+    samples of an undertrained flow and is not part of log-probabilities."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
-    """fpo: number of (noise, time) pairs per chunk, sampled with the chunk."""
+    """With likelihood=fpo: number of (noise, time) pairs per chunk, sampled with the chunk."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
-    """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
-    pairs."""
+    """Number of (noise, time) pairs per chunk in SFT; the prefix, which takes most of the time, is computed once for
+    all pairs."""
     imitated_time: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """SFT: flow times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. With a larger value,
-    more of the sampled times are close to 1 (pure noise), where only the observation determines the actions."""
+    """Parameter of the distribution Beta(imitated_time, 1) of flow times in SFT; pi0, pi0.5 and SmolVLA use 1.5. With a
+    larger value, more times are close to 1 (pure noise), where only the observation determines the actions."""
     value_from: ValueFrom = ValueFrom.prefix
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
@@ -105,7 +106,7 @@ class FlowSettings(ResidualSettings):
 
 
 def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
-    """Return the gripper convention of flow policies, which LIBERO's simulator and demonstrations also use."""
+    """Return the gripper convention of flow policies (-1 open, 1 closed), which is that of LIBERO; None: no gripper."""
     gripper = env.action.gripper
     return None if gripper is None else GripperConvention(open=-1.0, closed=1.0, index=gripper.index)
 
@@ -113,7 +114,7 @@ def get_flow_gripper(env: EnvSpec) -> GripperConvention | None:
 def get_steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape | None:
     """Return the input and output sizes of the actor for a frozen flow; None if the flow is trained.
 
-    `hidden`: number of expert features.
+    `hidden` is the width of the expert's hidden states.
     """
     if not cfg.is_steered:
         return None

@@ -254,7 +254,7 @@ _TRANSFORMERS_NAMES = {
 
 
 def _sizes(raw: Mapping[str, Any], *same_names: str) -> dict[str, Any]:
-    """Return sizes from a transformers config by field name of the specs; `same_names`: names that both use."""
+    """Return sizes in a transformers config by field name of the specs; `same_names` are equal in both."""
     return {
         local_name: int(raw[external_name])
         for local_name, external_name in (_TRANSFORMERS_NAMES | {name: name for name in same_names}).items()

@@ -1,7 +1,7 @@
 """Policies with a frozen flow and an actor that chooses the initial noise or corrects the actions.
 
-Choosing the noise is DSRL (Wagenmaker et al., arXiv 2506.15799). Correcting the actions is a residual policy (ResiP,
-arXiv 2407.16677; Policy Decorator, arXiv 2412.13630).
+An actor that chooses the noise is DSRL (Wagenmaker et al., arXiv 2506.15799). An actor that corrects the actions is a
+residual policy (ResiP, arXiv 2407.16677; Policy Decorator, arXiv 2412.13630).
 """
 
 from abc import abstractmethod

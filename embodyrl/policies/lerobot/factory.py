@@ -42,7 +42,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
     config: type[C]
     settings: type[S]
     network: ClassVar[str]
-    """Class of the network, as package.module:class; its constructor takes the config."""
+    """Class of the network, as package.module:class; the constructor's only argument is the config."""
 
     @abstractmethod
     def features(self, config: C) -> int:
@@ -62,7 +62,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
 
     @abstractmethod
     def policy(self, steering: SteeringShape | None) -> type[Any]:
-        """Return the policy class; `steering`: sizes of the actor for a frozen network, or None."""
+        """Return the policy class. `steering` contains the sizes of the actor for a frozen network; None: no actor."""
 
     def validate(self, cfg: S) -> list[str]:
         """Return config errors with fixes, one line each."""

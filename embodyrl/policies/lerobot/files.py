@@ -1,6 +1,6 @@
 """Folders of LeRobot 0.4 policies: weights, processors with statistics, and RL heads.
 
-Older folders (0.3) keep the statistics among the weights, possibly prefixed by the name of a robot.
+Older folders (0.3) store the statistics with the weights; their names may begin with the name of a robot.
 """
 
 import json
@@ -41,20 +41,20 @@ NETWORK = "network."
 """Prefix of the network's weights in a `LeRobotModule`."""
 HEADS = ("value_head.", "noise_actor.", "residual_actor.")
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Statistics of ImageNet, with which LeRobot normalizes the images of all data sets."""
+"""Pixel statistics of ImageNet, with which LeRobot normalizes the images of all data sets."""
 _OLD = re.compile(
     r"(?:un)?normalize_\w+?\.(?:(?P<robot>.+?)[._])?buffer[._](?P<part>.+)\.(?P<name>" + "|".join(STATISTICS) + ")"
     r"|(?P<robot2>.+)\.buffer\.(?P<part2>.+)\.(?P<name2>" + "|".join(STATISTICS) + ")"
 )
-"""Pattern of statistics' names among the weights of an older folder: `normalize_inputs.buffer_observation_state.mean`,
-or `so100.buffer.action.mean`."""
+"""Pattern of the names of statistics in the weights of an older folder, such as
+`normalize_inputs.buffer_observation_state.mean` or `so100.buffer.action.mean`."""
 _COMPILED_KEY_PATTERN = re.compile(r".*\._orig_mod\..*")
 _FIX = "Use config.json and weights from one folder, and the model settings of the training run."
 
 
 @dataclass(frozen=True, slots=True)
 class LeRobotFiles:
-    """Contents of a folder's files except the weights, and the names under which the weights are stored."""
+    """Contents of all files of a folder except the weights, and the naming scheme of the stored weights."""
 
     prefix: str
     """Prefix of the names of all weights: `model.` or `diffusion.`."""
@@ -65,7 +65,7 @@ class LeRobotFiles:
     eps: float = 1e-8
     """Minimum denominator in the normalizer."""
     old_statistics: dict[str, Tensor] = field(default_factory=dict)
-    """Statistics that an older folder stores among the weights."""
+    """Statistics that an older folder stores with the weights."""
     metadata: dict[str, str] | None = None
     compiled: Mapping[str, str] = field(default_factory=dict)
     """Stored name of each weight by its name without the prefix of torch.compile, for weights of a compiled module."""
@@ -83,7 +83,7 @@ class LeRobotFiles:
             save_file(heads, folder / HEADS_FILE)
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read weights into a module in place; heads are optional in module and folder.
+        """Copy the weights of a folder into a module, in place; heads are optional in the module and the folder.
 
         Raises:
             CheckpointError: a file is missing or damaged, or weights are missing, unexpected or of another shape.
@@ -99,7 +99,7 @@ class LeRobotFiles:
         check_weights(network, loaded, path, fix=_FIX)
         if (heads_file := folder / HEADS_FILE).is_file():
             heads, head_weights = read_tensors(heads_file)[0], {k: t for k, t in current.items() if k.startswith(HEADS)}
-            check_weights(head_weights, heads, heads_file, may_lack=HEADS, may_hold=HEADS, fix=_FIX)
+            check_weights(head_weights, heads, heads_file, may_lack=HEADS, may_contain=HEADS, fix=_FIX)
             loaded |= heads
         with torch.no_grad():
             for key in current.keys() & loaded.keys():
@@ -130,8 +130,8 @@ def read_files(
 ) -> LeRobotFiles:
     """Read the config files, processors and statistics of a folder.
 
-    Statistics come from `dataset_statistics.json`, which `embodyrl sft` writes, from the processors, or from older
-    weights.
+    The source of the statistics is `dataset_statistics.json`, which `embodyrl sft` writes, else the processors, else
+    the weights of an older folder.
 
     Args:
         folder: checkpoint folder.

@@ -48,7 +48,7 @@ class LeRobotModule(HeadedModule):
 
 
 class EncodedObservations(NamedTuple):
-    """Encoding of B observations, which all chunks sampled for the same observation share."""
+    """Encoding of B observations, computed once for all chunks that are sampled for the same observation."""
 
     pooled: Tensor
     """[B, F] input of value heads and actors."""
@@ -153,7 +153,7 @@ class LeRobotPolicy(ABC):
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
 
     def _inputs(self, obs: Observation) -> Inputs:
-        """Normalize observations. History steps are concatenated in state and cameras, oldest first."""
+        """Return normalized observations. In `obs`, state and cameras contain all history steps, oldest first."""
         config, steps, units = self._config, self._config.n_obs_steps, self._module.units
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
         state = environment = images = None

@@ -14,7 +14,7 @@ from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, EXPANSION, PLAIN, WID
 
 NORM_EPS = 1e-5
 START_SCALE = 0.3
-"""Initial scale of the last frozen norm in each residual block. Without pretrained weights, it limits the outputs."""
+"""Initial scale of the last frozen norm in each residual block, which limits the outputs of untrained networks."""
 
 Norm = Callable[[int], nn.Module]
 
@@ -90,7 +90,7 @@ def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequenti
 
 
 def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict[str, nn.Module]:
-    """Return the modules of a ResNet by torchvision's names, in order.
+    """Build the modules of a ResNet; return them in order, by torchvision's names.
 
     Args:
         name: a key of `DEPTHS`.

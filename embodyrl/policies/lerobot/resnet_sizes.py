@@ -21,7 +21,7 @@ def last_channels(name: str) -> int:
 
 
 def map_size(size: tuple[int, int], *, dilated: bool = False) -> tuple[int, int]:
-    """Return height and width of an image's last feature map. Each of the five stride-2 layers rounds up."""
+    """Return height and width of the last feature map for images of `size`; each stride-2 layer rounds up."""
     height, width = size
     for _ in range(4 if dilated else 5):
         height, width = -(-height // 2), -(-width // 2)

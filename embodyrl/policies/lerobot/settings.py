@@ -23,7 +23,7 @@ class LeRobotSettings(ResidualSettings):
     unnorm_key: str | None = None
     """Key (robot) of the normalization statistics, if an older checkpoint has statistics of several robots."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: bound of the noise or latent that the actor chooses, -noise_bound..noise_bound."""
+    """With likelihood=dsrl: bound of the noise or latent that the actor chooses, -noise_bound..noise_bound."""
 
 
 def chunk_shape(config: LeRobotConfig) -> ChunkShape:

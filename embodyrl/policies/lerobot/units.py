@@ -17,7 +17,7 @@ PAIRS = {
 }
 """Names of the two statistics that each kind of normalization uses."""
 CLIP = ("low", "high")
-"""Names of the range to which values are clipped before normalization; only statistics of `embodyrl sft` have one."""
+"""Names of the bounds to which values are clipped before normalization; only `embodyrl sft` writes bounds."""
 
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
@@ -59,7 +59,7 @@ class Normalizer(nn.Module):
                 self.register_buffer(_get_buffer_name(name, place), torch.full(shape, value))
 
     def set_statistics(self, statistics: Statistics, where: object) -> None:
-        """Set the statistics by feature and name.
+        """Copy statistics (by feature and name) into the buffers.
 
         Raises:
             CheckpointError: a feature lacks the statistics of its kind of normalization.
@@ -85,7 +85,7 @@ class Normalizer(nn.Module):
                 buffer.copy_(new_value.view_as(buffer))
 
     def normalize(self, name: str, x: Tensor) -> Tensor:
-        """Convert values of a feature to the network's units; statistics broadcast along the last dimensions."""
+        """Normalize values [..., *shape] of a feature, where `shape` is the shape of its statistics."""
         if (mode := self._modes.get(name)) is None:
             return x
         first, second = self._get_pair(name)
@@ -95,9 +95,9 @@ class Normalizer(nn.Module):
         return 2 * (x - first) / self._get_span(first, second) - 1
 
     def unnormalize(self, name: str, x: Tensor) -> Tensor:
-        """Convert values of a feature from the network's units.
+        """Convert normalized values [..., *shape] of a feature to the original units.
 
-        This is the inverse of `normalize`, except for the epsilon of MEAN_STD normalization.
+        The result inverts `normalize` exactly except for the epsilon of MEAN_STD normalization and for clipping.
         """
         if (mode := self._modes.get(name)) is None:
             return x
@@ -109,7 +109,7 @@ class Normalizer(nn.Module):
         return (x + 1.0) * self._get_span(first, second) / 2.0 + first
 
     def get_varying_mask(self) -> Tensor | None:
-        """Return [A]: 0 for action dimensions that are constant in the data, else 1; None: no dimension is constant."""
+        """Return a mask [A]: 0 for action dimensions that are constant in the data, else 1; None if not scaled."""
         if (mode := self._modes.get(ACTION)) is None:
             return None
         first, second = self._get_pair(ACTION)

@@ -38,7 +38,7 @@ NO_PATH = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVlaOftFactory:
-    """Builds OpenVLA or OpenVLA-OFT policies of any size; implements `PolicyFactory`."""
+    """Factory of OpenVLA or OpenVLA-OFT policies of any size; implements `PolicyFactory`."""
 
     settings: type[OpenVlaSettings] = OftSettings
     """Settings class of the keys under `model`."""

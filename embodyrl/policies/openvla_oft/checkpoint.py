@@ -55,7 +55,7 @@ def get_component(key: str) -> str:
 
 
 def side_components(keys: Iterable[str]) -> list[str]:
-    """Return the components of a model that are stored in separate files, given its state-dict keys."""
+    """Return the components of a model (given its state-dict keys) that are stored in separate files."""
     present = {get_component(key) for key in keys}
     return [name for name in COMPONENTS if name in present]
 
@@ -81,7 +81,7 @@ def find_component(folder: Path, name: str) -> Path | None:
 
 
 def read_pt(path: Path, name: str) -> dict[str, Tensor]:
-    """Read a published `.pt` state dict, and rename the weights to the model's keys. No code in the file is executed.
+    """Read a published `.pt` state dict and rename its weights to the model's keys, without executing code in the file.
 
     Raises:
         CheckpointError: the file is truncated, or contains objects other than tensors.
@@ -160,7 +160,7 @@ def load_model(
         )
     optional = {*RL_COMPONENTS, *SFT_COMPONENTS} if fresh_heads else {*RL_COMPONENTS}
     files = _map_components(target, components_folder or folder, optional)
-    # Public shards may also contain components that were trained further; then the separate file is used.
+    # Published shards may also contain components; the separate files are used, because they are trained further.
     separate_components = set(side_components(target)) - {VALUE_HEAD}
     for path in shards:
         files[path] = {
@@ -243,7 +243,7 @@ def _copy(
     optional: set[str],
     transform: WeightTransform | None = None,
 ) -> None:
-    """Copy weights after checking all files, and empty `files` so that mapped pages are freed."""
+    """Check the weights of all files, then copy them; `files` is emptied so that mapped pages are freed."""
     weights_by_name = {key: tensor for weights in files.values() for key, tensor in weights.items()}
     file_suffix = {key: f" in {path.name}" for path, weights in files.items() for key in weights}
     check_weights(
@@ -251,7 +251,7 @@ def _copy(
         weights_by_name,
         folder,
         may_lack=[f"{name}." for name in optional - {get_component(key) for key in weights_by_name}],
-        may_hold=[f"{VALUE_HEAD}."],
+        may_contain=[f"{VALUE_HEAD}."],
         fixes=_FIXES,
         format_name=lambda key: f"'{key}'{file_suffix.get(key, '')}",
     )
@@ -259,7 +259,7 @@ def _copy(
     weights_by_name.clear()
     with torch.no_grad():
         for path in list(files):
-            # `pop` allows the pages of a file to be freed after the copy.
+            # After `pop` and the copy, the mapped pages of a file are freed.
             for key, tensor in files.pop(path).items():
                 if key in target:
                     target[key].copy_(transform(key, tensor) if transform else tensor)

@@ -25,12 +25,12 @@ from embodyrl.types import FloatArray, IntArray
 
 NUMBERS = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
 NORMALIZATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
-"""Statistics that map to -1..1, for each `model.action_normalization`. LIBERO and Bridge use q99, ALOHA min/max."""
+"""Two statistics that map to -1 and 1, by `model.action_normalization`. LIBERO and Bridge use q99, ALOHA min/max."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Values that map to -1 and 1, by dimension. Dimensions with a False `mask` are not normalized."""
+    """Values that normalization maps to -1 and 1, by dimension. Dimensions whose `mask` is False are unchanged."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -96,7 +96,7 @@ class Statistics:
 def unnormalize(normalized: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
     """Map values [..., D] from -1..1 to the units of the training data; masked dimensions are unchanged."""
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
-    # The published code adds 1e-8 here too; without a division, this is only needed for bit-identical results.
+    # 1e-8 is not needed without a division, but makes results bit-identical to those of the published code.
     scaled = 0.5 * (normalized + 1.0) * (high - low + 1e-8) + low
     return np.where(bounds.mask, scaled, normalized).astype(np.float32)
 
@@ -104,8 +104,8 @@ def unnormalize(normalized: npt.NDArray[np.floating], bounds: Bounds) -> FloatAr
 def normalize(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
     """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalize`.
 
-    `flat_to_zero`: map dimensions with equal bounds to 0, as in training targets; the published inference code does not
-    do this for proprioception.
+    With `flat_to_zero`, dimensions with equal bounds become 0, as in training targets. The published inference code
+    does not do this for proprioception.
     """
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
     raw = np.asarray(values, dtype=np.float64)

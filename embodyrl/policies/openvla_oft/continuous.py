@@ -22,7 +22,7 @@ from embodyrl.types import FloatArray, ImitationLoss, IntArray
 class L1Gaussian:
     """Gaussian around the output of the L1 head, with a learned standard deviation per action dimension.
 
-    The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded; the
+    Same interface as `DiscreteTokens`. Temperature multiplies the standard deviation. Actions are unbounded; the
     environment clips actions. A token is the bit pattern of a float32 sample, so that log-probabilities are those of
     the exact samples.
     """
@@ -91,7 +91,7 @@ class Diffusion:
         )
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[SampledChunks, Tensor]:
-        """Denoise sampled noise into chunks; greedy actions start from the same constant noise for all observations."""
+        """Denoise sampled noise to chunks; greedy chunks start from constant noise, equal for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
             sampled = SampledChunks.from_greedy(self._denoise(inputs, prefix))
@@ -100,7 +100,7 @@ class Diffusion:
         return sampled, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the hidden states of the first denoising step, and the greedy actions."""
+        """Return the hidden states [B, L, D] of the first denoising step, and the greedy actions [B, K, A]."""
         prefix = self._model.prefix(inputs)
         timestep = torch.full((len(prefix),), int(self._deterministic_schedule.timesteps[0]), device=prefix.device)
         hidden = noisy_hidden(self._model, inputs, prefix, self._get_initial_noise(inputs), timestep)
@@ -119,7 +119,7 @@ class Diffusion:
         return start.expand(len(inputs.prompt_ids), *shape)
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities and entropies of the stochastic steps, and values."""
+        """Return log-probabilities and entropies [B, K, A] of the stochastic steps, and values [B, V]."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         logprob, entropy = self._chain.score(self._build_velocity(inputs, prefix), tokens, device, temperature)
         return logprob, entropy, self._value(inputs, prefix)
@@ -129,10 +129,10 @@ class Diffusion:
         return self._value(inputs, self._model.prefix(inputs))
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
-        """Return the squared error of the predicted noise, at one random training step per sample.
+        """Return the squared error of the predicted noise, at one random diffusion timestep per sample.
 
-        Without gradients (validation), noise and step are the same in every call, and the accuracy of actions is
-        computed with a full denoising.
+        Without gradients (validation), noise and timestep are the same in every call, and all denoising steps are run
+        to compute the accuracy of actions.
         """
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
@@ -154,7 +154,7 @@ class Diffusion:
         return network
 
     def _value(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        """Return values [B, V], computed for zero actions at the noisiest timestep, so that only observations matter.
+        """Return values [B, V] for zero actions at the noisiest timestep, which depend only on the observations.
 
         The features are detached, so that the critic does not change the policy's features.
         """

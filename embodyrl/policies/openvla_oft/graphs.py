@@ -43,7 +43,7 @@ def _tensors(inputs: ModelInputs) -> dict[str, Tensor]:
 class _Recording:
     graph: Any
     inputs: ModelInputs
-    """Input buffers, filled before each replay."""
+    """Input buffers, into which each batch is copied before the replay."""
     outputs: tuple[Tensor, ...]
     """Output buffers, overwritten by each replay."""
 
@@ -90,7 +90,7 @@ class GraphedForward:
         return self._recordings[key]
 
     def _record(self, inputs: ModelInputs) -> _Recording:
-        # A recording with cached casts would keep using the current weights.
+        # A graph captured with cached casts would keep using the weights at the time of the capture.
         assert not (torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled())
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -39,7 +39,7 @@ class ResidualMlp(nn.Module):
         self.fc2 = nn.Linear(width, action_dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map hidden states [B, L, D] to [B, K, A]."""
+        """Map hidden states [B, L, D] of all action tokens to actions [B, K, A]."""
         x = hidden.unflatten(1, (-1, self.action_dim)).flatten(2)
         x = F.relu(self.fc1(self.layer_norm1(x)))
         for block in self.mlp_resnet_blocks:
@@ -60,7 +60,7 @@ class L1Head(nn.Module):
 
 
 class ActionScale(nn.Module):
-    """Learned log standard deviation [A] of normalized actions, for RL around the L1 head.
+    """Learned log standard deviation [A] of normalized actions, which RL samples around the L1 head's output.
 
     The parameter is always float32.
     """
@@ -83,7 +83,7 @@ class DiffusionHead(nn.Module):
 
 
 def time_embedding(step: Tensor, width: int) -> Tensor:
-    """Return a sinusoidal embedding [B, D] of diffusion steps [B]: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
+    """Return a sinusoidal embedding [B, D] of timesteps t [B]: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
     half = width // 2
     # Multiply before dividing, as the published code does: denoising can amplify a difference in the last bit.
     frequency = torch.exp(torch.arange(half, device=step.device) * -math.log(10000.0) / (half - 1))
@@ -92,7 +92,7 @@ def time_embedding(step: Tensor, width: int) -> Tensor:
 
 
 def ddim_schedule(steps: int, eta: float = 0.0) -> Schedule:
-    """Return `steps` DDIM steps of the published recipe: cosine noise schedule, clean estimates clipped to -1..1.
+    """Return a schedule of `steps` DDIM steps as in the published recipe: cosine, clean estimates clipped to -1..1.
 
     With `eta` 0, the steps are deterministic; with 1, they add the same noise as DDPM.
     """

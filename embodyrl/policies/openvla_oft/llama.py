@@ -35,7 +35,7 @@ def apply_linears(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | Non
 
 
 def apply_adapted_linears(layers: Sequence[Any], x: Tensor, residual: Tensor | None) -> list[Tensor]:
-    """Compute `apply_linears` for layers with one peft adapter each, in the dtype of x, on any device."""
+    """Return the outputs of `apply_linears` for layers with one peft adapter each, in the dtype of x."""
     parts: list[Tensor | None] = []
     scales = []
     for layer in layers:
@@ -188,7 +188,7 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the norm to [..., D]; shape and dtype are unchanged."""
         if x.is_cuda and x.dtype == self.weight.dtype:
-            # One kernel, which sums in float32, instead of eight; autocast would make float32 copies.
+            # One kernel instead of eight; it sums in float32. Autocast would make float32 copies.
             with torch.autocast(x.device.type, enabled=False):
                 return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         if x.dtype == self.weight.dtype == torch.float32:
@@ -259,7 +259,7 @@ class LlamaAttention(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Return `residual` plus the attention output of tokens x [B, T, D], or only of the tokens at `rows` [B, R]."""
         rope, mask = plan.rope, plan.mask
-        if rows is not None:  # only queries are skipped: keys and values of all tokens are needed
+        if rows is not None:  # queries of other tokens are skipped, but keys and values of all tokens are needed
             (q,) = apply_linears([self.q_proj], pick_rows(x, rows))
             k, v = apply_linears([self.k_proj, self.v_proj], x)
             rope = (_pick_positions(rope[0], rows), _pick_positions(rope[1], rows))

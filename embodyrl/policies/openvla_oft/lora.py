@@ -1,4 +1,4 @@
-"""Low-rank adapters: injected with peft for training, otherwise merged into the weights."""
+"""Low-rank adapters, which peft injects for training and which are otherwise merged into the weights."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ def inject(
             f"model.lora.target_modules={','.join(spec.target_modules)} matches no layer. Known layer names: {known}."
         )
     config = _build_config(spec, target_names, init_lora_weights="gaussian" if init == "gaussian" else True)
-    with torch.random.fork_rng(devices=[]):  # peft initializes them on the CPU
+    with torch.random.fork_rng(devices=[]):  # peft initializes the adapters on the CPU
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, module)
     for layer in module.modules():

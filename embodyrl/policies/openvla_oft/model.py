@@ -143,7 +143,7 @@ class OpenVlaOft(nn.Module):
     ) -> Tensor:
         """Run the language model; return the hidden states [B, L + more_rows, D] that predict the action tokens.
 
-        State j predicts token j: the last prompt token predicts the first token, placeholder j-1 the j-th token.
+        State 0, at the last prompt token, predicts the first action token; state j, at placeholder j - 1, token j.
         """
         body, repeated = self.language_model.model, None
         if placeholders is None and self._can_merge_placeholders(prefix):
@@ -155,14 +155,14 @@ class OpenVlaOft(nn.Module):
         return body(embeddings, self.attention_mask(mask), rows=rows, repeated=repeated)
 
     def _can_merge_placeholders(self, prefix: Tensor) -> bool:
-        # bfloat16 cannot represent the logarithm of the number of slots; in a deep model, one layer saves little.
+        # bfloat16 rounds the logarithm of the number of placeholders; in a deep model, one layer saves little time.
         plain = prefix.device.type == "cpu" and prefix.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
     def _embed_merged_placeholders(
         self, prefix: Tensor, inputs: ModelInputs
     ) -> tuple[Tensor, Tensor, Tensor, RepeatedTokens]:
-        """Embed the inputs like `embed`, but with one action slot instead of L slots, which are identical (zero)."""
+        """Embed the inputs like `embed`, but with one action placeholder instead of L identical (zero) ones."""
         num_merged = self.options.num_action_tokens - 1
         embeddings, key_mask, last_prompt = self.embed(prefix, inputs, num_placeholders=1)
         placeholder = last_prompt[:, None] + 1
@@ -192,15 +192,15 @@ class OpenVlaOft(nn.Module):
         *,
         num_placeholders: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embed [BOS, prefix, prompt, action slots, STOP, padding] for each row.
+        """Embed [BOS, prefix, prompt, action placeholders, STOP, padding] for each row.
 
         Padding is on the right of its row, so that positions are 0..T-1 for every row.
 
         Args:
             prefix: [B, P, D] see `prefix`.
             inputs: the batch.
-            placeholders: [B, L, D] embeddings at the action positions; default: zeros.
-            num_placeholders: number of action positions; L by default.
+            placeholders: [B, L, D] embeddings of the action placeholders; default: zeros.
+            num_placeholders: number of action placeholders; default: L.
 
         Returns:
             Embeddings [B, T, D], key mask [B, T] and the index [B] of the last prompt token.
@@ -219,7 +219,7 @@ class OpenVlaOft(nn.Module):
         return embeddings, torch.cat([prefix_mask, mask], dim=1), prefix.shape[1] + inputs.prompt_lengths - 1
 
     def _embed_text(self, inputs: ModelInputs, num_placeholders: int) -> Tensor:
-        """Embed [prompt, slots, STOP, padding] as [B, W + slots + 1, D]; slots and padding are zeros."""
+        """Embed [prompt, placeholders, STOP, padding]: [B, W + n + 1, D]; placeholders and padding are zeros."""
         width, lengths = inputs.prompt_ids.shape[1], inputs.prompt_lengths[:, None]
         positions = torch.arange(width + num_placeholders + int(self.append_stop), device=inputs.prompt_ids.device)
         in_prompt = positions < lengths
@@ -310,10 +310,10 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: ChooseBin) -> 
     logits, value = model.compute_logits(hidden, model.action_columns)
     all_logits, bins = [logits], [choose(0, logits)]
     for index in range(1, model.options.num_action_tokens):
-        # The last chosen token becomes a key.
+        # The token chosen last becomes an additional key.
         key_mask = torch.cat([key_mask, key_mask.new_ones(len(key_mask), 1)], dim=1)
         token = body.embed_tokens(bins[-1] + model.action_columns.start)
-        # Padding is between a short prompt and its new tokens, so cache indices are not positions.
+        # In the cache, padding separates a short prompt from its new tokens, so positions differ from cache indices.
         position = (last_prompt + index)[:, None]
         hidden = body(token, key_mask[:, None, None, :], positions=position, cache=cache)
         logits, _ = model.compute_logits(hidden, model.action_columns)
@@ -323,15 +323,15 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: ChooseBin) -> 
 
 
 def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
-    """Return the predicted noise [B, K, A] in noisy chunks at diffusion timesteps [B]; `prefix`: see `embed`."""
+    """Return the predicted noise [B, K, A] in noisy chunks at diffusion timesteps [B], with the prefix of `embed`."""
     assert model.action_head is not None
     return model.action_head(noisy_hidden(model, inputs, prefix, noisy, step)).float()
 
 
 def noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
-    """Return hidden states [B, L, D] that predict the noise in chunks [B, K, A] at training steps [B]."""
+    """Return hidden states [B, L, D] that predict the noise in chunks [B, K, A] at diffusion timesteps [B]."""
     assert model.noisy_action_projector is not None
-    # Each scalar becomes the embedding of its action position.
+    # Each noisy number is projected to the embedding of its action placeholder.
     placeholders = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])
     time = time_embedding(step, prefix.shape[-1]).to(prefix)[:, None]
     return model.action_hidden(torch.cat([prefix, time], dim=1), inputs, placeholders)

@@ -118,7 +118,7 @@ class OpenVlaOftPolicy:
     def features(self, obs: Observation) -> Tensor:
         """Return features [B, F] of the observations.
 
-        The features are the mean hidden state of the action predictions and the greedy actions in -1..1, concatenated.
+        Features are the concatenation of the mean hidden state of the action predictions and the greedy actions.
 
         Raises:
             ConfigError: the model predicts tokens one by one.
@@ -135,7 +135,7 @@ class OpenVlaOftPolicy:
     def propose(self, obs: Observation) -> tuple[Tensor, Tensor]:
         """Return critic inputs [B, F] and greedy chunks [B, L] (see `RegressionActor.propose`).
 
-        The inputs are the mean hidden state of the action predictions, the greedy actions and the proprioception.
+        Critic inputs are the mean hidden state of the action predictions, the greedy actions and the proprioception.
         """
         with self._scoring:
             inputs = self._inputs(obs)
@@ -158,7 +158,7 @@ class OpenVlaOftPolicy:
         return on_device(normalize(actions, self._bounds).astype(np.float32), self._device).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Build critics of the inputs that `propose` returns (see `RegressionActor.build_critics`)."""
+        """Build critics for the inputs that `propose` returns (see `RegressionActor.build_critics`)."""
         features = self._config.llama.hidden_size + self.width + self._model.options.state_dim
         generator = torch.Generator().manual_seed(seed)
         return Critics(count, (features + self.width, *WIDTHS), generator, layer_norm=layer_norm).to(self._device)
@@ -189,9 +189,9 @@ class OpenVlaOftPolicy:
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the loss of actions [B, K, A] as in the official training.
 
-        The loss of the discrete head is the cross-entropy of the action tokens and STOP over all ids, of the L1 head
-        the mean absolute error of the normalized actions, and of the diffusion head the squared error of the noise
-        (actions are compared only in validation, because this needs a full denoising).
+        Discrete head: cross-entropy of the action tokens and STOP over all ids. L1 head: mean absolute error of the
+        normalized actions. Diffusion head: squared error of the noise; the accuracy of actions is computed only in
+        validation, because it needs all denoising steps.
         """
         with self._scoring:
             return self._head.imitate(self._inputs(obs), normalize(actions, self._bounds))
@@ -215,7 +215,7 @@ class OpenVlaOftPolicy:
 
         A folder that contains only an adapter needs the same `model.path`. The adapter is loaded if adapters are
         trained, otherwise merged into the weights of `model.path`. The folder's action statistics replace the
-        current ones, because the folder's weights predict actions that are normalized with them.
+        current statistics, because the folder's weights predict actions normalized with the folder's statistics.
         """
         adapter = None if list_weight_files(folder) else find_adapter(folder)
         model, base = self._model, self._config.folder
@@ -289,7 +289,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
         # Cast before memory is allocated, so that 7 B weights never exist in float32.
         _cast_to_bfloat16(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
-    # Always initialized, because a checkpoint may lack a value head; a value head of the checkpoint is loaded later.
+    # The value head is always initialized, because a checkpoint may lack one; otherwise it is loaded later.
     module.init_weights(request.seed, (VALUE_HEAD,))
     if cfg.is_residual:
         module.add_residual_actor(request.seed)

@@ -51,7 +51,7 @@ class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
         return on_device(normalize(actions, self._bounds).astype(np.float32), self._device)
 
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
-        """Return features: the mean hidden state of the predictions, and the normalized greedy actions."""
+        """Run the model; the features are the mean hidden state of the action predictions and the greedy actions."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()

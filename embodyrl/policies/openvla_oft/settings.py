@@ -44,7 +44,7 @@ class OpenVlaSettings(AdapterSettings):
     """Run inference with CUDA graphs, one for each batch size (not tested on a GPU yet)."""
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for each contradiction between settings."""
+        """Yield errors for settings that contradict each other."""
         yield from super().problems()
         if self.compile and self.cuda_graphs:
             yield "model.compile=true and model.cuda_graphs=true: use one of them; a compiled model cannot be captured."

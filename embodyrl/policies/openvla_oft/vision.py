@@ -63,7 +63,7 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Learned factor per channel; the checkpoints' name is `scale_factor`, timm's is `gamma`."""
+    """Learned factor per channel, called `scale_factor` in the checkpoints and `gamma` in timm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFactory:
-    """Builds clients of policy servers; implements `PolicyFactory`."""
+    """Factory of clients of policy servers; implements `PolicyFactory`."""
 
     settings: type[RemoteSettings] = RemoteSettings
     """Settings class of the keys under `model`."""

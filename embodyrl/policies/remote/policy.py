@@ -127,7 +127,7 @@ class RemotePolicy(InferenceOnlyPolicy):
                 raise self._error("the server does not support vla-eval's protocol. Fix: model.protocol=openpi.")
             if reply.get("type") == "error":
                 raise self._error(f"the server reports: {str(payload.get('error', payload))[:2000]}")
-            # The sequence number identifies late replies to earlier requests, which must be ignored.
+            # A smaller sequence number marks a late reply to an earlier request.
             if reply.get("type") == kind and reply.get("seq") == self._sequence:
                 return payload
         raise self._error(f"no {kind} reply arrived within {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
@@ -143,7 +143,7 @@ class RemotePolicy(InferenceOnlyPolicy):
         try:
             data = self._socket.recv(timeout=limit)
         except TimeoutError as error:
-            hint = " Fix: model.protocol=vla_eval, if the server expects a greeting." if not self._sequence else ""
+            hint = " Fix: model.protocol=vla_eval, if the server expects a message first." if not self._sequence else ""
             raise self._error(f"no reply arrived within {limit:g} s (model.answer_timeout_s).{hint}") from error
         except Exception as error:
             raise self._error(f"the connection was closed: {error}. Check the server's log.") from error

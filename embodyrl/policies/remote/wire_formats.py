@@ -16,9 +16,9 @@ from embodyrl.policies.remote.settings import ConversationSettings
 from embodyrl.types import ByteArray, FloatArray
 
 _KINDS = "biuf"
-"""Accepted numpy kinds: booleans and numbers. Object arrays would be pickled, and text arrays are not needed."""
+"""Accepted kinds of numpy dtypes: booleans and numbers. Object arrays would be pickled; text arrays are not needed."""
 _MAX_PIXELS = 1 << 26
-"""Maximum number of pixels of all images of a message; each channel counts."""
+"""Maximum number of pixel values (pixels times channels) of all images of a message."""
 _MAX_PARTS = 1 << 16
 """Maximum number of entries of all lists and mappings of a message; an array counts as one entry."""
 _MAX_LIST_LENGTH, _MAX_TEXT_LENGTH, _MAX_DIMENSIONS = 1 << 14, 1 << 16, 32
@@ -138,7 +138,7 @@ class _Reader:
 
 def _array(content: Mapping[Any, Any]) -> np.ndarray:
     shape, data = _field(content, "shape"), _field(content, "data")
-    # Before the product of the sizes, which could be a number of millions of digits.
+    # Checked before the product of the sizes is computed, which could have millions of digits.
     is_shape = isinstance(shape, list | tuple) and len(shape) <= _MAX_DIMENSIONS
     if not is_shape or not all(type(size) is int and abs(size) < 1 << 32 for size in shape):
         raise MessageError(f"An array has an unknown shape: {shape!r:.80}.")
@@ -148,7 +148,7 @@ def _array(content: Mapping[Any, Any]) -> np.ndarray:
         raise MessageError(f"An array has an unknown type: {error}.") from error
     if dtype.kind not in _KINDS:
         raise MessageError(f"An array has type {dtype}; only booleans, integers and floats are supported.")
-    # Before the array is allocated: a false size must not cause a read or an allocation.
+    # Checked before the array is created, so that wrong sizes cause neither reads nor allocations.
     if not isinstance(data, bytes) or min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
         raise MessageError(f"An array of shape {shape} and type {dtype} has data of the wrong size.")
     return np.frombuffer(data, dtype).reshape(shape)
@@ -157,13 +157,13 @@ def _array(content: Mapping[Any, Any]) -> np.ndarray:
 def _field(content: Mapping[Any, Any], name: str) -> Any:
     key = name if name in content else name.encode()
     if key not in content:
-        raise MessageError(f"An encoded array of the reply has no '{name}'. Check the server's protocol.")
+        raise MessageError(f"An encoded array of the message has no '{name}'. Check the protocol of the sender.")
     return content[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteObservation:
-    """Received observation. Its images are upright, regardless of the simulator's image orientation."""
+    """Observation in a message. Its images are upright, regardless of the simulator's image orientation."""
 
     images: tuple[ByteArray, ...]
     """Images, each [H, W, 3] uint8."""
@@ -189,7 +189,7 @@ class Names:
     def write(self, observation: RemoteObservation) -> dict[str, Any]:
         """Encode the observation as a message; cameras without a name are dropped."""
         image_fields: dict[str, Any] = dict(zip(self.images, observation.images, strict=False))
-        # `image_fields` becomes the message itself where there is no group, so the other parts are added to it.
+        # Without a group, `image_fields` becomes the message, to which the other fields are added.
         message = {self.group: image_fields} if self.group else image_fields
         message |= {self.prompt[0]: observation.prompt}
         return message if observation.state is None else message | {self.state[0]: observation.state}
@@ -254,7 +254,7 @@ VLA_EVAL = Names(
     group="images",
     by_position=True,
 )
-"""Field names of vla-eval's LIBERO benchmark. Its own servers read images by position."""
+"""Field names of vla-eval's LIBERO benchmark. The servers of vla-eval read images by position."""
 
 
 def get_field_names(cfg: ConversationSettings) -> Names:

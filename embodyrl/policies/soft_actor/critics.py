@@ -8,13 +8,12 @@ from torch.nn import functional
 
 
 class Critics(nn.Module):
-    """Ensemble of `count` critics: map features [B, F] and action chunks [B, L] to Q values [count, B]."""
+    """Ensemble of critics, which map features [B, F] and action chunks [B, L] to Q values [count, B]."""
 
     def __init__(self, count: int, widths: tuple[int, ...], generator: torch.Generator, *, layer_norm: bool) -> None:
-        """Initialize the critics.
+        """Initialize `count` critics with the input width F + L and the hidden widths in `widths`.
 
-        `widths`: input width F + L, then widths of the hidden layers. Layer normalization follows arXiv 2302.02948,
-        without a learned scale and shift.
+        Layer normalization before each ReLU is that of arXiv 2302.02948, without a learned scale and shift.
         """
         super().__init__()
         self._normalized = layer_norm

@@ -17,13 +17,13 @@ class SquashedHead(GaussianHead):
     """Tanh of a diagonal Gaussian whose mean and standard deviation depend on the observation.
 
     Outputs [B, K, 2A] are means and log standard deviations. Raw samples are the Gaussian's samples before tanh;
-    log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions stay within their bounds, within 2 of
-    their only bound, or within -1..1 without bounds.
+    log-probabilities are those after tanh (arXiv 1812.05905, appendix C). Actions are within their bounds, within a
+    range of width 2 at their only bound, or in -1..1 without bounds.
     """
 
     def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
         super().__init__(low, high, 0.0)
-        # The deviation is an output of the network here, so the parameter would be unused.
+        # The network outputs the standard deviation, so the parameter would be unused.
         del self.log_std
 
     def get_mean_and_log_std(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,14 +32,14 @@ class SquashedHead(GaussianHead):
         return mean, log_std.clamp(-20.0, 2.0)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return the log density of tanh(choice) and a single-sample estimate of the entropy [B, K, A]."""
+        """Return the log density of tanh(choice) and a one-sample estimate of the entropy, both [B, K, A]."""
         logprob, _ = super().score(outputs, choice, temperature)
         # log(1 - tanh(u)^2) in a form that does not round to log(0).
         logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
         return logprob, -logprob
 
     def sample(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample squashed actions [B, K * A] with their log density [B] per row, with gradients."""
+        """Return sampled squashed actions [B, K * A] and their log densities [B], both with gradients."""
         mean, log_std = self.get_mean_and_log_std(outputs)
         choice = mean + log_std.exp() * torch.randn_like(mean)
         logprob, _ = self.score(outputs, choice, 1.0)
@@ -50,7 +50,7 @@ class SquashedHead(GaussianHead):
         return super().to_actions(np.tanh(choice))
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Return the pre-tanh samples of actions, both [B, K, A]; actions are clipped so that atanh is finite."""
+        """Convert actions to samples before squashing, both [B, K, A]; actions are clipped so that atanh is finite."""
         return np.arctanh(self.normalize(actions).clip(-_MAX_TANH, _MAX_TANH))
 
     def normalize(self, actions: FloatArray) -> FloatArray:

@@ -23,13 +23,13 @@ class CriticPolicy(Policy, Protocol):
         ...
 
     def tokens_to_chunks(self, tokens: IntArray) -> torch.Tensor:
-        """Convert tokens from `act` to chunks [B, L] in -1..1; repeat a correction that applies to a whole chunk."""
+        """Convert tokens from `act` to chunks [B, L] in -1..1; a correction of a whole chunk is repeated per action."""
         ...
 
     def normalize(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
         """Convert actions [B, K, A] in the units of `act` to the chunks [B, L] that `tokens_to_chunks` returns.
 
-        `obs`: the observations, which a `frozen` policy needs. Corrections towards distant actions may exceed -1..1.
+        A `frozen` policy needs the observations `obs`. Residual policies return corrections, which may exceed -1..1.
         """
         ...
 
@@ -42,14 +42,14 @@ class CriticPolicy(Policy, Protocol):
 class SoftActor(CriticPolicy, Protocol):
     """Interface of a policy for soft actor-critic: reparameterized samples with gradients, and critics.
 
-    `features` are the inputs of actor and critics, with gradients.
+    The results of `features` are the inputs of actor and critics, with gradients.
     """
 
     encoder: Sequence[nn.Parameter]
     """Weights of the encoder that the critic loss trains; empty if `features` has no trainable weights."""
 
     def sample(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample chunks [B, L], within -1..1, with their log-probability [B], with gradients."""
+        """Return sampled chunks [B, L] in -1..1 and their log-probabilities [B], both with gradients."""
         ...
 
 

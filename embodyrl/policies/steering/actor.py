@@ -52,7 +52,7 @@ class SteeringActor(nn.Module):
         return self.head.get_mean_and_log_std(self(features))[0]
 
     def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> SampledChunks:
-        """Sample outputs [B, rows, n] with seeds [B]; return outputs, tokens and log-probabilities [B, K, 1]."""
+        """Sample one output [rows, n] per seed [B]; return outputs, tokens and log-probabilities [B, K, 1]."""
         outputs = self(features)
         mean, log_std = self.head.get_mean_and_log_std(outputs)
         choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], features.device)
@@ -75,7 +75,7 @@ class SteeringActor(nn.Module):
 
 
 class HeadedModule(nn.Module):
-    """Module of a network and the heads that RL adds."""
+    """Module that contains a network and the heads that RL adds."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class SteeredPolicy(ABC):
     def _execute(
         self, obs: Observation, frozen: FrozenOutputs, outputs: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Convert the actor's outputs [B, rows, n] in -1..1 to actions [B, K, A]; without seeds, add no noise."""
+        """Convert the actor's outputs [B, rows, n] in -1..1 to actions [B, K, A]; `seeds` None: without noise."""
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -188,7 +188,7 @@ class SteeredPolicy(ABC):
 
     def save(self, folder: Path) -> None:
         """Write the weights (see `Policy.save`) and the shape of the actor."""
-        super().save(folder)  # type: ignore[misc]  (of the policy without an actor)
+        super().save(folder)  # type: ignore[misc]  (method of the policy without an actor)
         self._actor.shape.save(folder)
 
     def features(self, obs: Observation) -> Tensor:

@@ -19,7 +19,7 @@ from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
 WIDTHS = (256, 256)
 """Widths of the hidden layers of the actor and the critics."""
 SHAPE_FILE = "steering.json"
-"""File name of the actor's shape, next to saved weights."""
+"""Name of the file with the actor's shape in a folder of weights."""
 
 
 class ResidualSettings(WeightSettings):
@@ -78,7 +78,7 @@ class SteeringShape:
 
     @classmethod
     def for_residual(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":
-        """Return the actor's shape for corrections of A-dimensional actions; `hidden`: additional input features."""
+        """Return the shape of an actor that corrects actions; `hidden` is the number of further input features."""
         actions = cfg.num_action_chunks
         return cls(
             features=hidden + actions * action_dim,
@@ -133,7 +133,7 @@ class SteeringShape:
 def add_steering(
     spec: PolicySpec, shape: SteeringShape | None, cfg: ResidualSettings, folder: Path | None
 ) -> PolicySpec:
-    """Add the actor's tokens to the spec of a policy whose weights are in `folder`; without an actor, change nothing.
+    """Return the spec with the tokens of the actor, or without an actor the same spec. `folder` contains the weights.
 
     Raises:
         CheckpointError: the folder has an actor with other outputs.
@@ -147,9 +147,9 @@ def add_steering(
 
 
 def add_steering_costs(costs: PolicyCosts, shape: SteeringShape | None, *, num_other_trained: int = 0) -> PolicyCosts:
-    """Add the costs of the actor to those of the frozen model; without an actor, change nothing.
+    """Add the costs of the actor to the costs of the frozen model; without an actor, return the same costs.
 
-    `num_other_trained`: number of trained weights outside the actor.
+    `num_other_trained` is the number of trained weights outside the actor.
     """
     if shape is None:
         return costs

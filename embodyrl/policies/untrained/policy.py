@@ -21,7 +21,7 @@ from embodyrl.types import (
 
 
 class InferenceOnlyPolicy:
-    """Base class of inference-only policies, without weights in this process, log-probabilities and values."""
+    """Base class of policies for inference only: no weights in this process, no log-probabilities, no values."""
 
     spec: PolicySpec
 
@@ -73,9 +73,9 @@ class InferenceOnlyPolicy:
 
 
 class UntrainedPolicy(InferenceOnlyPolicy):
-    """Uniform random policy, which samples any category, or any number between the bounds (-1..1 without bounds).
+    """Uniform random policy over all categories, or over the numbers between the bounds (-1..1 if a bound is missing).
 
-    Greedy and scripted actions are the center of the range.
+    Greedy actions are the center of the range, and so are placeholders for the actions of a scripted expert.
     """
 
     def __init__(self, spec: PolicySpec, request: PolicyRequest) -> None:
@@ -104,12 +104,12 @@ class ScriptedSettings(ModelSettings):
     """Config keys for the environment's scripted expert."""
 
     expert_noise: Weight = 0.0
-    """model=scripted: standard deviation of the noise on executed actions; recorded actions have no noise."""
+    """Standard deviation of the noise on executed actions of the expert; recorded actions have no noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntrainedFactory:
-    """Builds `UntrainedPolicy`; implements `PolicyFactory`."""
+    """Factory of `UntrainedPolicy`; implements `PolicyFactory`."""
 
     name: str
     scripted: bool

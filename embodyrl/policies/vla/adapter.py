@@ -45,7 +45,7 @@ def find_adapter(folder: Path) -> Path | None:
 
 
 def get_initial_adapter(cfg: AdapterSettings) -> Path | None:
-    """Return the adapter folder of `model.lora.path`."""
+    """Return the folder of the initial adapter, in `model.lora.path`; None: no initial adapter."""
     return None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
 
 
@@ -128,8 +128,8 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
                 problems.append(f"model.lora.path: {error}")
             if merged := find_merged_adapter_problem(adapter):
                 problems.append(f"model.lora.path: {merged}")
-            # A run that fully trained these modules in addition to its adapters wrote them; a value head is not needed
-            # for inference.
+            # Weights of modules that a run fully trained in addition to its adapters; inference does not need a value
+            # head.
             other_weights = [
                 p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"
             ]

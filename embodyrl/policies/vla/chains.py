@@ -45,7 +45,7 @@ Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class GaussianChain(ABC):
-    """Chain of Gaussian steps with one or all steps stochastic.
+    """Chain of Gaussian denoising steps, of which one or all are stochastic.
 
     With one stochastic step, only the states before and after this step are stored (the mixed form of piRL, arXiv
     2510.25889, which uses one index per batch; here each chunk samples its own index). With all steps stochastic, the
@@ -67,10 +67,10 @@ class GaussianChain(ABC):
 
     @abstractmethod
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the stochastic and the deterministic step at states [B, H, D] and their step indices [B]."""
+        """Return the stochastic and the deterministic step that start at states x [B, H, D] with step indices [B]."""
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> SampledChunks:
-        """Sample one chunk per seed [B] from noise, without gradients; no chunk depends on the others."""
+        """Sample one chunk per seed [B] from noise, without gradients; chunks do not depend on other seeds."""
         size = (self._shape.horizon, self._shape.width)
         # Each chunk samples its own step: one step per batch would make rows depend on the batch composition.
         step_index = (uniforms(seeds, STEP_INDEX, 1)[:, 0] * self._sampled_steps).astype(np.int64)
@@ -78,13 +78,13 @@ class GaussianChain(ABC):
         x = normals(seeds, START, size, device)
         logprob = self._first_step(x)[0]
         starts, last = [], x
-        # One noise array for the single stochastic step, else one array for each step.
+        # The single stochastic step uses this noise; if all steps are stochastic, each has its own noise.
         noise = normals(seeds, STEP, size, device)
         for k in range(self._num_steps):
             is_stochastic = (
                 torch.full_like(stochastic_step, True, dtype=torch.bool) if self._every_step else stochastic_step == k
             )
-            # One forward pass gives both steps; each row uses one of them.
+            # Both steps use the same forward pass; each row uses one of both steps.
             step, deterministic = self._build_step(velocity, x, torch.full((len(x),), k, device=device), temperature)
             if self._every_step and k:
                 noise = normals(seeds, STEP + k, size, device)

@@ -68,7 +68,7 @@ def find_missing_files(folder: Path, *, tokenizer: str, adapted: bool) -> Iterat
 
     Args:
         folder: checkpoint folder.
-        tokenizer: phrase for the error message that names the source of the tokenizer.
+        tokenizer: end of the error message for a missing tokenizer, which names its source.
         adapted: True if adapters are trained or merged.
     """
     if not (folder / TOKENIZER_FILE).exists():

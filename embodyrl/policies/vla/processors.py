@@ -67,8 +67,8 @@ def read_processors(
     Args:
         folder: folder of the policy, for messages.
         file_contents: contents of the folder's small files by name.
-        modes: the policy's kind of normalization by feature; None: the policy does not read the feature. Features that
-            are not listed: IDENTITY.
+        modes: the policy's kind of normalization by feature; None: the policy does not read the feature. Other features
+            must have IDENTITY.
         mapped: True if `model.cameras` names the environment's cameras in the order of the checkpoint.
         before: names of preprocessor steps that the policy implements, in addition to the common steps.
         after: names of postprocessor steps that the policy implements, in addition to the common steps.

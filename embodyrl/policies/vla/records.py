@@ -12,7 +12,7 @@ Stochastic = StrEnum("Stochastic", ["one", "all"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLayout:
-    """Layout of tokens: first integers, one per token; then float32 numbers as bit patterns, two per token."""
+    """Token layout: integers, one per token, followed by bit patterns of float32 numbers, two per token."""
 
     whole: int
     floats: int

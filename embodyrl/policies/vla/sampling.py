@@ -17,8 +17,8 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 START, STEP_INDEX, PAIRS, TIMES, STEP = range(5)
-"""Indices of random streams: initial noise (START), index of the stochastic step (STEP_INDEX), noise and times of FPO's
-pairs (PAIRS, TIMES), and noise of step i (STEP + i)."""
+"""Ids of random streams: initial noise (START), index of the stochastic step (STEP_INDEX), noise and times of the pairs
+of FPO (PAIRS, TIMES), and noise of step i (STEP + i)."""
 
 
 def get_seeds(noise: FloatArray) -> IntArray:
@@ -45,7 +45,7 @@ def uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
     for row, seed in enumerate(seeds.tolist()):
         state["state"]["key"][:] = seed, stream
         philox.state = state
-        # Raw numbers, which are the same in every version of numpy.
+        # Raw numbers are the same in every version of numpy.
         out[row] = (philox.random_raw(count) >> np.uint64(11)).astype(np.float64)
     return (out + 0.5) * 2.0**-53
 
@@ -78,7 +78,7 @@ class SampledChunks:
     ) -> PolicyOutput:
         """Return the output of a policy, with tokens and log-probabilities [B, L] padded with zeros.
 
-        `varying`: action dimensions that have log-probabilities; None: all.
+        `varying` contains the indices of action dimensions with log-probabilities; None: all dimensions.
         """
         tokens = np.zeros((len(self.tokens), spec.tokens_per_chunk), np.int64)
         tokens[:, : self.tokens.shape[1]] = self.tokens
@@ -95,7 +95,7 @@ def build_scores(
 
 
 def pad_per_action(numbers: Tensor, spec: PolicySpec, varying: IntArray | None) -> Tensor:
-    """Place the P values of each action [B, K, P] at the action's first P tokens: [B, L], padded with 0."""
+    """Return values [B, L]: the P values of each action [B, K, P], padded with 0 to the action's number of tokens."""
     if varying is not None and numbers.shape[2]:
         numbers = numbers[..., varying]
     tokens_per_action = spec.tokens_per_chunk // numbers.shape[1]

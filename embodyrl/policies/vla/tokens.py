@@ -29,7 +29,7 @@ def read_tokenizer(file: Path, fix: str) -> Tokenizer:
 
 def compute_padded_width(known: int, longest: int) -> int:
     """Return the padded width of a batch: the width for known tasks, or a multiple of 16 for longer prompts."""
-    # Every new width is a new shape, which needs new kernels and graphs.
+    # Every new width is a new tensor shape, for which kernels are compiled and CUDA graphs are captured.
     return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
 
 

@@ -56,7 +56,7 @@ def count(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
 def weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, WeightSize]:
     """Return the size and use of each parameter of a network by name.
 
-    Without torch in this process, as in the driver of a run, a child process measures the sizes once per network.
+    If this process has not imported torch, a child process measures the sizes; they are cached in a file.
 
     Args:
         network: package.module:class of the module.
@@ -64,7 +64,7 @@ def weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, Weight
         kwargs: additional arguments of its constructor, by name.
 
     Raises:
-        EmbodyError: the process failed.
+        EmbodyError: the child process failed.
     """
     request = f"{network} {args} {kwargs}"
     if request not in _sizes_by_request:

@@ -76,4 +76,4 @@ def test_soft_capped_logits_are_not_computed_in_chunks(cap):
         vocab_size=32, num_key_value_heads=1, head_dim=8, final_logit_softcapping=cap, pad_token_id=0, **sizes
     )
     net = LanguageModel(Gemma2ForCausalLM(config), 0)
-    assert net.head_is_last(torch.autocast("cpu", enabled=False)) is (cap is None)
+    assert net.has_plain_head(torch.autocast("cpu", enabled=False)) is (cap is None)

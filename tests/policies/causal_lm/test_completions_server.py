@@ -240,7 +240,7 @@ def test_wrong_weights_and_missing_server_are_errors(folder: Path, url: str) -> 
         other = build(folder, url)
         with torch.no_grad():
             other.module.lm.lm_head.weight.mul_(factor)
-        with pytest.raises(EmbodyError, match="is not the actor's"):
+        with pytest.raises(EmbodyError, match="differs from the actor"):
             other.act(ASKED, noise=None)
     with pytest.raises(EmbodyError, match="did not answer models"):
         build(folder, "http://127.0.0.1:9/v1").act(ASKED, noise=None)

@@ -369,8 +369,8 @@ def test_random_initialization_needs_no_statistics(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "change", "match"),
     [
-        ({"num_action_chunks": 7}, None, "executes more than the 6 actions"),
-        ({"delta_dims": 6}, None, "5 in its state"),
+        ({"num_action_chunks": 7}, None, "predicts 6 actions per chunk"),
+        ({"delta_dims": 6}, None, r"or states \(5\)"),
         ({}, lambda path: shutil.rmtree(path / "assets"), "no statistics of states and actions"),
         ({}, lambda path: shutil.copytree(path / "assets/lab", path / "assets/second"), "statistics of 2 data sets"),
         (

@@ -176,14 +176,14 @@ def test_relative_actions_need_equal_delta_dims(name, tmp_path):
     edit(folder, AFTER, lambda s: s.insert(1, step("absolute_actions_processor", enabled=False)))
     build("pi0", folder)
     edit(folder, BEFORE, lambda s: named(s, name).update(enabled=True))
-    with pytest.raises(CheckpointError, match="unlike policy_postprocessor"):
+    with pytest.raises(CheckpointError, match=r"policy_postprocessor\.json has enabled=False"):
         build("pi0", folder)
     edit(folder, AFTER, lambda s: named(s, "absolute_actions_processor").update(enabled=True))
     with pytest.raises(CheckpointError, match=r"6 relative action dimensions.*Set model.delta_dims=6"):
         build("pi0", folder)
     env = replace(ENV, state_dim=5)
     edit(folder, BEFORE, lambda s: named(s, name).update(action_names=["gripper", *"abcdef"]))
-    with pytest.raises(CheckpointError, match="relative actions after absolute actions"):
+    with pytest.raises(CheckpointError, match="relative dimensions after absolute dimensions"):
         build("pi0", folder, env=env)
 
 

@@ -51,7 +51,7 @@ class _Plan:
 
 
 class SmallFlowFactory:
-    """Builds `FlowPolicy` with a `SmallFlow`; implements `PolicyFactory`."""
+    """Factory of `FlowPolicy` with a `SmallFlow` network; implements `PolicyFactory`."""
 
     settings: ClassVar = SmallFlowSettings
 
@@ -143,7 +143,7 @@ def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
 
 
 def _count_activations(config: SmallConfig, cfg: SmallFlowSettings, env: EnvSpec) -> tuple[int, int]:
-    """Return the approximate number of activations of a sample: in an inference, and stored for the backward pass."""
+    """Return the approximate numbers of activations per sample: in inference, and stored for the backward pass."""
     pixels, channels = math.prod(env.cameras.size), config.planes[-1]
     image = 3 * pixels
     for planes in config.planes:

@@ -25,7 +25,7 @@ class SmallConfig:
     maps: int = 32
     """Number of feature maps for spatial softmax."""
     vocabulary: int = 512
-    """Number of hash buckets for words."""
+    """Number of word embeddings; words are hashed to their indices."""
     num_images: int = 0
     state_dim: int = 0
     action_width: int = 0
@@ -58,7 +58,7 @@ class SmallConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormalizationBounds:
-    """Bounds of actions and states. Equal bounds mean that the dimension is constant in the data."""
+    """Bounds of actions and states by dimension. Equal bounds mark a dimension that is constant in the data."""
 
     action_low: FloatArray
     """Lower action bounds [A]."""

@@ -50,7 +50,7 @@ POSITION_SCALE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallPrefix:
-    """Prefix of the expert: keys and values of each layer, [B, heads, N, W / heads], and the input of a value head."""
+    """Prefix of N tokens: keys and values of each layer, [B, heads, N, W / heads], and the input of a value head."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -118,7 +118,7 @@ class ExpertBlock(nn.Module):
 
 
 class InstructionAttention(nn.Module):
-    """Network that finds image locations for the instruction: spatial softmax of feature maps (arXiv 1504.00702).
+    """Network that locates what the instruction names in images, by spatial softmax (arXiv 1504.00702).
 
     The instruction scales and shifts the features (FiLM, arXiv 1709.07871); initially, features are unchanged.
     """
@@ -156,7 +156,7 @@ def _downsample(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SmallFlow(nn.Module):
-    """Small flow network of a `FlowModule`; implements `ActionScale`. The units are saved with the weights."""
+    """Small flow network of a `FlowModule`; implements `ActionScale`. Normalization bounds are saved as buffers."""
 
     action_low: Tensor
     action_high: Tensor
@@ -195,7 +195,7 @@ class SmallFlow(nn.Module):
         self.action_out = nn.Linear(width, shape.width)
 
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
-        """Encode observations: images [B, C, h, w, 3], unnormalized state [B, S] and instructions."""
+        """Encode observations: instructions, images [B, C, h, w, 3] and unnormalized states [B, S]."""
         ids = on_device(self._word_ids(obs.instructions), self.action_in.weight.device)
         words, word_mask = self.word(ids), ids > 0
         token_groups = [words + _embed_positions(ids.shape[1], self.config.width, ids.device)]
@@ -213,7 +213,7 @@ class SmallFlow(nn.Module):
             tokens = block(tokens, token_mask)
         tokens = self.norm(tokens)
         keys_values = self.memory(tokens).unflatten(2, (2, self.config.layers, self.config.heads, -1))
-        # Computed once for all layers of the expert: no step of the flow changes these keys and values.
+        # Keys and values are computed once for all layers and steps of the expert, because no step changes them.
         keys, values = keys_values.permute(2, 3, 0, 4, 1, 5).unbind()
         mask = F.pad(token_mask, (0, self.shape.horizon), value=True)
         weights = token_mask[:, 0, 0, :, None] / token_mask.sum(3, keepdim=True)[:, 0]
@@ -254,7 +254,7 @@ class SmallFlow(nn.Module):
         return self.eye(pixels, instruction_rows).unflatten(0, (len(obs), -1)) + self.camera
 
     def _word_ids(self, instructions: tuple[str, ...]) -> np.ndarray:
-        """Return hashed words [B, N], padded with 0; an empty instruction is one unknown word."""
+        """Return indices of words [B, N], padded with 0; an empty instruction is one unknown word, index 1."""
         word_rows = [
             [1 + zlib.crc32(w.encode()) % (self.config.vocabulary - 1) for w in text.lower().split()] or [1]
             for text in instructions
@@ -273,7 +273,7 @@ def _embed_positions(count: int, width: int, device: torch.device) -> Tensor:
 
 
 def _embed_times(t: Tensor, width: int) -> Tensor:
-    """Return sinusoidal embeddings [B, width] of times [B]; periods have geometric spacing, 0.004 to 4 (openpi)."""
+    """Return sinusoidal embeddings [B, width] of times [B], with geometric periods from 0.004 to 4 (openpi)."""
     fraction = torch.linspace(0, 1, width // 2, device=t.device)
     angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** fraction))
     return torch.cat([angle.sin(), angle.cos()], -1)

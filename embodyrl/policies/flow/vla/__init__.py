@@ -38,7 +38,7 @@ TRY_NOW = "To start without a download, use model=openvla_oft_tiny or model=flow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlaFactory:
-    """Builds pi0, pi0.5 and SmolVLA policies; implements `PolicyFactory`."""
+    """Factory of pi0, pi0.5 and SmolVLA policies; implements `PolicyFactory`."""
 
     settings: type[VlaSettings] = VlaSettings
 
@@ -149,8 +149,8 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
     problems = []
     if cfg.num_action_chunks > model.horizon:
         problems.append(
-            f"model.num_action_chunks={cfg.num_action_chunks} executes more than the {model.horizon} actions of this "
-            "checkpoint's chunk; lower it."
+            f"model.num_action_chunks={cfg.num_action_chunks}: this checkpoint predicts {model.horizon} actions per "
+            f"chunk; set model.num_action_chunks={model.horizon} or less."
         )
     # pi0.5's state is text of any length, or unused.
     state_dim = 0 if isinstance(cfg, Pi05Settings) else env.state_dim
@@ -160,12 +160,12 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
     ):
         if size > max_size:
             problems.append(
-                f"env '{env.name}' has {quantity} with {size} numbers; {cfg.model_type} supports at most {max_size}."
+                f"env '{env.name}' has {quantity} with {size} dimensions; {cfg.model_type} supports at most {max_size}."
             )
     if cfg.delta_dims > min(env.action.dim, env.state_dim):
         problems.append(
-            f"model.delta_dims={cfg.delta_dims}: env '{env.name}' has {env.action.dim} numbers in an action and "
-            f"{env.state_dim} in its state."
+            f"model.delta_dims={cfg.delta_dims} exceeds the dimension of actions ({env.action.dim}) or states "
+            f"({env.state_dim}) of env '{env.name}'; set a smaller number."
         )
     return problems
 

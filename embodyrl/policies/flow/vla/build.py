@@ -57,10 +57,11 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, transform: WeightTr
     Args:
         target: weights by embodyrl's names, without adapters.
         folder: safetensors shards in any known layout.
-        transform: function of name and weight, applied to each weight; merges adapters.
+        transform: function of name and weight that is applied to each weight, for example to merge adapters.
 
     Raises:
-        CheckpointError: a file is unreadable or truncated; weights are missing, unexpected, misshaped or untied.
+        CheckpointError: a file is unreadable or truncated; weights are missing, unexpected or of another shape; or tied
+            weights differ.
     """
     files = list_weight_files(folder)
     if not files:
@@ -78,7 +79,7 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, transform: WeightTr
     # RLinf's value heads have another architecture: ignore them.
     to_external = storage.layout.to_external
     check_weights(
-        target, weights, folder, may_lack=HEADS, may_hold=HEADS, format_name=lambda key: f"'{to_external(key)}'"
+        target, weights, folder, may_lack=HEADS, may_contain=HEADS, format_name=lambda key: f"'{to_external(key)}'"
     )
     with torch.no_grad():
         for key, tensor in weights.items():
@@ -129,8 +130,8 @@ class VlaFiles:
         """Read config, tokenizer and statistics of a checkpoint.
 
         Args:
-            base: `model.path`, the folder of the base weights of adapters.
-            network: network that adopts the statistics of loaded weights.
+            base: folder of the base weights of adapters (`model.path`).
+            network: network whose statistics are replaced when weights are loaded.
             adapter: spec of the trained adapters, if any.
         """
         self._base, self._processor, self._adapter = base, network.processor, adapter
@@ -242,7 +243,8 @@ def build_policy(
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, get_lora_spec(cfg) if adapted else None)
     reject_advantage_suffix(folder)
-    # Before the weights are read: this selects the trained weights, and `_add_adapters` changes the selection.
+    # Created before the weights are read, because the policy selects the trained weights and `_add_adapters` changes
+    # the selection.
     policy = policy_class(cfg)(spec, cfg, module, processor, files, request)
     _load_initial_weights(module, files, cfg, folder, request)
     if request.trainable:

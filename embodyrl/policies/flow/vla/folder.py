@@ -160,7 +160,7 @@ def check_prompts(prompt_format: PromptFormat, folder: Path, tasks: Sequence[str
 
 
 def find_warnings(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
-    """Return warnings about a checkpoint, such as a different number of executed actions."""
+    """Return warnings about settings that differ from the checkpoint's, such as the number of executed actions."""
     config: dict[str, Any] = read_json(folder / CONFIG_FILE)
     settings = {
         "n_action_steps": ("executes {} actions per query", "model.num_action_chunks", cfg.num_action_chunks),
@@ -175,7 +175,7 @@ def find_warnings(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
 
 
 def read_normalizer(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Normalizer:
-    """Read the statistics that the config selects in a folder, truncated to the environment's dimensions.
+    """Read the statistics of a folder that the settings select, truncated to the environment's dimensions.
 
     Sources are `dataset_statistics.json` (embodyrl), openpi's `norm_stats.json` (also in `assets`), and LeRobot's
     preprocessor or older weights. A folder without weights may lack statistics; then values are not normalized.

@@ -131,7 +131,7 @@ class SmolVla(FlowModel):
         return self.projector(squares) * math.sqrt(self.spec.language.width)
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Append the state to the prefix's keys and values, which are projected for layers with cross-attention."""
+        """Append the state to the keys and values of the prefix, and project both for layers with cross-attention."""
         text, size, device = self.spec.language, self.spec.horizon, prefix.valid.device
         valid = torch.cat([prefix.valid, prefix.valid.new_ones(len(prefix.valid), 1)], dim=1)
         prefix_mask, count = key_mask(valid), valid.sum(1, keepdim=True)
@@ -237,7 +237,7 @@ class VlaProcessor:
     def load_statistics(self, folder: Path) -> None:
         """Read the normalization statistics of a weights folder."""
         self._normalizer = read_normalizer(folder, self.cfg, self._env.state_dim, self._env.action.dim)
-        # For constant data, the scale avoids a division by 0.
+        # The scale of constant dimensions is a tiny number, which only avoids a division by 0.
         self.varying_mask = (np.array(self._normalizer.actions.scale) > 1e-5).astype(np.float32)
 
     def encode(self, obs: Observation) -> FlowInputs:
@@ -261,7 +261,7 @@ class VlaProcessor:
         )
         return FlowInputs(
             images=pixels.unflatten(0, (count, cameras)),
-            # Skip a masked camera: no token attends to it, and it has no position.
+            # Masked cameras are left out: no token attends to a masked camera, and masked tokens have no position.
             image_mask=torch.ones(count, cameras, dtype=torch.bool, device=self._device),
             tokens=on_device(ids, self._device),
             token_mask=on_device(token_mask, self._device),
@@ -295,7 +295,7 @@ class VlaNetwork(nn.Module):
     def __init__(self, model: FlowModel, processor: VlaProcessor, shape: ChunkShape, *, pools_prefix: bool) -> None:
         """Combine a model and its processor.
 
-        `pools_prefix`: also run the last backbone layer; average its hidden states over the prefix for a value head.
+        If `pools_prefix`, also run the last backbone layer and average the prefix's hidden states for a value head.
         """
         super().__init__()
         self.model = model

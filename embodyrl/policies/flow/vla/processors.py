@@ -33,7 +33,7 @@ def read_checked_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> 
     """Read the processors of a folder, and check that their steps match this implementation and the settings.
 
     Raises:
-        CheckpointError: a file is damaged, or a processor does something else.
+        CheckpointError: a file is damaged, or a processor does not match this implementation or the settings.
     """
     names = [f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json"]
     paths = [*(folder / name for name in names), *sorted(folder.glob("policy_*processor*.safetensors"))]
@@ -84,14 +84,15 @@ def _find_relative_problem(processors: Processors, cfg: VlaSettings, action_dim:
     after = bool((processors.get_config(ABSOLUTE) or {}).get("enabled"))
     relative = bool(steps.get("enabled"))
     if relative != after:
-        return f"has relative actions (enabled: {relative}) unlike {POSTPROCESSOR} ({after}). Download both again."
+        other = f"{POSTPROCESSOR}.json has enabled={after}"
+        return f"has enabled={relative} for relative actions, but {other}. Download both files again."
     if not relative:
-        # Deltas of openpi's models are applied outside the processors.
+        # openpi's models also predict relative actions, but convert them outside the processors.
         return None
     mask = _get_relative_dims(steps, action_dim)
     count = sum(mask)
     if mask != [True] * count + [False] * (action_dim - count):
-        return f"has relative actions after absolute actions: {mask}. Use another checkpoint, {_LEROBOT_HINT}"
+        return f"has relative dimensions after absolute dimensions: {mask}. Use another checkpoint, {_LEROBOT_HINT}"
     if count != cfg.delta_dims:
         return (
             f"has {count} relative action dimensions, but model.delta_dims={cfg.delta_dims}. "
@@ -101,7 +102,7 @@ def _find_relative_problem(processors: Processors, cfg: VlaSettings, action_dim:
 
 
 def _get_relative_dims(steps: Mapping[str, Any], action_dim: int) -> list[bool]:
-    """Return a list with an entry for each action dimension: True if the dimension is relative to the state."""
+    """Return for each action dimension whether the dimension is relative to the state."""
     names, excluded = steps.get("action_names"), [str(name).lower() for name in steps.get("exclude_joints") or ()]
     if not names or not excluded:
         return [True] * action_dim

@@ -16,8 +16,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Config keys for pi0 and SmolVLA, whose state is a token."""
 
     greedy_start: GreedyStart = GreedyStart.random
-    """Initial noise of greedy actions. random: noise as in published evaluations, but with a seed from the
-    observation's bytes; zero: zeros."""
+    """Initial noise of greedy actions. random: Gaussian noise as in published evaluations, seeded by a hash of the
+    observation; zero: no noise."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 2
     """Number N of camera images per inference: the environment's first N cameras are used as the first N cameras of
     the checkpoint; the checkpoint's remaining cameras are masked."""

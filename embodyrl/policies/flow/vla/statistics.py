@@ -19,8 +19,8 @@ OPENPI_FILE = "norm_stats.json"
 """Name of openpi's statistics file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...},
 "actions": ...}}."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
-"""Epsilon of each format.
-LeRobot adds the epsilon to fewer denominators; the difference is 1e-8 unless the deviation is zero."""
+"""Numbers that each format adds to denominators.
+LeRobot adds its number only in some cases, which changes results by at most 1e-8 unless the deviation is zero."""
 PARTS = ("state", "actions")
 _LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
 
@@ -153,7 +153,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
 
 
 def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
-    """Check and convert statistics that were read from a file; `where`: `<file>: <part>`, for error messages.
+    """Check and convert statistics that were read from a file. `where` is `<file>: <part>`, for error messages.
 
     Raises:
         CheckpointError: see `check_statistics`.

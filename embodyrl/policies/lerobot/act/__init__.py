@@ -15,7 +15,7 @@ from embodyrl.types import EnvSpec, PolicySpec
 
 
 class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
-    """Builds `ActPolicy`; implements `PolicyFactory`."""
+    """Factory of `ActPolicy`; implements `PolicyFactory`."""
 
     kind, config, settings = KIND, ActConfig, ActSettings
     network = "embodyrl.policies.lerobot.act.network:Act"
@@ -66,7 +66,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         return replace(spec, warnings=(*spec.warnings, warning))
 
     def features(self, config: ActConfig) -> int:
-        """Return F, the width of the encoder output, which is averaged over its tokens."""
+        """Return F, the width of the encoder output, which is averaged over all tokens."""
         return config.dim_model
 
     def num_actor_values(self, cfg: ActSettings, config: ActConfig) -> int:

@@ -1,4 +1,4 @@
-"""ACT policy: greedy chunks come from a zero latent, sampling adds Gaussian noise, SFT trains a conditional VAE."""
+"""ACT policy: greedy chunks are decoded from a zero latent, sampling adds noise, and SFT trains a conditional VAE."""
 
 from dataclasses import replace
 

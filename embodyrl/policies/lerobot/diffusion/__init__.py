@@ -11,13 +11,13 @@ from embodyrl.types import EnvSpec
 
 
 class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
-    """Builds `DiffusionPolicy`; implements `PolicyFactory`."""
+    """Factory of `DiffusionPolicy`; implements `PolicyFactory`."""
 
     kind, config, settings = KIND, DiffusionConfig, DiffusionSettings
     network = "embodyrl.policies.lerobot.diffusion.network:Diffusion"
 
     def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> DiffusionConfig:
-        """Return the config with the sampler of the settings (see `LeRobotFactory.plan`)."""
+        """Return the config (see `LeRobotFactory.plan`), with sampler and number of steps from the settings."""
         return cfg.apply_sampler(super().plan(cfg, env))
 
     def features(self, config: DiffusionConfig) -> int:
@@ -25,7 +25,7 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
         return config.condition_width
 
     def num_actor_values(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
-        """Return the number of noise values that the DSRL actor outputs: for a chunk, or for one repeated action."""
+        """Return the number of noise values that the DSRL actor outputs: a whole chunk, or one repeated row."""
         return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
 
     def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:

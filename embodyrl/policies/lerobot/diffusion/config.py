@@ -8,7 +8,7 @@ from embodyrl.policies.lerobot.config import STATE, LeRobotConfig, Normalization
 
 KIND = "diffusion"
 FINAL_GROUPS = 8
-"""Number of groups in the last group norm: a constant, because the original implementation ignores `n_groups` there."""
+"""Number of groups in the last group norm, for which the original implementation ignores `n_groups`."""
 
 
 class DiffusionConfig(LeRobotConfig):

@@ -61,14 +61,14 @@ class ImageEncoder(nn.Module):
 
 
 class StepEmbedding(nn.Module):
-    """Sine and cosine embedding of diffusion steps."""
+    """Sine and cosine embedding of diffusion timesteps."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self._half = width // 2
 
     def forward(self, timestep: Tensor) -> Tensor:
-        """Map diffusion steps [B] to embeddings [B, width]."""
+        """Map diffusion timesteps [B] to embeddings [B, width]."""
         rate = torch.exp(torch.arange(self._half, device=timestep.device) * -(math.log(10_000) / (self._half - 1)))
         angle = timestep[:, None] * rate
         return torch.cat([angle.sin(), angle.cos()], 1)
@@ -88,7 +88,7 @@ class ConvBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Residual block of two convolution blocks with FiLM conditioning in between (arXiv 1709.07871)."""
+    """Residual block: two convolution blocks, and between them FiLM conditioning (arXiv 1709.07871)."""
 
     def __init__(self, inputs: int, outputs: int, condition: int, config: DiffusionConfig) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class UNet(nn.Module):
         self.final_conv = nn.Sequential(first, nn.Conv1d(levels[0], config.action_dim, 1))
 
     def forward(self, x: Tensor, timestep: Tensor, condition: Tensor) -> Tensor:
-        """Return predictions [B, H, A] for noisy chunks [B, H, A] at training steps [B] with conditions [B, D]."""
+        """Return predictions [B, H, A] for noisy chunks [B, H, A] at timesteps [B] with conditions [B, D]."""
         x, condition_embedding = x.transpose(1, 2), torch.cat([self.diffusion_step_encoder(timestep), condition], 1)
         skips = []
         for stage in self.down_modules:

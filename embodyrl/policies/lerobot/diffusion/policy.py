@@ -54,7 +54,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return predicted, predicted
 
     def _compute_greedy_actions(self, obs: Observation, encoding: EncodedObservations) -> Tensor:
-        """Denoise zeros, or noise seeded by the observation, and return the executed actions."""
+        """Denoise zeros or noise, which is seeded by the observation, and return the executed actions."""
         if self._cfg.greedy_start is GreedyStart.zero:
             start, seeds = torch.zeros(len(obs), *self._size, device=self._device), None
         else:
@@ -82,7 +82,7 @@ class DiffusionPolicy(LeRobotPolicy):
 
         Actions marked in `padding` [B, H'] are ignored with `do_mask_loss_for_padding`; the sum is divided by H A.
         Missing actions before the current step repeat the first action and are ignored. Without gradients, noise and
-        step are the same in every call, and `error` is the mean absolute error of the executed actions in the
+        timestep are the same in every call, and `error` is the mean absolute error of the executed actions in the
         environment's units.
         """
         past = self._shape.horizon - actions.shape[1]

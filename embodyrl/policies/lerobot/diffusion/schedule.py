@@ -38,28 +38,28 @@ def _cosine(t: float) -> float:
 
 
 class Schedule:
-    """Denoising steps from noise to a chunk; `timesteps`: training step of each denoising step, noisiest first."""
+    """Denoising steps from noise to a chunk; `timesteps` [steps] are their diffusion timesteps, noisiest first."""
 
     def __init__(self, config: DiffusionConfig, steps: int, sampler: str, eta: float = 0.0) -> None:
         """Build a schedule of `steps` denoising steps: DDPM, or DDIM with `eta` times the noise of DDPM."""
         self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
         self.alphas_cumprod = torch.cumprod(1.0 - betas(config), 0)
-        """[T] fraction of signal variance after each training step."""
+        """[T] fraction of signal variance at each diffusion timestep."""
         self._stride = config.num_train_timesteps // steps
         self.timesteps = torch.arange(steps - 1, -1, -1) * self._stride
 
     def add_noise(self, chunk: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """Add `noise` to chunks [B, H, A] with the scale of the diffusion steps `timestep` [B]."""
+        """Add `noise` to chunks [B, H, A] with the noise level of diffusion timesteps `timestep` [B]."""
         alpha_cumprod = on_device(self.alphas_cumprod, chunk.device)[timestep][:, None, None]
         return alpha_cumprod.sqrt() * chunk + (1 - alpha_cumprod).sqrt() * noise
 
     def step(self, x: Tensor, predicted: Tensor, timestep: Tensor) -> Transition:
-        """Return the distribution of the next state; its standard deviation is [B, 1, 1], and 0 in the last step.
+        """Return the distribution of the next state; the standard deviation is [B, 1, 1], and 0 in the last step.
 
         Args:
             x: [B, H, A] states.
             predicted: [B, H, A] network output: the noise, or the chunk (`prediction_type`).
-            timestep: [B] training steps of the states.
+            timestep: [B] diffusion timesteps of the states.
         """
         alphas_cumprod = on_device(self.alphas_cumprod, x.device)
         previous_timestep = timestep - self._stride
@@ -92,7 +92,7 @@ class Schedule:
     def denoise(self, predict: Callable[[Tensor, Tensor], Tensor], x: Tensor, seeds: IntArray | None = None) -> Tensor:
         """Denoise the initial noise x [B, H, A] to chunks [B, H, A]. If `seeds` is None, no step adds noise.
 
-        `predict` is the network: a function of states and training steps [B].
+        `predict` is the network: a function of states [B, H, A] and diffusion timesteps [B].
         """
         for index, number in enumerate(self.timesteps.tolist()):
             timestep = torch.full((len(x),), number, device=x.device)

@@ -31,13 +31,15 @@ class DiffusionSettings(LeRobotSettings):
     greedy_start: GreedyStart = GreedyStart.random
     """Initial noise and sampler noise of greedy actions. random: noise seeded by the observation; zero: no noise."""
     noise_repeated: bool = False
-    """dsrl: one noise vector for all actions of a chunk; false: one vector per action."""
+    """With likelihood=dsrl: use one noise vector for all actions of a chunk; false: one vector per action."""
     stochastic_steps: Stochastic = Stochastic.one
-    """chain: train on one random denoising step per chunk, or on all steps; each step needs a forward pass."""
+    """With likelihood=chain: train on one random denoising step per chunk, or on all steps; each step needs a forward
+    pass."""
     diffusion_eta: Share = 1.0
-    """chain with DDIM: noise scale of a stochastic step, from 0 (only diffusion_min_std) to 1 (noise of DDPM)."""
+    """With likelihood=chain and DDIM: noise scale of a stochastic step, from 0 (only diffusion_min_std) to 1 (noise of
+    DDPM)."""
     diffusion_min_std: Positive = 0.1
-    """chain: minimum standard deviation of a stochastic step."""
+    """With likelihood=chain: minimum standard deviation of a stochastic step."""
 
     @property
     def every_step(self) -> bool:

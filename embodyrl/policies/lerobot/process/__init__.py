@@ -114,16 +114,17 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
     if not cfg.cameras and 0 < len(known) < len(saved.cameras):
         problems.append(
             f"the checkpoint needs {', '.join(saved.cameras)}, but only {', '.join(known)} is a camera of env "
-            f"'{env.name}' ({', '.join(names)}). Set model.cameras to the camera for each, in this order."
+            f"'{env.name}' ({', '.join(names)}). Set model.cameras to one camera of env for each, in this order."
         )
     if saved.action_dim != env.action.dim:
         problems.append(
-            f"the checkpoint returns actions with {saved.action_dim} numbers; env '{env.name}' needs {env.action.dim}."
+            f"the checkpoint returns actions with {saved.action_dim} dimensions, but env '{env.name}' has "
+            f"{env.action.dim}. Choose another environment or checkpoint."
         )
     if saved.state_dim and saved.state_dim * steps != env.state_dim:
         problems.append(
-            f"the checkpoint needs a state with {saved.state_dim} numbers; env '{env.name}' has "
-            f"{env.state_dim // steps}."
+            f"the checkpoint needs a state with {saved.state_dim} dimensions, but env '{env.name}' has "
+            f"{env.state_dim // steps}. Choose another environment or checkpoint."
         )
     return problems
 

@@ -16,7 +16,7 @@ _PROCESSORS = (f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json")
 
 
 class Checkpoint(FeatureConfig):
-    """Config of a LeRobot policy of any type."""
+    """Keys of config.json that are common to LeRobot policies of all types."""
 
     type: str
     n_action_steps: PositiveInt = 1
