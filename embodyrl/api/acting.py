@@ -1,4 +1,4 @@
-"""A trained policy as a Python object: observations in, actions out, for custom loops."""
+"""Trained policy as a Python object that maps observations to actions, for custom loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from embodyrl.types import FloatArray, Observation, PolicyOutput
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """A policy in this process, with the spec of its training environment."""
+    """Policy loaded into this process, with the spec of its environment."""
 
     policy: Policy
     """Policy with `module`, `score` (log-probabilities with gradients), `values` and `save`."""
@@ -75,18 +75,20 @@ class LoadedPolicy:
         env, spec = self.run_plan.env, self.policy.spec
         shape = (len(env.cameras.names), *env.cameras.size, 3)
         images = [
-            self._part(observation, "images", shape, spec.inputs.num_images > 0)[: shape[0]]
+            self._get_entry(observation, "images", shape, spec.inputs.num_images > 0)[: shape[0]]
             for observation in observations
         ]
-        state = [self._part(observation, "state", (env.state_dim,), spec.inputs.state) for observation in observations]
-        instructions = tuple(instruction or self._instruction(observation) for observation in observations)
+        state = [
+            self._get_entry(observation, "state", (env.state_dim,), spec.inputs.state) for observation in observations
+        ]
+        instructions = tuple(instruction or self._get_instruction(observation) for observation in observations)
         return Observation(
             images=np.stack(images).astype(np.uint8, copy=False),
             state=np.stack(state).astype(np.float32, copy=False),
             instructions=instructions,
         )
 
-    def _part(self, observation: dict[str, Any], name: str, shape: tuple[int, ...], is_used: bool) -> np.ndarray:
+    def _get_entry(self, observation: dict[str, Any], name: str, shape: tuple[int, ...], is_used: bool) -> np.ndarray:
         """Return the entry `name` of an observation; zeros for an entry that the policy does not use."""
         if name not in observation and not (is_used and np.prod(shape)):
             return np.zeros(shape, np.uint8)
@@ -105,13 +107,14 @@ class LoadedPolicy:
             )
         return array
 
-    def _instruction(self, observation: dict[str, Any]) -> str:
+    def _get_instruction(self, observation: dict[str, Any]) -> str:
         env = self.run_plan.env
         texts = env.instructions or env.tasks
         if "instruction" in observation or len(texts) == 1:
             return str(observation.get("instruction", *texts[:1]))
         raise ConfigError(
-            f"{self!r} needs an instruction, because it has several tasks. Fix: act(obs, instruction={texts[-1]!r})."
+            f"{self!r} needs an instruction, because its environment has several tasks. Fix: act(obs, "
+            f"instruction={texts[-1]!r})."
         )
 
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
@@ -133,7 +136,7 @@ def load_policy(
 
     Args:
         run_or_folder: a run, its name in ./runs, one of its checkpoints, or a model in its published layout: a folder,
-            or `owner/name[@revision]` of the hub.
+            or `owner/name[@revision]` of the Hugging Face hub.
         overrides: arguments as for `embodyrl eval`; a folder that is not a run needs `env=` and `model=`.
         trainable: keep trainable weights in fp32.
         device: "cpu", "cuda", ...; None: a GPU if available.
@@ -142,18 +145,18 @@ def load_policy(
         ConfigError: the policy does not fit its environment.
         CheckpointError: the path contains no usable weights.
     """
-    return build_policy_of_config(compose_policy(run_or_folder, overrides), trainable=trainable, device=device)
+    return build_policy_of_config(compose_policy_config(run_or_folder, overrides), trainable=trainable, device=device)
 
 
-def compose_policy(
+def compose_policy_config(
     run_or_folder: str | Path, overrides: Sequence[str], config_dirs: Sequence[Path] = (), *, fetch: bool = True
 ) -> Config:
     """Compose the evaluation config of a run, checkpoint or model folder (see `load_policy` and `load_config`)."""
     path, base = str(run_or_folder), find_run_config(resolve_run(str(run_or_folder)))
     arguments = [format_override("ckpt", path), *overrides]
     cfg = load_config("eval", arguments, config_dirs=config_dirs, base=base, fetch=fetch)
-    # Compose without model.path first: the model determines whether this key exists.
-    if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
+    # Compose without model.path first, because the selected model determines whether this key exists.
+    if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:
         arguments.append(format_override("model.path", path))
         return load_config("eval", arguments, config_dirs=config_dirs, fetch=fetch)
     return cfg

@@ -95,6 +95,6 @@ def run(command: str, cfg: Config, **kwargs: Any) -> Any:
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values
 
-    check_values(cfg)  # it may have been changed since it was composed
+    check_values(cfg)  # the config may have been changed after `compose`
     check_components(cfg)
     return COMMANDS.get(command)(cfg, **kwargs)

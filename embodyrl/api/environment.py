@@ -25,7 +25,7 @@ from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 
 class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
-    """Gymnasium interface of an embodyrl environment with one environment.
+    """One environment of embodyrl with the interface of Gymnasium.
 
     Observations: `images` [C, H, W, 3] uint8 (with cameras), `state` [S] float32 (with a state) and
     `instruction`, the task as text. Actions [A]: numbers in -1..1, or categories. `info["success"]`: goal reached.
@@ -58,8 +58,8 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         self.max_episode_steps = self._split.max_episode_steps
         """Number of steps after which an episode is truncated."""
         self._ids = list(select_reset_ids(self.layout, self._split))
-        self.action_space = _action_space(self.layout)
-        self.observation_space = _observation_space(self.layout)
+        self.action_space = _build_action_space(self.layout)
+        self.observation_space = _build_observation_space(self.layout)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -67,7 +67,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         """Start an episode (see `gymnasium.Env.reset`).
 
         Args:
-            seed: seed of the choice of the initial state, and of the simulator.
+            seed: seed that selects the initial state and seeds the simulator.
             options: `{"task": 0}` for a task of the environment, `{"reset_id": 17}` for one initial state,
                 `{"episode": 3}` for an episode of `embodyrl eval` with these settings, counted from 0.
 
@@ -104,7 +104,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
     def load_state(self, state: Any) -> dict[str, Any]:
         """Restore a saved state of the current episode, and return the observation."""
-        assert isinstance(self.env, SavesState), "saved before"
+        assert isinstance(self.env, SavesState), "this environment saves no states; call save_state first"
         self.env.load(0, state)
         return self._observe()
 
@@ -181,7 +181,7 @@ def _build_single_env(cfg: Config, settings: EnvSettings | None = None) -> Singl
     return SingleEnv(cfg, settings or cfg.env)
 
 
-def _action_space(spec: EnvSpec) -> spaces.Space[Any]:
+def _build_action_space(spec: EnvSpec) -> spaces.Space[Any]:
     if spec.action.kind is ActionKind.discrete:
         return spaces.Discrete(spec.action.sizes[0])
     if spec.action.kind is ActionKind.multi_discrete:
@@ -190,7 +190,7 @@ def _action_space(spec: EnvSpec) -> spaces.Space[Any]:
     return spaces.Box(low, high, dtype=np.float32)
 
 
-def _observation_space(spec: EnvSpec) -> spaces.Dict:
+def _build_observation_space(spec: EnvSpec) -> spaces.Dict:
     texts = spec.instructions or spec.tasks
     characters = frozenset("".join(texts)) or frozenset(" ")
     max_length = max(map(len, texts), default=1)

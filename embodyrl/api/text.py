@@ -52,13 +52,13 @@ class GRPO:
         """
         with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
             rows = Path(folder) / "rows.jsonl"
-            # Rewards are always given a reference; rows without an answer have an empty one.
+            # Reward functions always receive a reference, which is empty for rows without an answer.
             row_lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
             rows.write_text("".join(row_lines), encoding="utf-8")
             model = ["model=causal_lm", format_override("model.path", self.model)]
             if self.model == "tiny":
                 model = ["model=causal_lm_tiny"]
-            reward = f"reward.path={_import_path(self.reward, Path(folder))}"
+            reward = f"reward.path={_get_import_path(self.reward, Path(folder))}"
             data_overrides = (format_override("data.path", str(rows)), reward)
             cfg = compose("train", "env=text/math", *model, *_FIXED_OVERRIDES, *data_overrides, *self.overrides)
             return train(cfg, **callbacks)
@@ -70,7 +70,7 @@ _FIXED_OVERRIDES = (
 )
 
 
-def _import_path(reward: Reward, folder: Path) -> str:
+def _get_import_path(reward: Reward, folder: Path) -> str:
     """Return an import path (module:function) for a reward function.
 
     The source of a function of a script or notebook is written to a file in `folder`.
@@ -79,5 +79,5 @@ def _import_path(reward: Reward, folder: Path) -> str:
         return f"{reward.__module__}:{reward.__qualname__}"
     name = f"embodyrl_reward_{os.getpid()}"
     (folder / f"{name}.py").write_text(textwrap.dedent(inspect.getsource(reward)), encoding="utf-8")
-    sys.path.insert(0, str(folder))  # spawned processes inherit it
+    sys.path.insert(0, str(folder))  # spawned processes inherit sys.path
     return f"{name}:{reward.__name__}"

@@ -24,7 +24,7 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import find_run_config
     from embodyrl.play.recording import Recording
-    from embodyrl.play.request_handlers import RequestHandlers, page
+    from embodyrl.play.request_handlers import RequestHandlers, get_page
     from embodyrl.play.scene import Scene, load_policy_with_env
     from embodyrl.web_pages.loopback import LoopbackServer
 
@@ -41,6 +41,6 @@ def play(args: argparse.Namespace) -> int:
         scene = Scene(policy, env, recording)
         stack.callback(scene.finish_episode)
         handlers = RequestHandlers(run.name, scene)
-        server = LoopbackServer(int(args.port), {"/": page}, handlers.posts)
+        server = LoopbackServer(int(args.port), {"/": get_page}, handlers.posts)
         server.show(open_page=args.open, name=f"{run.name}: ")
     return 0

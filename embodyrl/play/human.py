@@ -21,7 +21,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.schema import Config
 from embodyrl.play.recording import Recording
-from embodyrl.play.request_handlers import RequestHandlers, page
+from embodyrl.play.request_handlers import RequestHandlers, get_page
 from embodyrl.play.scene import Scene
 from embodyrl.web_pages.loopback import LoopbackServer
 
@@ -36,7 +36,7 @@ _CLOSING_S = 30.0
 
 
 class HumanExpert:
-    """DAgger expert for which a person corrects episodes on a web page; all rounds use the same address."""
+    """DAgger expert that lets a person correct failed episodes on a web page; all rounds use the same address."""
 
     scripted: ClassVar[bool] = False
     authors: ClassVar[tuple[str, ...]] = ("person", "expert", "unknown")
@@ -47,9 +47,9 @@ class HumanExpert:
         self._steps = cfg.runner.max_steps
         self._round = 0
         self.handlers = RequestHandlers(cfg.runner.experiment_name or "dagger")
-        self.server = LoopbackServer(cfg.dagger.port, {"/": page}, self.handlers.posts)
-        # Simulators with OpenGL windows belong to the thread that answers requests.
-        self._thread = threading.Thread(target=self.server.process_requests, name="cockpit", daemon=True)
+        self.server = LoopbackServer(cfg.dagger.port, {"/": get_page}, self.handlers.posts)
+        # This thread also creates the simulators, because an OpenGL context belongs to one thread.
+        self._thread = threading.Thread(target=self.server.process_requests, name="play-server", daemon=True)
         self._thread.start()
         print(f"corrections: {self.server.url}", flush=True)
 
@@ -111,21 +111,21 @@ class HumanExpert:
         """Show the episodes `reset_ids` on the page, and wait until a person has finished all of them.
 
         Raises:
-            EmbodyError: the server has stopped, or the person does nothing for `dagger.correction_timeout_s`.
+            EmbodyError: the server has stopped, or no person has used the page for `dagger.correction_timeout_s`.
         """
 
-        def begin() -> None:
+        def open_scene() -> None:
             cfg = policy.run_plan.cfg
             env = SingleEnv(cfg, policy.run_plan.env_settings, EnvSplit(max_episode_steps=_NO_LIMIT))
             self.handlers.scene = Scene(policy, env, recording, reset_ids=reset_ids)
 
-        def end() -> None:
+        def close_scene() -> None:
             scene, self.handlers.scene = self.handlers.scene, None
             if scene is not None:
                 scene.finish_episode()
                 scene.env.close()
 
-        self.server.call(begin)
+        self.server.call(open_scene)
         clock, num_executed, last_used, limit_s = RunClock(), -1, 0.0, self._cfg.correction_timeout_s
         try:
             while (scene := self.handlers.scene) is not None and scene.remaining:
@@ -142,7 +142,7 @@ class HumanExpert:
                 if not self._thread.is_alive():
                     raise EmbodyError("The server of the correction page has stopped. Run the same command again.")
         finally:
-            self.server.call(end)
+            self.server.call(close_scene)
 
 
 def compute_uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:

@@ -1,4 +1,4 @@
-"""Recording of episodes of `play`: a data set with the author of each action, and videos that show the author."""
+"""Recording of episodes of `play`: a data set with the author of each action, and videos that show these authors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from embodyrl.types import FloatArray
 from embodyrl.workers.recording.video import VideoRecorder
 
 VIDEOS = "watch"
-"""Folder of the videos in the data set."""
+"""Name of the folder with the videos in a data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ _MAX_CLIENTS = 64
 _MAX_ID_LENGTH = 64
 
 
-def page() -> Answer:
+def get_page() -> Answer:
     """Return the content type and the HTML of the page."""
     text = files("embodyrl.play").joinpath("page.html").read_bytes()
     return "text/html; charset=utf-8", text
@@ -33,13 +33,13 @@ class _Client:
 
 
 class RequestHandlers:
-    """Request handlers of the page `play`.
+    """Request handlers of the web page of `embodyrl play`.
 
     `POST /act` executes a request of a client; its sequence number `seq` must follow the last request. A repeated
     request, for example after a lost connection, returns the stored answer. A rejected request uses no number.
 
     The simulator advances only on a request `tick` of the client that has control: if the connection is lost or the
-    client's computer sleeps, the episode waits. Each answer contains the image after the step, so no frame is lost
+    client's computer sleeps, the episode pauses. Each answer contains the image after the step, so no frame is lost
     on a slow connection.
     """
 
@@ -48,8 +48,9 @@ class RequestHandlers:
         self.status_text = ""
         """Line of text above the image, for example the progress of the training."""
         self.num_executed = 0
-        """Number of executed requests."""
-        self._driver = ""
+        """Number of executed requests of all clients."""
+        self._controlling_client = ""
+        """Id of the client that has control; empty: no client."""
         self._clients: OrderedDict[str, _Client] = OrderedDict()
         self._actions: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
             "take": lambda scene, body: None,
@@ -102,11 +103,11 @@ class RequestHandlers:
             raise ValueError(f"'do' must be one of {', '.join(self._actions)}")
         if self.scene is None:
             raise ValueError("no episode is running; wait for the next episode")
-        if client_id != self._driver and self._driver and action_name != "take":
+        if self._controlling_client not in ("", client_id) and action_name != "take":
             raise ValueError("another browser window controls the episode; press `take the controls` first")
         self._actions[action_name](self.scene, body)
         self.num_executed += 1
-        self._driver = client_id
+        self._controlling_client = client_id
         client.seq, client.request, client.answer = seq, request, self._build_answer(client_id, {}, image=True)
         self._clients[client_id] = client
         self._clients.move_to_end(client_id)
@@ -116,11 +117,11 @@ class RequestHandlers:
 
     def _build_answer(self, client_id: str, content: dict[str, Any], *, image: bool) -> Answer:
         """Return the content type and the body: JSON length (4 bytes, big-endian), state as JSON, and JPEG image."""
-        scene = self.scene
-        content |= {"note": self.status_text, "drives": client_id == self._driver, "free": not self._driver}
+        scene, controller = self.scene, self._controlling_client
+        content |= {"note": self.status_text, "drives": client_id == controller, "free": not controller}
         content["live"] = scene is not None
         if scene is not None:
-            content |= {"moment": scene.frame_number, **scene.state()}
+            content |= {"moment": scene.frame_number, **scene.get_state()}
         text = json.dumps(content).encode()
         frame = scene.frame_jpeg if scene is not None and image else b""
         return "application/octet-stream", len(text).to_bytes(4, "big") + text + frame

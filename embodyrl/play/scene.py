@@ -1,4 +1,4 @@
-"""An environment in which a policy and a person act in turn, and the policy and environment of a run."""
+"""Environment in which a policy and a person act in turn, and functions that load the policy and the environment."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from embodyrl.errors import ConfigError
 from embodyrl.play.recording import Recording, Step
 from embodyrl.types import FloatArray
 
-_QUALITY = 90
+_JPEG_QUALITY = 90
 """JPEG quality of the images of the page and of recorded videos."""
-_SAVED_STATES = 2000
+_MAX_REWIND_STEPS = 2000
 """Maximum number of env steps that `rewind` can undo."""
-_LONGEST_TEXT = 200
+_MAX_INSTRUCTION_LENGTH = 200
 """Maximum length of an instruction, in characters."""
 _WITH_VIDEO = "video=all"
 """Override that makes the environment render images."""
@@ -97,11 +97,11 @@ class Scene:
     def _reset(self) -> None:
         self._observation, info = self.env.reset(seed=self._episodes, options=self._options)
         self.start: dict[str, int] = info
-        self._last = neutral_action(self.env.layout.action)
+        self._last_action = neutral_action(self.env.layout.action)
         self._remaining_actions.clear()
         self._steps = []
         self._states = [self.env.save_state()] if self.can_rewind else []
-        self.over = False
+        self.has_ended = False
         self._render()
 
     def finish_episode(self) -> None:
@@ -110,7 +110,7 @@ class Scene:
             self._recording.append(self._steps, self.start, self._steps[0].observation["instruction"])
             self.num_recorded += 1
         self._steps = []
-        self.over = True
+        self.has_ended = True
 
     def restart(self) -> None:
         """Discard the current episode, and start it again from its initial state."""
@@ -120,12 +120,12 @@ class Scene:
         """Discard the last `steps` env steps, and restore the simulator state before them."""
         if not self.can_rewind or not self._steps:
             raise ValueError("The episode cannot be rewound, because no earlier state of the simulator is saved")
-        first = max(0, len(self._steps) - min(steps, _SAVED_STATES))
+        first = max(0, len(self._steps) - min(steps, _MAX_REWIND_STEPS))
         self._observation = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
-        self._last = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
+        self._last_action = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
         self._remaining_actions.clear()
-        self.over = False
+        self.has_ended = False
         self._render()
 
     def set_instruction(self, instruction: str) -> None:
@@ -138,17 +138,17 @@ class Scene:
             raise ValueError(
                 "the instruction of a recorded episode cannot be changed; run `embodyrl play` without --record"
             )
-        self.instruction_override = " ".join(instruction.split())[:_LONGEST_TEXT]
+        self.instruction_override = " ".join(instruction.split())[:_MAX_INSTRUCTION_LENGTH]
         self._remaining_actions.clear()
         self.frame_number += 1
 
     def advance(self, amounts: Mapping[int, float] | None) -> None:
         """Execute one env step with the action of `amounts` (see `inputs_to_action`); None: the policy's action.
 
-        The first action of a person discards the rest of the policy's chunk. When the policy takes over again, it
-        infers a new chunk from the current observation.
+        An action of a person discards the rest of the policy's chunk. When the policy takes over again, it infers a new
+        chunk from the current observation.
         """
-        if self.over:
+        if self.has_ended:
             return
         if amounts is None:
             if not self._remaining_actions:
@@ -158,17 +158,17 @@ class Scene:
             action, actor = self._remaining_actions.pop(0), Actor.policy
         else:
             self._remaining_actions.clear()
-            action, actor = inputs_to_action(self.env.layout.action, amounts, self._last), Actor.person
+            action, actor = inputs_to_action(self.env.layout.action, amounts, self._last_action), Actor.person
         observation = self._observation
         self._observation, reward, terminated, truncated, info = self.env.step(action)
-        self._last = np.asarray(action, np.float32).reshape(-1)
-        self.over = terminated or truncated
+        self._last_action = np.asarray(action, np.float32).reshape(-1)
+        self.has_ended = terminated or truncated
         self._render()
         if not self.is_recorded:  # an episode without a time limit would fill the memory
             observation = {"instruction": observation["instruction"]}
         step = Step(
             observation=observation,
-            action=self._last,
+            action=self._last_action,
             reward=reward,
             success=info["success"],
             actor=actor,
@@ -177,16 +177,16 @@ class Scene:
         self._steps.append(step)
         if self.can_rewind:
             self._states.append(self.env.save_state())
-            if len(self._states) > _SAVED_STATES + 1:
-                self._states[-_SAVED_STATES - 2] = None
+            if len(self._states) > _MAX_REWIND_STEPS + 1:
+                self._states[-_MAX_REWIND_STEPS - 2] = None
 
     def _render(self) -> None:
         frame = np.ascontiguousarray(self.env.render())
-        self.frame_jpeg: bytes = simplejpeg.encode_jpeg(frame, _QUALITY, "RGB")
+        self.frame_jpeg: bytes = simplejpeg.encode_jpeg(frame, _JPEG_QUALITY, "RGB")
         """Last rendered frame as JPEG."""
         self.frame_number += 1
 
-    def state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Any]:
         """Return the state of the episode, which the page shows next to the image."""
         last = self._steps[-1] if self._steps else None
         return {
@@ -197,7 +197,7 @@ class Scene:
             "by_person": sum(step.actor == Actor.person for step in self._steps),
             "actor": "" if last is None else last.actor.name,
             "success": any(step.success for step in self._steps),
-            "over": self.over,
+            "over": self.has_ended,
             "kept": self.num_recorded,
             "assigned": self.num_finished,
             "remaining": self.remaining,
@@ -207,10 +207,13 @@ class Scene:
 def load_policy_with_env(
     run: Path, trust: Sequence[str] = (), *, records: bool = False
 ) -> tuple[LoadedPolicy, SingleEnv]:
-    """Load the policy of a run and build its environment, if possible with images and without a time limit."""
+    """Load the policy of a run and build its environment, if possible with video frames and without a time limit.
+
+    `records`: True if episodes are recorded; recorded episodes end after success.
+    """
     no_limits = [_WITHOUT_TIME_LIMIT] if records else [_WITHOUT_TIME_LIMIT, _IGNORE_TERMINATIONS]
     for overrides in ([_WITH_VIDEO, *no_limits], [_WITH_VIDEO]):
-        with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
+        with suppress(ConfigError):  # the environment rejects ignore_terminations or videos
             return _load(run, *overrides, *trust)
     return _load(run, *trust)
 

@@ -1,4 +1,4 @@
-"""Startup of `embodyrl serve`: a WebSocket server for a robot policy, or the server of another policy type."""
+"""Startup of the WebSocket server of `embodyrl serve` for a robot policy."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,9 +29,9 @@ def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str], Non
 
     Raises:
         Interrupted: always, after the signal.
-        EmbodyError: weights are damaged, components do not fit, or the address is in use.
+        EmbodyError: the weights are damaged, the components are incompatible, or the address is in use.
     """
-    env, spec = describe(cfg)
+    env, spec = build_specs(cfg)
     for package in ("websockets", "msgpack"):
         import_optional(package)
     weights = resolve_initial_weights(cfg, env)
@@ -53,7 +53,7 @@ def serve(cfg: Config, *, log: Callable[[str], None], ready: Callable[[str], Non
     asyncio.run(server.run(ready))
 
 
-def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
+def build_specs(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     """Return the specs of environment and policy, without loading the simulator or weights.
 
     Raises:
@@ -74,8 +74,8 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
         problems.append(f"model '{spec.name}' cannot be served: it reads the simulator state of an environment.")
     if (image_names := cfg.serve.image_names) is not None and len(image_names) < spec.inputs.num_images:
         problems.append(
-            f"serve.image_names={image_names}: model '{spec.name}' reads {spec.inputs.num_images} images; list as "
-            "many names."
+            f"serve.image_names={image_names}: model '{spec.name}' reads {spec.inputs.num_images} images. List at "
+            "least as many names."
         )
     if problems:
         raise ConfigError(problems)
@@ -84,7 +84,7 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
 
 def server_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the lines of the start banner of a server, as pairs of name and text."""
-    env, spec = describe(cfg)
+    env, spec = build_specs(cfg)
     return _get_banner_lines(cfg, env, spec, resolve_initial_weights(cfg, env))
 
 
@@ -94,10 +94,12 @@ def _get_banner_lines(cfg: Config, env: EnvSpec, spec: PolicySpec, weights: Path
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
         *precision_banner_lines(cfg),
-        ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
+        ("env", f"{env.name}: actions have its units and gripper convention; images must be upright"),
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
     if cfg.serve.host not in ("127.0.0.1", "localhost", "::1"):
-        lines.append(("warning", f"serve.host={cfg.serve.host}: all hosts that reach this port can use the policy"))
+        lines.append(
+            ("warning", f"serve.host={cfg.serve.host}: every computer that can reach this port can use the policy")
+        )
     return [*lines, *weight_banner_lines(cfg, weights)]

@@ -79,11 +79,11 @@ class ObservationHandler:
 
 
 class PolicyThread:
-    """Thread that runs calls in order; a blocked call does not prevent the process from exiting."""
+    """Daemon thread that runs calls in order; a blocked call does not prevent the process from exiting."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        threading.Thread(target=self._work, name="policy", daemon=True).start()
+        threading.Thread(target=self._run_calls, name="policy", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Queue a call; return a future with its result."""
@@ -91,7 +91,7 @@ class PolicyThread:
         self._calls.put((future, call))
         return future
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             future, call = self._calls.get()
             if not future.set_running_or_notify_cancel():
@@ -145,7 +145,7 @@ class PolicyServer:
                 origins=[None],
                 compression=None,
                 max_size=cfg.max_message_mib * 2**20,
-                max_queue=1,  # messages received before they are read
+                max_queue=1,  # number of messages that are received before the handler reads them
                 ping_interval=None,  # a busy simulator may not answer pings
                 process_request=self._process_request,
                 logger=_build_silent_logger(),
@@ -168,7 +168,7 @@ class PolicyServer:
             return connection.respond(200, "OK\n")
         if self._num_open < self._cfg.max_clients:
             return None
-        self._log(f"a client was refused: {self._num_open} clients are connected (serve.max_clients)")
+        self._log(f"a client was rejected: {self._num_open} clients are connected (serve.max_clients)")
         return connection.respond(503, f"{self._num_open} clients are connected (serve.max_clients)\n")
 
     async def _handle_client(self, socket: Any) -> None:
@@ -179,7 +179,7 @@ class PolicyServer:
         number, num_answers = self._num_clients, 0
         self._log(f"client {number} connected")
         client = _Client(socket, self._cfg.idle_timeout_s)
-        protocol = {"openpi": self._openpi, "vla_eval": self._vla_eval}[self._cfg.protocol]
+        protocol = {"openpi": self._serve_openpi, "vla_eval": self._serve_vla_eval}[self._cfg.protocol]
         ending = "left"
         try:
             async for problem in protocol(client):
@@ -194,8 +194,11 @@ class PolicyServer:
             self._num_open -= 1
         self._log(f"client {number} {ending} after {num_answers} answers")
 
-    async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Serve the openpi protocol: send the metadata, then a chunk or an error text for each observation."""
+    async def _serve_openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
+        """Serve a client with the openpi protocol: send the metadata, then a chunk or an error text per observation.
+
+        Yields None for each chunk, and the error for each observation that was answered with an error.
+        """
         await client.send(pack(self._handler.describe(), encode_openpi_array))
         while True:
             data = await client.receive()
@@ -210,8 +213,11 @@ class PolicyServer:
             await client.send(pack({"actions": actions, "server_timing": timing}, encode_openpi_array))
             yield None
 
-    async def _vla_eval(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Serve the vla-eval protocol; reply to each observation with the next action of the current chunk."""
+    async def _serve_vla_eval(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
+        """Serve a client with the vla-eval protocol: answer each observation with the next action of the current chunk.
+
+        Yields None for each action, and the error for each message that was answered with an error.
+        """
         chunk: list[FloatArray] = []
         while True:
             kind, payload, sequence, problem = "error", {}, 0, None
@@ -250,7 +256,7 @@ class PolicyServer:
         """Return the action chunk [K, A] for one observation.
 
         Raises:
-            EmbodyError: the observation does not fit, or the policy takes too long.
+            EmbodyError: the observation does not match the policy's inputs, or the policy exceeds the time limit.
         """
         limit = self._cfg.answer_timeout_s
         answer = asyncio.wrap_future(self._thread.submit(partial(self._handler, message)))

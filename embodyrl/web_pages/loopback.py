@@ -28,26 +28,31 @@ _MAX_CLIENTS = 64
 """Maximum number of open connections; the server closes connections above the maximum."""
 _REQUEST_S = 10.0
 """Maximum time for a client to send a request, in seconds."""
-_UNAUTHORIZED = b"not from this page: open the address that the command printed, with its token"
+_UNAUTHORIZED = b"wrong token, host or origin: open the address that the command printed, with its token"
 _SIGNALS_S = 0.5
-"""Maximum duration of a blocking call, in seconds. A signal that arrives just before the call is handled after the
-call."""
+"""Maximum duration of a blocking call, in seconds, because a signal that arrives just before the call is handled only
+after the call."""
 
 
 class LoopbackServer(ThreadingHTTPServer):
     """Local HTTP server that reads requests in threads and answers all requests in one thread.
 
-    The thread that calls `process_requests` answers in order: OpenGL windows and environments are not thread-safe.
+    The thread that calls `process_requests` answers them in order, because OpenGL and environments are not thread-safe.
 
-    Other users of this machine and other pages in the same browser could send requests here too. Each request needs the
-    `token`, in the query of the address or in the header X-Token. Requests with another host name (DNS rebinding) or
-    from another origin (cross-site requests) are rejected.
+    Other users of this machine and other pages in the same browser could also send requests to this server. Therefore
+    each request needs the `token`, in the query of the address or in the header X-Token. Requests with another host
+    name (DNS rebinding) or from another origin (cross-site requests) are rejected.
     """
 
     def __init__(
         self, port: int, gets: Mapping[str, Callable[[], Answer]], posts: Mapping[str, Callable[[Any], Answer]]
     ) -> None:
-        """Bind the server to a port; port 0: any free port.
+        """Bind the server to a port of the loopback interface.
+
+        Args:
+            port: number of the port; 0: any free port.
+            gets: handler of GET requests by URL path.
+            posts: handler of POST requests by URL path; the argument is the JSON object in the request body.
 
         Raises:
             ConfigError: the port is taken.
@@ -122,7 +127,7 @@ class LoopbackServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle one connection, then make its place available to another connection."""
+        """Handle one connection; afterwards, reduce the number of open connections by one."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -186,7 +186,7 @@ def test_only_one_client_controls_the_episode(scene: Scene) -> None:
     assert two.act("tick", inputs=None)["steps"] == 2
     with pytest.raises(ValueError, match="another browser window controls the episode"):
         one.act("tick", inputs=None)
-    assert scene.state()["steps"] == 2
+    assert scene.get_state()["steps"] == 2
 
 
 BAD = [
@@ -203,11 +203,11 @@ BAD = [
 
 def test_rejected_requests_leave_the_scene_unchanged(scene: Scene) -> None:
     desk = RequestHandlers("run", scene)
-    before = scene.state()
+    before = scene.get_state()
     for bad in BAD:
         with pytest.raises(ValueError, match=r"'|no earlier state|recorded episode"):
             desk.execute({"client": "a", "seq": 1, **bad})
-    assert scene.state() == before
+    assert scene.get_state() == before
     rng = random.Random(0)
     good = json.dumps({"client": "a", "seq": 1, "do": "tick", "inputs": {"0": 0.5}})
     for _ in range(500):
@@ -239,7 +239,7 @@ def test_typed_instruction_reaches_the_policy(policy: LoadedPolicy) -> None:
 
 def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPolicy, monkeypatch) -> None:
     """An episode without a time limit fits in memory."""
-    monkeypatch.setattr("embodyrl.play.scene._SAVED_STATES", 3)
+    monkeypatch.setattr("embodyrl.play.scene._MAX_REWIND_STEPS", 3)
     scene = Scene(policy, policy.make_env())
     pictures = [scene.frame_jpeg]
     for amount in range(6):
@@ -248,7 +248,7 @@ def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPo
     assert {(*step.observation, step.frame_jpeg) for step in scene._steps} == {("instruction", b"")}
     assert [state is None for state in scene._states] == [True] * 3 + [False] * 4
     scene.rewind(100)
-    assert (scene.frame_jpeg, scene.state()["steps"]) == (pictures[3], 3)
+    assert (scene.frame_jpeg, scene.get_state()["steps"]) == (pictures[3], 3)
     scene.env.close()
 
 

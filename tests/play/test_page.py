@@ -67,10 +67,10 @@ def test_person_and_policy_share_episodes_in_the_browser(tmp_path: Path) -> None
         one.until("state.actor == 'person' && state.by_person >= 2")
         one.command("Network.emulateNetworkConditions", offline=True, **slow)
         one.until("document.getElementById('link').textContent.startsWith('connection lost')")
-        waiting = scene.state()["steps"]
+        waiting = scene.get_state()["steps"]
         open_page(two, url)
         assert two.run("return document.getElementById('run').disabled && !document.getElementById('take').hidden")
-        assert scene.state()["steps"] == waiting, "nobody else advances the episode"
+        assert scene.get_state()["steps"] == waiting, "nobody else advances the episode"
         one.command("Network.emulateNetworkConditions", offline=False, **slow)
         one.until(f"state.by_person >= 4 && state.steps > {waiting + 1}")
         key(one, "keydown", "Shift")
@@ -85,14 +85,14 @@ def test_person_and_policy_share_episodes_in_the_browser(tmp_path: Path) -> None
         one.run("window.settled = false; busy.then(() => { window.settled = true; })")
         one.until("settled")
         assert one.run("return shown.frames") == scene.frame_number, "every image was shown"
-        assert one.run("return seq") == scene.state()["steps"]
+        assert one.run("return seq") == scene.get_state()["steps"]
         two.click("#take")
         two.until("state.drives")
         one.until("document.getElementById('run').disabled")
         two.run(PAD)
         two.click("#run")
         two.run("pad.axes[1] = -0.8; pad.buttons[0] = {pressed: true, value: 1}")
-        steps = scene.state()["steps"]
+        steps = scene.get_state()["steps"]
         two.until(f"state.actor == 'person' && state.steps > {steps + 1}")
         two.run("dispatchEvent(new Event('blur'))")
         assert not two.run("return running"), "a window out of sight does not drive"

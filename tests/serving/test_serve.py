@@ -31,7 +31,7 @@ from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
 from embodyrl.policies.remote.wire_formats import OPENPI, encode_openpi_array, encode_vla_eval_array, pack, unpack
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import RANDOM, UntrainedPolicy
-from embodyrl.serving.serve import describe
+from embodyrl.serving.serve import build_specs
 from embodyrl.serving.server import ObservationHandler, PolicyServer
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention, InputSpec, Observation
 
@@ -220,7 +220,7 @@ def test_clients_beyond_the_limit_are_rejected(run, tmp_path):
 
 def test_text_tasks_are_rejected():
     with pytest.raises(ConfigError, match="env_type=text: `embodyrl serve` serves only robot policies"):
-        describe(load_config("serve", ["env=text/copy", "model=causal_lm_tiny"]))
+        build_specs(load_config("serve", ["env=text/copy", "model=causal_lm_tiny"]))
 
 
 def test_browser_origins_are_rejected(openpi):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodyrl.api.acting import build_policy_of_config, compose_policy
+from embodyrl.api.acting import build_policy_of_config, compose_policy_config
 from embodyrl.cli.dry_run import run_banner_lines
 from embodyrl.commands.held_out import rendering_banner_lines
 from embodyrl.commands.run_folder import resolve_initial_weights
@@ -84,7 +84,7 @@ def diagnose(
     folder = str(download_repositories("ckpt", folder))
     arguments = [*overrides, *_find_options(folder, overrides, config_dirs)]
     try:
-        cfg = compose_policy(folder, arguments, config_dirs)
+        cfg = compose_policy_config(folder, arguments, config_dirs)
         run_plan, weights = _build_plan(cfg)
         lines = run_banner_lines(cfg)
         factory = POLICIES.get(cfg.model.model_type)
@@ -134,14 +134,16 @@ def _find_options(folder: str, overrides: Sequence[str], config_dirs: Sequence[P
     arguments = [*overrides, *added]
     if "model" in groups:
         with suppress(EmbodyError):  # `diagnose` reports the error
-            model = compose_policy(folder, arguments, config_dirs, fetch=False).model
+            model = compose_policy_config(folder, arguments, config_dirs, fetch=False).model
             added += [path] if "path" in type(model).model_fields and "model.path" not in groups else []
         return added
-    env_spec(compose_policy(folder, [*arguments, "model=random"], config_dirs, fetch=False))  # for its errors only
+    env_spec(
+        compose_policy_config(folder, [*arguments, "model=random"], config_dirs, fetch=False)
+    )  # for its errors only
     fitting: dict[str, dict[str, Any]] = {}
     for name in options("model", config_dirs):
         with suppress(EmbodyError):
-            cfg = compose_policy(folder, [*arguments, f"model={name}", path], config_dirs, fetch=False)
+            cfg = compose_policy_config(folder, [*arguments, f"model={name}", path], config_dirs, fetch=False)
             _build_plan(cfg)
             fitting[name] = dict(cfg.model.leaves())
     if len(fitting) == 1:
@@ -206,7 +208,7 @@ def _check_forward(folder: str, arguments: Sequence[str], config_dirs: Sequence[
 
 def run_forward(folder: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -> Finding:
     """Run a forward pass in this process and return its finding."""
-    policy = build_policy_of_config(compose_policy(folder, arguments, config_dirs))
+    policy = build_policy_of_config(compose_policy_config(folder, arguments, config_dirs))
     model, env = policy.run_plan.cfg.model, policy.make_env()
     observation, _ = env.reset(options={"episode": 0})
     started = time.monotonic()

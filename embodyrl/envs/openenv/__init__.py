@@ -1,1 +1,1 @@
-"""Environments of OpenEnv servers as text environments for language models."""
+"""Text environments for language models on OpenEnv servers."""

@@ -35,7 +35,7 @@ class OpenEnv(DialogueEnv[Dialogue]):
         for env_index in env_indices:
             if env_index not in self._sessions:
                 self._sessions[env_index] = Session(self._cfg)
-        # All environments at once, so that the server can work on them in parallel.
+        # Send all requests before the first result is read, so that the server can work on them in parallel.
         for env_index, start in zip(env_indices, starts, strict=True):
             self._sessions[env_index].send("reset", {"seed": start.reset_id})
         for env_index in env_indices:

@@ -59,8 +59,8 @@ class Session:
         """
         try:
             self._socket.send(json.dumps({"type": message_type, "data": data}))
-        except Exception as error:  # websockets' own kinds and the system's
-            # A server without a free session explains itself before it closes the connection.
+        except Exception as error:  # an error of websockets or of the operating system
+            # A server without a free session sends an error message before it closes the connection.
             self.receive()
             raise _error(self._cfg, f"the connection was closed: {error}. Check the server's log.") from error
 
@@ -103,7 +103,7 @@ def read_action_key(cfg: OpenEnvSettings) -> str:
 
     Raises:
         EnvError: no server answers at the address, or the server has no schema.
-        ConfigError: the schema has no such field, or several text fields, or requires fields that are not set.
+        ConfigError: the schema lacks a configured field, requires other fields, or does not determine the field.
     """
     schema = _fetch_action_schema(cfg)
     fields: Mapping[str, Any] = schema.get("properties", {})
@@ -151,8 +151,8 @@ def _read_action_schema(reply: Any) -> Mapping[str, Any]:
     """Return the action schema in a reply of the server, after type checks.
 
     Raises:
-        TypeError: a part has another type.
-        KeyError: there is no such schema.
+        TypeError: a part of the schema has a wrong type.
+        KeyError: the reply contains no action schema.
     """
     schema = reply["action"]
     if not isinstance(schema, dict) or not isinstance(fields := schema.get("properties", {}), dict):

@@ -35,7 +35,7 @@ def create_reply_result(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkRe
     """Return an empty result and the index of each reply's last token [n]; `actions` [n, K, 1] are token ids."""
     result = ChunkResult.empty(*actions.shape[:2], parts=parts)
     result.valid[:] = actions[:, :, 0] >= 0
-    result.valid[:, 0] = True  # an empty reply is a decision, too
+    result.valid[:, 0] = True  # an empty reply is an action, too
     return result, result.valid.sum(axis=1) - 1
 
 
@@ -57,7 +57,7 @@ class ReplyEnv:
 
 
 def build_dialogue_spec(cfg: DialogueSettings, name: str, task: str, prompt_bytes: int) -> EnvSpec:
-    """Return the spec of a dialogue: one task, whose initial states are the seeds."""
+    """Return the spec of a dialogue: one task, with one initial state per seed."""
     return EnvSpec(
         name=name,
         action=ActionSpec(dim=1, kind=ActionKind.text),
@@ -84,7 +84,9 @@ class Dialogue:
     turns: list[Message] = field(default_factory=list)
     """Messages of earlier turns that the next prompt contains."""
     steps: int = 0
+    """Number of executed replies."""
     reply: str = ""
+    """Reply of the policy to the current observation."""
 
 
 class TurnResult(NamedTuple):

@@ -1,4 +1,4 @@
-"""Conversations as episodes: each data row is an initial state, and each reply is an action chunk of tokens."""
+"""Conversations as episodes: each data row is an initial state, and each reply is an action chunk of token ids."""
 
 import inspect
 import json
@@ -60,7 +60,7 @@ Call = tuple[str, str]
 """Name and argument of a tool call, or an empty name and the reason why the call is malformed."""
 
 MAX_CALLS = 8
-"""Maximum number of tool calls in a reply; together, their answers may be as long as one answer."""
+"""Maximum number of tool calls in a reply. The total size of their answers is limited to that of one answer."""
 
 _THOUGHT_PATTERN = re.compile(r"<think>.*?(?:</think>|$)|\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
 _CALLS_PATTERN = re.compile(
@@ -80,8 +80,8 @@ def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
     """Return the tool calls in a reply, or None; text inside <think> contains no calls.
 
     Formats: JSON objects in <tool_call> tags (Hermes, Qwen), functions with parameters in tags (Qwen3-Coder), JSON
-    after [TOOL_CALLS] (Mistral) or <|python_tag|>, a reply that is only JSON calls (Llama 3), with arguments as an
-    object or as JSON text. `?text` calls the first tool and suits character-level models.
+    after [TOOL_CALLS] (Mistral) or <|python_tag|>, and replies that contain only JSON calls (Llama 3). Arguments are an
+    object or JSON text. `?text` calls the first tool and suits character-level models.
     """
     if tools and reply.startswith("?"):
         return [(tools[0], reply[1:].strip())]
@@ -100,12 +100,13 @@ def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
 
 
 def _remove_fence(text: str) -> str:
+    """Return the content of a text that is one Markdown code block; return any other text without outer whitespace."""
     match = _FENCE_PATTERN.fullmatch(text.strip())
     return match[1] if match else text.strip()
 
 
 def _read_calls(text: str, tools: Sequence[str]) -> list[Call]:
-    """Return the calls in the text of one tag or mark."""
+    """Return the calls in the text of one tag, or after one marker such as [TOOL_CALLS]."""
     if functions := _FUNCTION_PATTERN.findall(text):
         return [
             _bind_arguments(
@@ -207,9 +208,8 @@ class _Conversation:
 class ConversationEnv(ReplyEnv):
     """Text environment (`TextEnv`) whose episodes are conversations about the rows of a data set.
 
-    An episode always terminates, because there is no state to bootstrap from after the last reply.
-
-    An episode whose last reply hit the length limit is truncated as well.
+    An episode always terminates, because there is no state to bootstrap from after the last reply. If the last reply
+    hit the length limit, the episode is truncated as well.
     """
 
     def __init__(
@@ -272,7 +272,10 @@ class ConversationEnv(ReplyEnv):
         return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
-        """Append the answers of tools; return False if the reply calls no tool or no other reply can follow."""
+        """Execute the tool calls of a reply, and append the reply and the answers to the conversation.
+
+        Returns False and appends nothing if the reply calls no tool or the conversation has no space for another reply.
+        """
         conversation.turns += 1
         calls = find_calls(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
         if calls is None:

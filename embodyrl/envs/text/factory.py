@@ -25,7 +25,7 @@ _BYTES_PER_TOKEN = 4
 
 
 class TextFactory:
-    """Factory of conversations: prompts are rows of `data`, and rewards are functions in `reward`."""
+    """Factory of conversations, with prompts from the config group `data` and reward functions from `reward`."""
 
     settings = TextSettings
     reads_rows = True
@@ -41,7 +41,7 @@ class TextFactory:
         return problems
 
     def spec(self, cfg: TextSettings, context: EnvContext) -> EnvSpec:
-        """Return the environment's spec: one task, whose initial states are the rows."""
+        """Return the environment's spec: one task, with one initial state per data row."""
         rows, reward_runner = _get_parts(context)
         turns = ("assistant", cfg.tool_role)
         turn_tokens = rows.turn_tokens + get_answer_bytes(cfg.tools) // _BYTES_PER_TOKEN

@@ -260,7 +260,7 @@ class GameFactory:
             yield from name_problems("env.words", [cfg.words], _find_text_function)
 
     def spec(self, cfg: GameSettings, context: EnvContext) -> EnvSpec:
-        """Return the environment's spec: one task, whose initial states are the seeds."""
+        """Return the environment's spec: one task, with one initial state per seed."""
         env = build_game(cfg)
         get_action_names(cfg, env)
         env.close()

@@ -8,7 +8,7 @@ class Answer:
     """Finished conversation, the input of a reward function."""
 
     prompt: str
-    """First message of the user."""
+    """Last message of the data row that is not a system message."""
     response: str
     """Last reply of the policy."""
     reference: str

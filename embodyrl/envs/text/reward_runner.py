@@ -21,7 +21,10 @@ from embodyrl.text.rewards.services import find
 from embodyrl.text.rewards.settings import TextRewardSettings
 
 ERRORS, OVERLONG = "errors", "overlong"
+"""Names of additional reward components: the number of failed reward calls, and the length penalty."""
 _START_S, _GRACE_S, _ATTEMPTS, _FREEZE_S = 300.0, 5.0, 3, 1.0
+"""Seconds for the start of a child process, extra seconds after the timeout of the child, maximum number of attempts,
+and seconds of suspended time after which a batch is repeated."""
 _CHILD_SCRIPT = "from embodyrl.text.rewards.child import main; main()"
 
 
@@ -64,7 +67,7 @@ def _get_components(name: str) -> tuple[str, ...]:
 
 
 def compute_overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
-    """Return the penalty of DAPO (eq. 13): 0 up to limit - buffer tokens, then linear to -factor at `limit`."""
+    """Return the length penalty of DAPO (eq. 13): 0 up to limit - buffer tokens, then linear to -factor at `limit`."""
     return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
 
 
@@ -89,7 +92,7 @@ class RewardRunner:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
         stride = len(self._children)
         for index, child in enumerate(self._children):
-            # All are sent before the first reply is awaited: the children work in parallel.
+            # Send all answers before the first result is read, so that the children work in parallel.
             child.send([[answer.prompt, answer.response, answer.reference] for answer in answers[index::stride]])
         replies = [child.receive() for child in self._children]
         return [
@@ -156,7 +159,7 @@ class _Child:
             self.stop()
             raise EmbodyError(
                 f"The process of the reward functions {', '.join(self._names)} does not start: {problem}. "
-                "Check the packages of the functions."
+                "Check that the modules of the functions can be imported."
             )
         return self._process
 
@@ -179,7 +182,11 @@ class _Child:
             code = self.stop()
             # The child is ended by its own alarm, or else by the timeout of this process.
             timed_out = line is None or code == -signal.SIGALRM
-            problem = f"no result within {self._timeout_s:g} s" if timed_out else f"the reward process exited ({code})"
+            problem = (
+                f"no result within {self._timeout_s:g} s"
+                if timed_out
+                else f"the reward process exited with code {code}"
+            )
             replies.append(problem)
             self.send(self._pending[1:])
         return replies

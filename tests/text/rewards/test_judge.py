@@ -90,7 +90,7 @@ def test_non_finite_reward_counts_as_an_error():
         judge.close()
     assert [(f.reward, f.success, f.components) for f in found[:3]] == [(0.0, False, (0.0, 1.0))] * 3
     assert ["nan" in str(found[0].problem), "inf" in str(found[1].problem)] == [True, True]
-    assert (found[2].problem, found[3].reward) == ("the reward process exited (3)", 1.0)
+    assert (found[2].problem, found[3].reward) == ("the reward process exited with code 3", 1.0)
 
 
 @pytest.mark.integration
