@@ -256,7 +256,7 @@ def test_images_and_image_stacks_become_cameras(shape, frames, colors):
     writer.write(picture, out)
     expected = np.broadcast_to(picture.reshape(frames, 4, 6, colors), (frames, 4, 6, 3))
     np.testing.assert_array_equal(out.images, expected)
-    np.testing.assert_array_equal(writer.image(picture), expected[-1])
+    np.testing.assert_array_equal(writer.get_latest_frame(picture), expected[-1])
 
 
 def test_gray_frames_can_be_stacked_on_the_last_axis():
@@ -267,7 +267,7 @@ def test_gray_frames_can_be_stacked_on_the_last_axis():
     writer.write(picture, out)
     for frame in range(4):
         np.testing.assert_array_equal(out.images[frame], np.repeat(picture[..., frame, None], 3, axis=2))
-    np.testing.assert_array_equal(writer.image(picture), out.images[3])
+    np.testing.assert_array_equal(writer.get_latest_frame(picture), out.images[3])
 
 
 def test_image_order_is_kept():
@@ -281,11 +281,13 @@ def test_image_order_is_kept():
 
 
 def test_channels_first_stacks_give_a_warning():
-    from embodyrl.envs.check.observations import warnings
+    from embodyrl.envs.check.observations import get_observation_warnings
 
     space = spaces.Box(0, 255, (4, 3, 8, 8), np.uint8)
-    assert "channels are not last, which become 768 numbers" in next(warnings(space, [space.sample()], None))
-    assert not [*warnings(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), [np.zeros((4, 8, 8, 3), np.uint8)], None)]
+    (warning,) = get_observation_warnings(space, [space.sample()], None)
+    assert "channels are not last, which become 768 numbers" in warning
+    stack = spaces.Box(0, 255, (4, 8, 8, 3), np.uint8)
+    assert not [*get_observation_warnings(stack, [np.zeros((4, 8, 8, 3), np.uint8)], None)]
 
 
 def test_non_image_byte_arrays_become_state():

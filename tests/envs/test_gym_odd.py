@@ -208,12 +208,12 @@ def test_images_of_another_dtype_are_read(kind):
     ("shape", "high", "doubted"), [((3, 3), 2, False), ((6, 7, 2), 1, False), ((64, 64, 3), 1, True)]
 )
 def test_uint8_arrays_without_image_bounds_are_read_as_state(shape, high, doubted):
-    from embodyrl.envs.check.observations import warnings
+    from embodyrl.envs.check.observations import get_observation_warnings
 
     space = spaces.Box(0, high, shape, np.uint8)
     writer = ObservationWriter("board", space)
     assert (writer.state_dim, writer.cameras) == (np.prod(shape), ())
-    found = [*warnings(space, [space.sample()], None)]
+    found = [*get_observation_warnings(space, [space.sample()], None)]
     assert [f"its bounds are 0..{high}" in warning for warning in found] == [True] * doubted
 
 

@@ -54,10 +54,10 @@ class Finding:
 
 
 def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
-    """Build the environment with two environments, and run all checks in this process.
+    """Build two parallel environments, and run all checks in this process.
 
     Args:
-        cfg: config as for training; episodes of the first tasks of `train.task_ids` are played.
+        cfg: config as for training; the checks run episodes of the first tasks of `train.task_ids`.
         seed: seed of the episodes and of the random actions.
         timeout_s: time limit of one check; a slower check fails (main thread only).
 
@@ -67,7 +67,7 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
     Raises:
         UnknownNameError: there is no environment with this name.
     """
-    # There is only one process: an environment that divides the memory among processes may use all of it.
+    # There is only one process, so an environment that divides the memory among processes may use all memory.
     harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
     levels: dict[str, str] = {}
     try:
@@ -90,10 +90,10 @@ def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding
     try:
         with _deadline(timeout_s):
             check(harness)
-    except Exception as error:  # report any exception of foreign code
+    except Exception as error:  # the code of the environment may raise any exception
         where = traceback.extract_tb(error.__traceback__)[-1]
         message = " ".join(str(error).split())
-        if not isinstance(error, EmbodyError):  # our errors already name the fault and the fix
+        if not isinstance(error, EmbodyError):  # an EmbodyError already contains location and fix
             message = f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})"
         harness.violations = [Violation(name, "no error", message)]
     level = "FAIL" if harness.violations else "warn" if harness.warnings else "ok"
@@ -103,6 +103,7 @@ def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the `with` block after `seconds`, if the current thread is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread receives signals
         return
@@ -159,7 +160,9 @@ def _receive(receiver: Connection, child: SpawnProcess, timeout_s: float, grace_
         NoResultError: the child process exited or does not reply in time.
     """
     if not receiver.poll(timeout_s + grace_s):
-        raise NoResultError(f"none within {timeout_s:g} s: it hangs where Python cannot interrupt, probably in C code")
+        raise NoResultError(
+            f"none within {timeout_s:g} s: the check hangs where Python cannot interrupt it, probably in C code"
+        )
     try:
         return receiver.recv()
     except EOFError as error:
@@ -176,7 +179,7 @@ def _serve(sender: Connection, cfg: EnvSettings, seed: int, timeout_s: float) ->
     signal_at_parents_end(signal.SIGKILL)  # also during a check that never returns
     end_children_at_exit()
     multiprocessing.current_process().daemon = False  # an environment may start processes
-    os.dup2(2, 1)  # also what C code prints
+    os.dup2(2, 1)  # redirects the output of C code, too
     sys.stdout = sys.stderr
     code = 1
     try:

@@ -36,7 +36,7 @@ def factory(harness: Harness) -> None:
     """Check that `validate` returns a list of error lines."""
     lines = harness.factory.validate(harness.cfg)
     is_valid = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
-    harness.expect(is_valid, "validate", "a list of texts, empty without problems", repr(lines)[:80])
+    harness.expect(is_valid, "validate", "a list of strings, empty if the config is valid", repr(lines)[:80])
 
 
 @check()
@@ -60,8 +60,8 @@ def spec(harness: Harness) -> None:
         return
     second_spec = harness.factory.spec(harness.cfg, CONTEXT)
     harness.expect(spec == second_spec, "spec", "the same spec in every call", "two different specs")
-    _tasks(harness, spec)
-    _numbers(harness, spec)
+    _check_tasks(harness, spec)
+    _check_numbers(harness, spec)
     for warning in spec.warnings:
         harness.warn_unless(False, "spec", "a declaration that matches the behavior", warning)
     if (gripper := spec.action.gripper) is not None:
@@ -80,9 +80,9 @@ def spec(harness: Harness) -> None:
     )
 
 
-def _tasks(harness: Harness, spec: EnvSpec) -> None:
+def _check_tasks(harness: Harness, spec: EnvSpec) -> None:
     are_named = bool(spec.tasks) and all(isinstance(task, str) and task.strip() for task in spec.tasks)
-    harness.expect(are_named, "spec.tasks", "non-empty instructions", repr(spec.tasks)[:80])
+    harness.expect(are_named, "spec.tasks", "non-empty instructions (strings)", repr(spec.tasks)[:80])
     tasks, states = len(spec.tasks), spec.states_per_task
     harness.expect(len(states) == tasks, "spec.states_per_task", f"{tasks} numbers, one per task", len(states))
     smallest = min(states, default=1)
@@ -91,7 +91,7 @@ def _tasks(harness: Harness, spec: EnvSpec) -> None:
     harness.expect(not invalid, "spec.expert.tasks", f"tasks in 0..{tasks - 1}", invalid)
 
 
-def _numbers(harness: Harness, spec: EnvSpec) -> None:
+def _check_numbers(harness: Harness, spec: EnvSpec) -> None:
     for name, minimum in {"action.dim": 1, "max_episode_steps": 1, "state_dim": 0}.items():
         value = attrgetter(name)(spec)
         is_valid = isinstance(value, int) and value >= minimum

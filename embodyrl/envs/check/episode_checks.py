@@ -20,7 +20,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
 SHORT_EPISODE_STEPS = 5
-"""Length of the episode that tests the time limit, in env steps; not a multiple of SHORT_CHUNK."""
+"""Length of the episode that tests the time limit, in env steps; not a multiple of SHORT_CHUNK_LENGTH."""
 SHORT_CHUNK_LENGTH = 3
 SEARCH_STEPS = 64
 """Maximum number of env steps with random actions to find an episode that terminates."""
@@ -47,9 +47,9 @@ def make(harness: Harness) -> None:
 def reset(harness: Harness) -> None:
     """Check that `reset` accepts several reset ids of each tested task."""
     seconds = []
-    for reset_id in (reset_id for task in harness.tasks() for reset_id in harness.reset_ids(task)):
+    for reset_id in (reset_id for task in harness.get_tasks() for reset_id in harness.get_reset_ids(task)):
         started = time.perf_counter()
-        harness.env.reset([0], [harness.start(reset_id)])
+        harness.env.reset([0], [harness.make_start(reset_id)])
         seconds.append(time.perf_counter() - started)
     harness.note = f"{len(seconds)} resets, median {1000 * float(np.median(seconds)):.1f} ms"
 
@@ -77,9 +77,9 @@ def observe(harness: Harness) -> None:
 
 @check("reset")
 def instruction(harness: Harness) -> None:
-    """Check that the instruction is as declared; a text from the environment must be constant in an episode."""
-    for task in harness.tasks():
-        first = harness.start(harness.reset_ids(task)[0])
+    """Check that the instruction is the declared one, or, if the environment sets it, constant in an episode."""
+    for task in harness.get_tasks():
+        first = harness.make_start(harness.get_reset_ids(task)[0])
         harness.env.reset([0], [first])
         text, expected = harness.env.instruction(0), instruction_for(harness.spec, first.reset_id)
         if not harness.spec.text.prompt_bytes:
@@ -93,18 +93,24 @@ def instruction(harness: Harness) -> None:
             f"at most {harness.spec.text.prompt_bytes} bytes",
             size,
         )
-        harness.run_episode(0, first, harness.actions(CHUNK_LENGTH))
+        harness.run_episode(0, first, harness.sample_actions(CHUNK_LENGTH))
         later_text = harness.env.instruction(0)
-        harness.expect(later_text == text, "instruction", f"the same through an episode, {text!r}", repr(later_text))
-    harness.note = repr(harness.env.instruction(0)) if harness.spec.text.instructed else "none: the name is used"
+        harness.expect(
+            later_text == text, "instruction", f"the same in all steps of an episode, {text!r}", repr(later_text)
+        )
+    harness.note = (
+        repr(harness.env.instruction(0))
+        if harness.spec.text.instructed
+        else "none: the name of the environment is used"
+    )
 
 
 @check("observe")
 def reset_ids_differ(harness: Harness) -> None:
     """Warn if all tested reset ids of a task give the same first observation."""
-    for task in harness.tasks():
-        ids = harness.reset_ids(task)
-        first, *others = (harness.get_first_observation(harness.start(reset_id)) for reset_id in ids)
+    for task in harness.get_tasks():
+        ids = harness.get_reset_ids(task)
+        first, *others = (harness.get_first_observation(harness.make_start(reset_id)) for reset_id in ids)
         differ = not others or any(describe_observation_difference(first, other) for other in others)
         problem = "equal first observations for all reset ids"
         harness.warn_unless(differ, f"reset ids {ids} of task {task}", "different initial states", problem)
@@ -115,7 +121,7 @@ def step(harness: Harness) -> None:
     """Check shapes, dtypes and finite rewards of a chunk's results, and the calls of `after_step`."""
     env_indices, called_envs = list(range(NUM_ENVS)), []
     harness.env.reset(env_indices, [harness.make_first_start()] * NUM_ENVS)
-    actions = np.stack([harness.actions(CHUNK_LENGTH)] * NUM_ENVS)
+    actions = np.stack([harness.sample_actions(CHUNK_LENGTH)] * NUM_ENVS)
     result = harness.env.step_chunk(env_indices, actions, after_step=lambda env_index, _: called_envs.append(env_index))
     harness.expect_array("step_chunk: reward", result.reward, (NUM_ENVS, CHUNK_LENGTH), np.float32)
     for name in ("terminated", "truncated", "valid", "success"):
@@ -133,8 +139,8 @@ def reset_repeats(harness: Harness) -> None:
     """Check that reset id and seed determine the first observation, even after other episodes."""
     start = harness.make_first_start()
     first = harness.get_first_observation(start)
-    for reset_id in harness.reset_ids(harness.tasks()[-1]):
-        harness.run_episode(0, harness.start(reset_id), harness.actions(CHUNK_LENGTH))
+    for reset_id in harness.get_reset_ids(harness.get_tasks()[-1]):
+        harness.run_episode(0, harness.make_start(reset_id), harness.sample_actions(CHUNK_LENGTH))
     expected = "the same first observation (fix: use only generators that the reset seeds)"
     harness.expect_same(first, harness.get_first_observation(start), f"reset {start.reset_id}", expected)
     task = harness.spec.task_of(start.reset_id)[0]
@@ -147,10 +153,10 @@ def reset_repeats(harness: Harness) -> None:
 @check("step")
 def expert(harness: Harness) -> None:
     """Check that the expert solves at least one task in `spec.expert.tasks`, and raises an error in all other tasks."""
-    expert_tasks = [task for task in harness.tasks() if task in harness.spec.expert.tasks]
+    expert_tasks = [task for task in harness.get_tasks() if task in harness.spec.expert.tasks]
     successes = 0
     for task in expert_tasks:
-        trace = _play_expert(harness, harness.start(harness.reset_ids(task)[0], limit=harness.horizon))
+        trace = _play_expert(harness, harness.make_start(harness.get_reset_ids(task)[0], limit=harness.horizon))
         if harness.violations:
             return
         successes += trace.any("success")
@@ -161,8 +167,8 @@ def expert(harness: Harness) -> None:
     must_succeed = bool(expert_tasks) and harness.spec.reward.reports_success
     harness.expect(not must_succeed or successes > 0, "expert_chunk", f"a success in tasks {expert_tasks}", actual)
     harness.note = f"{successes} of {len(expert_tasks)} episodes succeed" if expert_tasks else "none declared"
-    for task in [i for i in harness.tasks() if i not in harness.spec.expert.tasks][:1]:
-        harness.env.reset([0], [harness.start(harness.reset_ids(task)[0])])
+    for task in [i for i in harness.get_tasks() if i not in harness.spec.expert.tasks][:1]:
+        harness.env.reset([0], [harness.make_start(harness.get_reset_ids(task)[0])])
         harness.expect_error(
             f"expert_chunk, task {task}",
             "EnvError: not declared",
@@ -195,13 +201,16 @@ def _play_expert(harness: Harness, start: EpisodeStart) -> Trace:
 
 @check("step")
 def flags(harness: Harness) -> None:
-    """Check that an episode ends terminated or truncated, not both, and that no later action is executed."""
+    """Check that an episode is terminated or truncated, not both, and that no action after its end is executed."""
     traces = [_run_short_episode(harness)]
     harness.terminated_episode = harness.terminated_episode or _find_terminated_episode(harness)
     if harness.terminated_episode is not None:
         # One chunk that continues beyond the end: its later actions must not be executed.
         extended_actions = np.concatenate(
-            [harness.terminated_episode.actions[: harness.terminated_episode.length], harness.actions(CHUNK_LENGTH)]
+            [
+                harness.terminated_episode.actions[: harness.terminated_episode.length],
+                harness.sample_actions(CHUNK_LENGTH),
+            ]
         )
         traces.append(
             harness.run_episode(0, harness.terminated_episode.start, extended_actions, chunk=len(extended_actions))
@@ -216,7 +225,7 @@ def flags(harness: Harness) -> None:
 def _run_short_episode(harness: Harness, *, ignore: bool = False) -> Trace:
     """Run random actions up to a time limit of `SHORT_EPISODE_STEPS`, or to an earlier end."""
     start = harness.make_first_start(limit=SHORT_EPISODE_STEPS, ignore=ignore)
-    return harness.run_episode(0, start, harness.actions(3 * SHORT_EPISODE_STEPS), chunk=SHORT_CHUNK_LENGTH)
+    return harness.run_episode(0, start, harness.sample_actions(3 * SHORT_EPISODE_STEPS), chunk=SHORT_CHUNK_LENGTH)
 
 
 def _expect_one_end(harness: Harness, result: ChunkResult) -> None:
@@ -241,9 +250,11 @@ def _format_flags(flags: BoolArray) -> str:
 
 def _find_terminated_episode(harness: Harness) -> Trace | None:
     """Return an episode that terminates under random actions, or None."""
-    ids = harness.reset_ids(harness.tasks()[0])
+    ids = harness.get_reset_ids(harness.get_tasks()[0])
     traces = (
-        harness.run_episode(0, harness.start(i, limit=harness.horizon), harness.actions(SEARCH_STEPS, stream=i))
+        harness.run_episode(
+            0, harness.make_start(i, limit=harness.horizon), harness.sample_actions(SEARCH_STEPS, stream=i)
+        )
         for i in ids
     )
     return next((trace for trace in traces if trace.any("terminated")), None)
@@ -275,7 +286,7 @@ def over(harness: Harness) -> None:
     """Check that a finished episode can be observed but not stepped."""
     _run_short_episode(harness, ignore=True)
     harness.observe(0)
-    action = harness.actions(1)[None]
+    action = harness.sample_actions(1)[None]
     harness.expect_error(
         "step_chunk after the end", "EnvError", "another step", lambda: harness.env.step_chunk([0], action)
     )
@@ -290,9 +301,9 @@ def ignore_terminations(harness: Harness) -> None:
         )
         return
     steps = harness.terminated_episode.length
-    start = harness.start(harness.terminated_episode.start.reset_id, limit=steps + CHUNK_LENGTH, ignore=True)
+    start = harness.make_start(harness.terminated_episode.start.reset_id, limit=steps + CHUNK_LENGTH, ignore=True)
     trace = harness.run_episode(
-        0, start, np.concatenate([harness.terminated_episode.actions[:steps], harness.actions(2 * CHUNK_LENGTH)])
+        0, start, np.concatenate([harness.terminated_episode.actions[:steps], harness.sample_actions(2 * CHUNK_LENGTH)])
     )
     is_correct = not trace.any("terminated") and trace.length == steps + CHUNK_LENGTH
     expected, actual = f"{steps + CHUNK_LENGTH} steps, never terminated", f"{trace.length} steps"
@@ -301,22 +312,22 @@ def ignore_terminations(harness: Harness) -> None:
 
 @check("time_limit")
 def lasts(harness: Harness) -> None:
-    """Run episodes with random actions to their end in both environments; find crashes, hangs, non-finite values.
+    """Find crashes, hangs and non-finite values in episodes with random actions in both environments.
 
-    The first steps are observed one by one: a chunk hides values that are non-finite in one step only.
+    The first steps are observed one by one, because values may be non-finite only within a chunk.
     """
     started, num_steps, episodes, env_indices = time.perf_counter(), 0, 0, list(range(NUM_ENVS))
-    ids = harness.spec.get_reset_ids(harness.tasks()[-1])
+    ids = harness.spec.get_reset_ids(harness.get_tasks()[-1])
 
     def start_episode(env_index: int) -> None:
-        harness.env.reset([env_index], [harness.start(ids[episodes % len(ids)], limit=harness.horizon)])
+        harness.env.reset([env_index], [harness.make_start(ids[episodes % len(ids)], limit=harness.horizon)])
 
     for env_index in env_indices:
         start_episode(env_index)
         episodes += 1
     while num_steps < ENDURANCE_STEPS and time.perf_counter() - started < ENDURANCE_SECONDS and not harness.violations:
         length = 1 if num_steps < SINGLE_STEPS else ENDURANCE_CHUNK_LENGTH
-        actions = harness.actions(NUM_ENVS * length, stream=num_steps).reshape(NUM_ENVS, length, -1)
+        actions = harness.sample_actions(NUM_ENVS * length, stream=num_steps).reshape(NUM_ENVS, length, -1)
         result = harness.env.step_chunk(env_indices, actions)
         num_steps += int(result.valid.sum())
         for env_index in env_indices:
@@ -330,10 +341,12 @@ def lasts(harness: Harness) -> None:
 @check("reset_repeats", "step")
 def repeatable(harness: Harness) -> None:
     """Check that reset id, seed and actions determine an episode bit for bit, even after other episodes."""
-    start, actions = harness.make_first_start(), harness.actions(MAX_STEPS)
+    start, actions = harness.make_first_start(), harness.sample_actions(MAX_STEPS)
     first = harness.run_episode(0, start, actions)
-    for task in harness.tasks():
-        harness.run_episode(0, harness.start(harness.reset_ids(task)[-1]), harness.actions(MAX_STEPS, stream=1))
+    for task in harness.get_tasks():
+        harness.run_episode(
+            0, harness.make_start(harness.get_reset_ids(task)[-1]), harness.sample_actions(MAX_STEPS, stream=1)
+        )
     repeated = harness.run_episode(0, start, actions)
     harness.expect_repeat(first, repeated, f"episode of reset id {start.reset_id}", "the same again")
 
@@ -341,12 +354,12 @@ def repeatable(harness: Harness) -> None:
 @check("repeatable")
 def independent_envs(harness: Harness) -> None:
     """Check that an episode does not depend on its environment or on other environments."""
-    # Long enough that the other environment still runs when this episode ends.
+    # The time limit of `other` is longer, so that the other environment still runs when this episode ends.
     start, other = (
         harness.make_first_start(),
-        harness.start(harness.reset_ids(harness.tasks()[0])[-1], limit=4 * MAX_STEPS, ignore=True),
+        harness.make_start(harness.get_reset_ids(harness.get_tasks()[0])[-1], limit=4 * MAX_STEPS, ignore=True),
     )
-    actions = harness.actions(MAX_STEPS)
+    actions = harness.sample_actions(MAX_STEPS)
     first = harness.run_episode(0, start, actions)
     harness.env.reset([1], [other])
     observation_before = harness.observe(1)
@@ -356,7 +369,7 @@ def independent_envs(harness: Harness) -> None:
 
     def run_other_env() -> None:
         """Run some steps of a second episode in environment 0, and reset the environment when the episode ends."""
-        if harness.env.step_chunk([0], harness.actions(2, stream=2)[None]).done.any():
+        if harness.env.step_chunk([0], harness.sample_actions(2, stream=2)[None]).done.any():
             harness.env.reset([0], [other])
 
     in_env_1 = harness.run_episode(
@@ -383,7 +396,7 @@ def goals(harness: Harness) -> None:
     if spec.goal is None or getattr(harness.cfg, "use_rel_reward", False):
         harness.note = "none declared"
         return
-    trace = harness.run_episode(0, harness.make_first_start(), harness.actions(MAX_STEPS), chunk=1)
+    trace = harness.run_episode(0, harness.make_first_start(), harness.sample_actions(MAX_STEPS), chunk=1)
     states = np.stack([states.state for states in trace.observations[1:]])
     goal_reward = cast(GoalFactory[EnvSettings], harness.factory).make_goal_reward(harness.cfg)
     try:

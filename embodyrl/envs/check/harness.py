@@ -26,11 +26,13 @@ MAX_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Violation of the interface contract: expected and actual behavior."""
+    """Difference between expected and actual behavior of an environment."""
 
     field: str
+    """Method, field or episode with the difference."""
     expected: str
     found: str
+    """Actual behavior."""
 
     def __str__(self) -> str:
         return f"{self.field}: expected {self.expected}, found {self.found}"
@@ -47,7 +49,7 @@ class ObservationCopy:
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """Recorded episode: observations before each chunk and at the end, and the result of each chunk (n = 1)."""
+    """Recorded episode of one environment: observations before each chunk and at the end, and results of the chunks."""
 
     start: EpisodeStart
     actions: FloatArray
@@ -61,7 +63,7 @@ class Trace:
         return sum(int(result.valid.sum()) for result in self.results)
 
     def any(self, flag: str) -> bool:
-        """Return whether `flag`, for example `terminated`, is True for any action of the episode."""
+        """Return True if `flag`, for example `terminated`, is True for any action of the episode."""
         return any(bool(getattr(result, flag).any()) for result in self.results)
 
 
@@ -114,22 +116,22 @@ class Harness:
         if difference is None or large_difference is not None:
             self.expect(difference is None, field, expected, difference)
             return
-        actual = f"{difference}: nearly equal, so runs with the same seed give nearly equal numbers"
+        actual = f"{difference}: nearly equal, so runs with the same seed are not repeated exactly"
         self.warn_unless(False, field, f"{expected}, bit for bit", actual)
 
-    def expect_array(self, what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> bool:
+    def expect_array(self, field: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> bool:
         """Add a violation unless `array` is a NumPy array of the given shape and dtype."""
         actual = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         expected = f"{np.dtype(dtype).name} {tuple(shape)}"
-        return self.expect(actual == expected, what, expected, actual)
+        return self.expect(actual == expected, field, expected, actual)
 
-    def expect_error(self, what: str, expected: str, actual: str, function: Callable[[], object]) -> None:
+    def expect_error(self, field: str, expected: str, actual: str, function: Callable[[], object]) -> None:
         """Add a violation unless `function` raises an EmbodyError."""
         try:
             function()
         except EmbodyError:
             return
-        self.expect(False, what, expected, actual)
+        self.expect(False, field, expected, actual)
 
     @cached_property
     def spec(self) -> EnvSpec:
@@ -146,11 +148,11 @@ class Harness:
         """Time limit of an episode, in env steps."""
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
 
-    def tasks(self) -> list[int]:
+    def get_tasks(self) -> list[int]:
         """Return the ids of the tested tasks: the first few in `env.train.task_ids`, or in all tasks."""
         return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MAX_TASKS]
 
-    def reset_ids(self, task: int) -> list[int]:
+    def get_reset_ids(self, task: int) -> list[int]:
         """Return the tested reset ids of a task, evenly spaced from the first to the last."""
         ids = self.spec.get_reset_ids(task)
         return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MAX_STATES)})]
@@ -161,23 +163,23 @@ class Harness:
         train = to_builtin(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(to_builtin(self.cfg) | {"train": train}))
 
-    def start(self, reset_id: int, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
+    def make_start(self, reset_id: int, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
         """Return the start settings of an episode. With `ignore`, it continues after termination, if supported."""
         ignore = ignore and self.can_ignore_terminations
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
     def make_first_start(self, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
         """Return the episode start for the first initial state of the first task."""
-        return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
+        return self.make_start(self.get_reset_ids(self.get_tasks()[0])[0], limit=limit, ignore=ignore)
 
     def get_action_bounds(self) -> tuple[FloatArray, FloatArray]:
         """Return finite lower and upper action bounds, each [A]; -1 and 1 for unbounded dimensions."""
-        # An unbounded box has no largest action; try typical initial actions, or actions near its only bound.
+        # For a dimension without bounds, use -1..1; for a dimension with one bound, use an interval of 2 at this bound.
         low, high = (np.asarray(bound, np.float32) for bound in self.spec.action.bounds)
         low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
         return low, np.where(np.isfinite(high), high, low + 2)
 
-    def actions(self, count: int, stream: int = 0) -> FloatArray:
+    def sample_actions(self, count: int, stream: int = 0) -> FloatArray:
         """Sample actions [count, A] within the bounds; `stream` seeds the sampling."""
         rng, (low, high) = np.random.default_rng([self.seed, stream]), self.get_action_bounds()
         if self.spec.action.sizes:
@@ -197,7 +199,7 @@ class Harness:
 
     def get_first_observation(self, start: EpisodeStart) -> ObservationCopy:
         """Return the first observation of an episode in environment 0."""
-        return self.run_episode(0, start, self.actions(0)).observations[0]
+        return self.run_episode(0, start, self.sample_actions(0)).observations[0]
 
     def run_episode(
         self,
@@ -247,11 +249,11 @@ def describe_observation_difference(
 def describe_trace_difference(first: Trace, second: Trace, *, nearly: bool = False) -> str | None:
     """Describe the first difference between two episodes; None if they are equal bit for bit, or nearly equal.
 
-    Contact solvers that order bodies by memory address (Box2D) do not repeat an episode exactly.
+    Some simulators do not repeat an episode exactly, such as Box2D, which orders bodies by memory address.
     """
     for index, observations in enumerate(zip(first.observations, second.observations, strict=False)):
         for name in ("reward", "terminated", "truncated", "success") if index else ():
-            # The last chunk may be shorter in one of the two: actions that were not executed do not count.
+            # The last chunk may be shorter in one of the episodes: compare only executed actions.
             left, right = (
                 getattr(result, name)[result.valid] for result in (first.results[index - 1], second.results[index - 1])
             )

@@ -19,12 +19,12 @@ MASK_PATTERN = re.compile(r"(action|avail|legal|valid)\w*mask|(avail\w*|legal|va
 _INSTRUCTION_PATTERN = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 
 MASK_NOT_APPLIED = (
-    "policies also sample the actions that it excludes; fix: map these to valid actions with a wrapper in "
-    "env.wrappers, unless they have no effect"
+    "policies also sample excluded actions; fix: map excluded actions to valid actions with a wrapper in "
+    "env.wrappers, unless excluded actions have no effect"
 )
 
 
-def warnings(
+def get_info_warnings(
     cfg: GymSettings,
     texts: Sequence[tuple[str, Path]],
     reset_info: Mapping[str, Any],
@@ -57,7 +57,7 @@ def success_warnings(cfg: GymSettings, names: Sequence[str], has_success: bool) 
         if _SUCCESS_PATTERN.search(name) or get_close_matches(
             name.rpartition(".")[2].lower(), get_success_keys(cfg), 1, 0.8
         ):
-            yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
+            yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if this key means success"
             return
 
 
@@ -72,9 +72,9 @@ def instruction_warnings(
         return
     if len(texts) > 1:
         names = ", ".join(name for name, _ in texts)
-        yield f"{names} are texts, and one of them is the instruction; fix: env.instruction_key={texts[0][0]}"
+        yield f"{names} are texts, and only one is used as the instruction; fix: env.instruction_key={texts[0][0]}"
     elif texts and instruction is None:
         yield f"'{texts[0][0]}' is empty, so there is no instruction; fix: env.instruction='...'"
     similar_keys = (key for key, value in info.items() if to_text(value) and _INSTRUCTION_PATTERN.search(str(key)))
     if instruction is None and (key := next(similar_keys, None)) is not None:
-        yield f"info['{key}'] is not read as the instruction; fix: env.instruction_key={key}, if it is"
+        yield f"info['{key}'] is not read as the instruction; fix: env.instruction_key={key}, if it is the instruction"

@@ -22,7 +22,7 @@ _MIN_IMAGE_SIZE = 32
 """Minimum height and width of an array that is probably a grayscale image."""
 
 
-def warnings(space: Space[Any], observations: Sequence[Any], env: Any) -> Iterator[str]:
+def get_observation_warnings(space: Space[Any], observations: Sequence[Any], env: Any) -> Iterator[str]:
     """Yield warnings about `observations`, the observations of one episode in order, starting at the reset."""
     stacked = _has_frame_stack(env)
     for path, leaf in iterate_leaves(space, ()):
@@ -83,18 +83,18 @@ def _reset_repeats(space: Space[Any], first: Any, env: Any) -> bool:
 
 
 def _are_close(first: np.ndarray, second: np.ndarray) -> bool:
-    """Return whether two arrays are equal except for rounding."""
+    """Return True if two arrays are equal except for rounding."""
     if first.dtype.kind not in "fiub":
         return np.array_equal(first, second)
     return first.shape == second.shape and bool(np.allclose(first, second, rtol=1e-4, atol=1e-6, equal_nan=True))
 
 
 def _bounds_warnings(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
-    # A float32 bound and a float64 value may differ by rounding alone.
+    # A float32 bound and a float64 value may differ by a rounding error.
     slack = 1e-6 * np.maximum(1.0, np.abs(first, dtype=np.float64))
     outside = first[(first < leaf.low - slack) | (first > leaf.high + slack)]
     if outside.size:
-        yield f"'{name}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: correct the bounds"
+        yield f"'{name}' is {outside.flat[0]:g} after reset, outside of its space {leaf!s:.60}; fix: correct the bounds"
 
 
 def _precision_warnings(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:

@@ -25,7 +25,7 @@ def image_range(harness: Harness) -> None:
 @check("step")
 def render(harness: Harness) -> None:
     """Check that `render` returns an upright frame and has no side effect."""
-    harness.run_episode(0, harness.make_first_start(), harness.actions(CHUNK_LENGTH))
+    harness.run_episode(0, harness.make_first_start(), harness.sample_actions(CHUNK_LENGTH))
     observation_before = harness.observe(0)
     try:
         frame = harness.env.render(0)
@@ -56,7 +56,7 @@ def speed(harness: Harness) -> None:
     start = harness.make_first_start(limit=MEASURED_STEPS, ignore=True)
     harness.env.reset([0], [start])
     started = time.perf_counter()
-    steps = int(harness.env.step_chunk([0], harness.actions(MEASURED_STEPS)[None]).valid.sum())
+    steps = int(harness.env.step_chunk([0], harness.sample_actions(MEASURED_STEPS)[None]).valid.sum())
     steps_end = time.perf_counter()
     for _ in range(CHUNK_LENGTH):
         harness.observe(0)
@@ -75,4 +75,4 @@ def close(harness: Harness) -> None:
     harness.env.close()
     harness.env.close()
     remaining = wait_for_leftovers(CLOSE_SECONDS, harness.threads, harness.children)
-    harness.warn_unless(not remaining, "close", "no threads (other than daemons) and child processes left", remaining)
+    harness.warn_unless(not remaining, "close", "no remaining threads (except daemons) and child processes", remaining)

@@ -50,13 +50,12 @@ def require_env(env_id: str, value: Any) -> Any:
             "shimmy.DmControlCompatibilityV0(env)."
         )
     else:
-        problem = (
-            f"{description}. Fix: derive it from gymnasium.Env. {_OLD_API_FIX if _is_old(classes[0]) else ''}".rstrip()
-        )
+        old_api_fix = f" {_OLD_API_FIX}" if _uses_old_api(classes[0]) else ""
+        problem = f"{description}. Fix: derive it from gymnasium.Env.{old_api_fix}"
     raise ConfigError(problem)
 
 
-def _is_old(cls: type) -> bool:
+def _uses_old_api(cls: type) -> bool:
     """Return True if `reset` of the class accepts no seed, as in the API before Gymnasium 0.26."""
     try:
         parameters = inspect.signature(cls.reset).parameters  # type: ignore[attr-defined]
@@ -107,7 +106,7 @@ def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple
         EnvError: see `reset_env`.
     """
     with contextlib.suppress(AttributeError):  # some environments have a read-only generator
-        # Some wrappers sample (a task, an initial state) before they pass the seed on.
+        # Some wrappers sample a task or an initial state before they pass the seed to the environment.
         if isinstance(env.unwrapped.np_random, np.random.Generator):  # not RandomState
             env.unwrapped.np_random = seeding.np_random(seed)[0]
     return reset_env(env_id, env, seed=seed)
@@ -159,7 +158,7 @@ def to_bool_array(env_id: str, name: str, values: Any, count: int) -> BoolArray:
     """Convert termination or success flags of a batch of environments to booleans [count].
 
     Raises:
-        EnvError: a value is neither true nor false, such as the fraction of a goal.
+        EnvError: a value is neither true nor false, for example a progress of 0.5.
     """
     array = np.asarray(values)
     array = array[:, 0] if array.shape == (count, 1) else array

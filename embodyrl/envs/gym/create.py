@@ -58,11 +58,13 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 
 
 def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
-    """Build an environment (see `create`); also return the names of all environments if there are several."""
+    """Build an environment (see `create`). Return the environment, and the names of all environments if `env.id` has
+    several.
+    """
     env_id = str(cfg.id)
     built, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, built)
-    for name, arguments in cfg.wrapped:
+    for name, arguments in cfg.wrapper_arguments:
         wrapper, inner = find_wrapper(name), env
         try:
             env = wrapper(env, **arguments)
@@ -171,7 +173,7 @@ def get_parameters(creator: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a class or function by name; empty if they are unknown."""
     try:
         return dict(inspect.signature(creator).parameters)
-    except (TypeError, ValueError):  # some classes written in C have none
+    except (TypeError, ValueError):  # some classes written in C have no signature
         return {}
 
 
@@ -187,7 +189,7 @@ def builds_vector(cfg: GymSettings) -> bool:
         )
     _import_namespace(cfg.id)
     module, _, name = cfg.id.rpartition(":")
-    with contextlib.suppress(Exception):  # building it gives the error
+    with contextlib.suppress(Exception):  # the construction of the environment reports the error
         if module:
             importlib.import_module(module)
     spec = gymnasium.registry.get(name)

@@ -17,9 +17,9 @@ from embodyrl.isolation import NoResultError, call_isolated, wait_for_leftovers
 from embodyrl.types import EnvSpec
 
 _BUILD_S = 600.0
-"""Time limit for building and testing one environment; simulators that load assets take minutes."""
+"""Time limit in seconds for building and testing one environment; simulators that load assets take minutes."""
 _CLOSE_S = 1.0
-"""Time limit for threads and child processes to end after `close`."""
+"""Time limit in seconds for threads and child processes to end after `close`."""
 
 
 class GymFactory(SimFactory[GymSettings]):
@@ -34,7 +34,7 @@ class GymFactory(SimFactory[GymSettings]):
                 "env.id is not set. Set it to a Gymnasium id (env.id=CartPole-v1) or a class "
                 "(env.id=my_pkg.my_mod:MyEnv)."
             )
-        for name, _ in cfg.wrapped:
+        for name, _ in cfg.wrapper_arguments:
             if ":" not in name:
                 yield (
                     f"env.wrappers: '{name}' is not package.module:attr of a callable env -> env, for example "
@@ -51,8 +51,8 @@ class GymFactory(SimFactory[GymSettings]):
     def describe(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
         """Return the environment's spec, measured by building one environment and stepping it.
 
-        A separate process builds the environment, because user code may crash or hang, unless this process has loaded
-        the code of the environment.
+        A separate process builds the environment, because user code may crash or hang. If this process has already
+        loaded the code of the environment, it builds the environment itself.
 
         Raises:
             UnknownNameError: no environment or wrapper has this name.
@@ -88,9 +88,9 @@ class GymFactory(SimFactory[GymSettings]):
     def make_goal_reward(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabeled goals with a single environment."""
         from embodyrl.envs.gym.create import create
-        from embodyrl.envs.gym.goals import GymGoals
+        from embodyrl.envs.gym.goals import GymGoalReward
 
-        return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
+        return GymGoalReward(str(cfg.id), create(cfg, dict(cfg.kwargs)))
 
 
 def _is_loaded(cfg: GymSettings) -> bool:

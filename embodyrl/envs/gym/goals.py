@@ -15,14 +15,14 @@ from embodyrl.types import BoolArray, FloatArray
 _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
-class GymGoals:
-    """Computes rewards and terminations for relabeled goals with the methods of a GoalEnv.
+class GymGoalReward:
+    """Reward function for relabeled goals (`GoalReward`) that calls the methods of a GoalEnv.
 
     The methods receive goals in the shape and dtype of the goal space.
     """
 
     @staticmethod
-    def applies(env: gymnasium.Env[Any, Any], observation: Any, reward: Any) -> bool:
+    def can_recompute_reward(env: gymnasium.Env[Any, Any], observation: Any, reward: Any) -> bool:
         """Return True if `compute_reward`, called with `observation` and an empty info, reproduces `reward`."""
         space = env.observation_space
         if not isinstance(space, spaces.Dict) or not env.has_wrapper_attr(_REWARD):
@@ -84,7 +84,7 @@ def _batch_function(
 ) -> Callable[..., np.ndarray]:
     """Return a batched version of `function`: a single call if `function` supports batches, else a loop.
 
-    The support is tested with the given goals.
+    The goals `achieved` and `desired` [2, ...] are used to test whether `function` supports batches.
     """
 
     def call_each(achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:

@@ -15,8 +15,8 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import iterate
 
-from embodyrl.envs.check.info_warnings import warnings as info_warnings
-from embodyrl.envs.check.observations import warnings as observation_warnings
+from embodyrl.envs.check.info_warnings import get_info_warnings
+from embodyrl.envs.check.observations import get_observation_warnings
 from embodyrl.envs.gym.api import begin_episode, format_error, require_step, reset_env, to_bool, to_float
 from embodyrl.envs.gym.create import (
     STATISTICS_NOT_SAVED,
@@ -33,7 +33,7 @@ from embodyrl.envs.gym.episode_info import (
     read_instruction,
     read_success,
 )
-from embodyrl.envs.gym.goals import GymGoals
+from embodyrl.envs.gym.goals import GymGoalReward
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.sims import Probe
 from embodyrl.envs.gym.spaces import (
@@ -127,7 +127,7 @@ def probe(cfg: GymSettings, *, renders: bool = True, known_spec: EnvSpec | None 
             cameras=CameraSpec(names=writer.cameras, size=writer.image_size, grey=writer.grey),
             state_dim=writer.state_dim,
             max_episode_steps=_get_time_limit(cfg, env) or cfg.longest_episode,
-            goal=GoalSpec(achieved=writer.columns(ACHIEVED), desired=writer.columns(DESIRED))
+            goal=GoalSpec(achieved=writer.get_columns(ACHIEVED), desired=writer.get_columns(DESIRED))
             if episode.has_goals
             else None,
             simulator=SimulatorSpec(may_truncate=True, lockstep=is_vector, renders=can_render or bool(writer.cameras)),
@@ -191,7 +191,7 @@ def _add_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
 def _get_time_limit(cfg: GymSettings, env: Any) -> int:
     """Return the time limit in env steps of the environment or of a TimeLimit wrapper; 0: no limit."""
     limits = [env.spec.max_episode_steps] if env.spec is not None else []
-    for name, arguments in cfg.wrapped:
+    for name, arguments in cfg.wrapper_arguments:
         wrapper = find_wrapper(name)
         if isinstance(wrapper, type) and issubclass(wrapper, gymnasium.wrappers.TimeLimit):
             limits.append(arguments.get("max_episode_steps"))
@@ -199,7 +199,7 @@ def _get_time_limit(cfg: GymSettings, env: Any) -> int:
 
 
 def _probe_episode(cfg: GymSettings, env: Any, space: gymnasium.Space[Any]) -> _Episode:
-    """Reset and step the environment; of a vector environment, observe the first environment."""
+    """Run random actions for at most one episode and measure properties; of a vector environment, of environment 0."""
     env_id, keys, is_vector = str(cfg.id), get_success_keys(cfg), isinstance(env, VectorEnv)
     if is_vector:
         first, reset_info, result = _start_vector(env_id, env)
@@ -213,22 +213,22 @@ def _probe_episode(cfg: GymSettings, env: Any, space: gymnasium.Space[Any]) -> _
         to_float(env_id, result[1])
         for name, end in zip(("terminated", "truncated"), result[2:4], strict=True):
             to_bool(env_id, name, end)
-        has_goals = GymGoals.applies(env, result[0], result[1])
+        has_goals = GymGoalReward.can_recompute_reward(env, result[0], result[1])
     infos, rewards = _continue_episode(cfg, env, result, observations, copy_first)
     reward = _measure_success(infos, keys, rewards)
     writer = ObservationWriter(env_id, space)
     writer.check(first)
     instruction = read_instruction(cfg, writer.texts, first, reset_info, None if is_vector else env)
     warnings = (
-        *observation_warnings(space, observations, env),
+        *get_observation_warnings(space, observations, env),
         *(_autoreset_warnings(env) if is_vector else ()),
-        *info_warnings(cfg, writer.texts, reset_info, instruction, infos, reward.reports_success),
+        *get_info_warnings(cfg, writer.texts, reset_info, instruction, infos, reward.reports_success),
     )
     return _Episode(reward, instruction, has_goals, warnings)
 
 
 def _start_vector(env_id: str, env: VectorEnv[Any, Any, Any]) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-    """Reset and step two environments; return the observation and info of the first, and the result of the step.
+    """Reset and step two environments; return observation and info of environment 0, and the result of the step.
 
     Raises:
         ConfigError: one environment cannot be reset alone.
@@ -254,6 +254,7 @@ def _start_vector(env_id: str, env: VectorEnv[Any, Any, Any]) -> tuple[Any, dict
 
 
 def _copy_first(env: VectorEnv[Any, Any, Any], batch: Any) -> Any:
+    """Return a copy of the first observation of a batch."""
     return copy.deepcopy(next(iter(iterate(env.observation_space, batch))))
 
 
@@ -289,7 +290,7 @@ def _continue_episode(
 
 
 def _measure_success(infos: Sequence[dict[str, Any]], keys: Sequence[str], rewards: Sequence[Any]) -> RewardSpec:
-    """Return the source of success, and `dense`: True if a step without success has a positive reward."""
+    """Return where success is read, and whether the reward is dense: positive in a step without success."""
     has_success = any(has_success_key(info, keys) for info in infos)
     dense = has_success and any(
         np.any((np.asarray(reward) > 0) & ~np.asarray(read_success(info, keys)).astype(np.bool_))
@@ -308,7 +309,7 @@ def _autoreset_warnings(env: Any) -> Iterator[str]:
 
 
 def _statistics_warnings(cfg: GymSettings, env: Any) -> list[str]:
-    """Warn about running statistics in the environment itself; those of `env.wrappers` are refused."""
+    """Warn about running statistics in the environment itself; in `env.wrappers`, they raise an error."""
     return [
         f"'{name}' in env.id={cfg.id} {STATISTICS_NOT_SAVED.removesuffix('.')}" for name in find_running_statistics(env)
     ]

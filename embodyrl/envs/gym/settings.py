@@ -55,8 +55,8 @@ class GymSettings(EnvSettings, RewardSettings):
                 yield f"env.controls[{number}]: {problem}"
 
     @property
-    def wrapped(self) -> list[tuple[str, dict[str, Any]]]:
-        """Name and arguments of each wrapper."""
+    def wrapper_arguments(self) -> list[tuple[str, dict[str, Any]]]:
+        """Name and arguments of each wrapper in `wrappers`."""
         entries = [{"name": item} if isinstance(item, str) else item for item in self.wrappers]
         return [
             (str(item.get("name", "")), {key: value for key, value in item.items() if key != "name"})

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Properties of an environment, measured on one instance; for a vector environment, those of one environment."""
+    """Measured properties of an environment; for a vector environment, the properties of one of its environments."""
 
     spec: EnvSpec
     observation_space: Space[Any]
@@ -66,7 +66,7 @@ class GymSimulators(Simulators):
         if frame is None and not self.spec.cameras.names:
             problem = "add the render mode 'rgb_array' or an image observation, or set video=none"
             raise NoImageError(f"env '{self.spec.name}' has no image to record: {problem}.")
-        return self._writer.image(self._observations[env_index]) if frame is None else to_single_frame(frame)
+        return self._writer.get_latest_frame(self._observations[env_index]) if frame is None else to_single_frame(frame)
 
     def instruction(self, env_index: int) -> str | None:
         """Return the instruction of the environment's episode (see `Simulators.instruction`)."""
@@ -170,6 +170,6 @@ def to_single_frame(frame: Any) -> ByteArray:
         array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
     if array.ndim != 3 or array.shape[-1] not in (3, 4):
         raise EnvError(f"render returned an image of shape {array.shape}, expected [H, W, 3].")
-    if array.dtype.kind in "fb":  # numbers in 0..1, as in Matplotlib
+    if array.dtype.kind in "fb":  # values in 0..1, as in Matplotlib, or in 0..255
         array = np.rint(np.clip(array * (255.0 if array.max(initial=0) <= 1 else 1.0), 0, 255))
     return array[..., :3].astype(np.uint8, copy=False)

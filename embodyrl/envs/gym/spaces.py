@@ -76,7 +76,7 @@ class ObservationWriter:
         self.image_size = next(iter(sizes), (0, 0))
         self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
-    def columns(self, name: str) -> tuple[int, int]:
+    def get_columns(self, name: str) -> tuple[int, int]:
         """Return the state columns (start, stop) of a key of a Dict space; (0, 0) if the key has no columns."""
         return next(
             ((part_columns.start, part_columns.stop) for path, _, part_columns in self._parts if path == (name,)),
@@ -111,7 +111,7 @@ class ObservationWriter:
                 "return all members of the space."
             ) from None
 
-    def image(self, observation: Any) -> np.ndarray:
+    def get_latest_frame(self, observation: Any) -> np.ndarray:
         """Return the newest frame [H, W, 3] of the first image space."""
         path, leaf, frames, _ = self._images[0]
         pixels = self._get_image(path, leaf, get_member(observation, path))
@@ -214,14 +214,14 @@ def make_action_converter(env_id: str, space: Space[Any]) -> Callable[[FloatArra
     if (categories := _get_categories(space)) is None:
         assert isinstance(space, spaces.Box)
         low, high = space.low, space.high
-        # The dispatch of `np.clip` takes three times as long.
+        # `np.clip` takes three times as long.
         return lambda action: np.minimum(np.maximum(action.reshape(shape).astype(dtype), low), high)
     sizes, starts = categories
 
     def reject(ids: list[int]) -> NoReturn:
         raise EnvError(f"env '{env_id}' received action {ids}, expected ids from 0 to {(sizes - 1).tolist()}.")
 
-    # Actions are stored as float32, categories too.
+    # Actions are stored as float32, including categories.
     def convert(action: FloatArray) -> Any:
         ids = np.rint(action).astype(np.int64)
         if ((ids < 0) | (ids >= sizes)).any():
@@ -241,7 +241,10 @@ def make_action_converter(env_id: str, space: Space[Any]) -> Callable[[FloatArra
 
 
 def make_action_flattener(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
-    """Return the inverse of `make_action_converter`, which is a function that raises EnvError for invalid actions."""
+    """Return a function that converts an action of the space to an array [A], the inverse of `make_action_converter`.
+
+    The function raises EnvError for an invalid action.
+    """
     categories = _get_categories(space)
     starts = 0 if categories is None else categories[1]
 
@@ -272,7 +275,7 @@ def get_frame_shape(space: Space[Any]) -> _Frames | None:
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
     if space.low.any() or (space.high != 255).any():
-        return None  # a board or a map: each value has its own meaning
+        return None  # a board or a map, whose values are not colors
     if len(shape) == 3 and shape[-1] not in (1, 3) and shape[-1] < min(shape[:2]):
         shape.insert(0, shape.pop())  # frames come last
     if len(shape) == 2 or shape[-1] not in (1, 3):

@@ -21,7 +21,8 @@ from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray, Observati
 class VectorSims(GymSimulators):
     """Simulators of one vector environment, whose environments step together.
 
-    Episodes start with `reset_mask`. After an automatic reset, the final observation is restored for the ended episode.
+    The reset option `reset_mask` starts episodes in single environments. After an automatic reset, the observation of
+    an environment is the final observation of the ended episode.
     """
 
     def __init__(self, cfg: GymSettings, probe: Probe, create: Callable[[int], Any], num_envs: int) -> None:
@@ -33,7 +34,7 @@ class VectorSims(GymSimulators):
         self._ended_envs: set[int] = set()
         """Environments whose episodes ended in the last step."""
         self._actions = [self._convert_action(np.zeros(self.spec.action.dim, np.float32))] * num_envs
-        # All environments: environments without an episode are stepped with the others.
+        # Reset all environments, because environments without an episode are stepped, too.
         self._store(self._vector.reset(seed=[0] * num_envs)[0], range(num_envs))
 
     def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
@@ -53,8 +54,8 @@ class VectorSims(GymSimulators):
         for env_index, action in zip(active_envs, actions, strict=True):
             self._actions[env_index] = self._convert_action(action)
         if self._ended_envs and self._mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
-            # The batch rejects steps after the end of an episode. Reset here, not earlier: the final observation is
-            # read first.
+            # The vector environment rejects steps after the end of an episode. Reset only here, because the final
+            # observation is read before this step.
             self._reset_masked(dict.fromkeys(self._ended_envs, 0))
         # A vector environment takes one batch of its action space, which need not be an array.
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
@@ -112,7 +113,7 @@ class VectorSims(GymSimulators):
         """Return the `info` of one environment, without keys that are not set for the environment."""
         infos = self._batch_info
         if env_index in self._ended_envs and self._mode is AutoresetMode.SAME_STEP:
-            infos = infos.get("final_info", {})  # the rest belongs to the episode that the batch has started
+            infos = infos.get("final_info", {})  # the other values belong to the next episode
         return get_env_info(infos, env_index, len(self._actions))
 
     def close(self) -> None:

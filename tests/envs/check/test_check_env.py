@@ -70,7 +70,10 @@ def test_each_seeded_fault_is_detected_only_by_its_own_check(plant):
     ("plant", "said"),
     [
         ("heavy_import_in_validate", "validate: expected no heavy import; import in make or later, found gymnasium"),
-        ("one_text_instead_of_lines", "validate: expected a list of texts, empty without problems, found 'colors are"),
+        (
+            "one_text_instead_of_lines",
+            "validate: expected a list of strings, empty if the config is valid, found 'colors are",
+        ),
         ("one_count_too_many", "spec.states_per_task: expected 2 numbers, one per task, found 3"),
         ("nan_in_state", "observe: state[0]: expected a finite number, found nan"),
         ("row_not_written", "image of camera 'front': expected every pixel written"),

@@ -160,7 +160,7 @@ def test_invalid_environment_report_contains_a_fix(name):
     [
         ("CrashesLater", "killed by SIGSEGV"),
         pytest.param("ExitsLater", "exited with code 7", marks=slow),
-        pytest.param("LocksLater", "it hangs where Python cannot interrupt,", marks=slow),
+        pytest.param("LocksLater", "the check hangs where Python cannot interrupt it,", marks=slow),
     ],
 )
 def test_environment_that_kills_its_process_is_reported(name, said):

@@ -19,7 +19,7 @@ from embodyrl.channels.messages import UpdateRequest
 from embodyrl.commands.collect import collect
 from embodyrl.commands.train import train
 from embodyrl.envs.gym.factory import FACTORY
-from embodyrl.envs.gym.goals import GymGoals
+from embodyrl.envs.gym.goals import GymGoalReward
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
@@ -171,19 +171,19 @@ def test_unbatched_goal_reward_is_called_for_each_goal():
     expected = -(np.linalg.norm(achieved.astype(np.float64) - desired, axis=1) > NEAR).astype(np.float32)
     assert len(np.unique(expected)) == 2
     for env in (Walk(), OneByOne(), Ending()):
-        goals = GymGoals("t", env)
+        goals = GymGoalReward("t", env)
         reward, over = goals(achieved, desired)
         np.testing.assert_array_equal(reward, expected)
         assert over is None if not isinstance(env, Ending) else (over == (expected == 0)).all()
         assert calls_of(goals, achieved) == (50 if isinstance(env, OneByOne) else 1)
 
 
-def calls_of(goals: GymGoals, achieved: np.ndarray) -> int:
+def calls_of(goals: GymGoalReward, achieved: np.ndarray) -> int:
     """Return the number of calls of the environment's reward function for a batch."""
     env: Any = goals._env
     own, count = env.compute_reward, []
     env.compute_reward = lambda *given: count.append(0) or own(*given)
-    counted = GymGoals("t", env)
+    counted = GymGoalReward("t", env)
     count.clear()
     counted(achieved, achieved)
     return len(count)
@@ -197,7 +197,7 @@ def test_failing_goal_reward_error_contains_the_goals():
             return super().compute_reward(achieved_goal, desired_goal, info)
 
     with pytest.raises(EnvError, match=r"compute_reward.*KeyError.*hindsight_goals=0"):
-        GymGoals("t", Fails())(np.full((1, 2), 2.0, np.float32), np.zeros((1, 2), np.float32))
+        GymGoalReward("t", Fails())(np.full((1, 2), 2.0, np.float32), np.zeros((1, 2), np.float32))
 
 
 SMALL = ("env=gym", "env.id=goal_env:Walk", "model=mlp", "algorithm=sac", "algorithm.hindsight_goals=4")
