@@ -27,7 +27,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import BUCKET_BYTES, bucket_layout, fill_buckets
+from embodyrl.channels.layout import BUCKET_BYTES, build_bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.config.shared import Precision
 from embodyrl.learners.ranks import Ranks
@@ -107,7 +107,7 @@ def train_step(policy: Policy, args: argparse.Namespace) -> Callable[[], None]:
 def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]:
     """One publication of what is trained, from the device into buckets of shared memory and back; and two plain copies
     of as many bytes in host memory, which is what it cannot do without."""
-    bucket_arena = Arena.create(bucket_layout(), 1)
+    bucket_arena = Arena.create(build_bucket_layout(), 1)
     buckets = list(fill_buckets([w for w in describe_weights(policy.module) if w.trained], BUCKET_BYTES))
     row = bucket_arena["weights"][0]
     other = np.ones_like(row)

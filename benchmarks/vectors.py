@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record, record_layout
+from embodyrl.channels.layout import Record, build_record_layout
 from embodyrl.channels.messages import EnvRequest, ResetRequest
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.cluster.protocol import WorkerDied
@@ -79,7 +79,7 @@ class OurVector:
         policy = POLICIES.get("random").spec(cfg.model, spec, 0)
         self.count = count
         self._columns = Record
-        self._arena = Arena.create(record_layout(spec, policy), 2 * count)
+        self._arena = Arena.create(build_record_layout(spec, policy), 2 * count)
         self._folder = tempfile.TemporaryDirectory()
         self._launcher = LocalLauncher(Path(self._folder.name))
         self._envs = {worker.name: worker.env_indices for worker in split_envs(count, min(CORES, count))}

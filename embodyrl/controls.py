@@ -19,18 +19,18 @@ _INVERTED_AXES = ("axis1", "axis3")
 def build_arm_controls(
     *, right: Direction, away: Direction, up: Direction, gripper: GripperConvention, turns: Sequence[Direction] = ()
 ) -> tuple[Control, ...]:
-    """Return the inputs of an arm with Cartesian actions, relative to the view of the camera.
+    """Return the keyboard and gamepad inputs of an arm with Cartesian actions. Directions refer to the camera image.
 
     Args:
         right: action dimension and value for a motion to the right of the image.
         away: the same for a motion away from the viewer.
         up: the same for an upward motion.
         gripper: values that open and close the gripper, and its action dimension.
-        turns: action dimension and value of each rotation.
+        turns: action dimension and value of the rotations about x, y and z.
     """
     motions = [("left", "right", right), ("back", "away", away), ("down", "up", up)]
     motions += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
-    axes = ("axis0", "axis1", "axis3", "", "", "axis2")  # a hand that points down turns about z
+    axes = ("axis0", "axis1", "axis3", "", "", "axis2")  # axis2 rotates a gripper that points down about z
     controls = []
     for (low_label, high_label, (index, value)), (low_key, high_key, _), pad in zip(
         motions, _PAIRS, axes, strict=False
@@ -41,7 +41,10 @@ def build_arm_controls(
 
 
 def get_controls(action: ActionSpec) -> tuple[Control, ...]:
-    """Return the declared inputs, or default keys: two per action dimension, or a digit key per discrete action."""
+    """Return the inputs that the environment declares, or default keys.
+
+    The default is two keys per action dimension, or a digit key per discrete action.
+    """
     if action.controls is not None:
         return action.controls
     if action.kind is ActionKind.discrete:
@@ -57,8 +60,8 @@ def get_controls(action: ActionSpec) -> tuple[Control, ...]:
     return tuple(controls)
 
 
-def neutral_action(action: ActionSpec) -> FloatArray:
-    """Return the action [A] while no key or button is pressed: no motion, open gripper."""
+def get_neutral_action(action: ActionSpec) -> FloatArray:
+    """Return the action [A] that is executed while no key or button is pressed: no motion, open gripper."""
     neutral = np.array(action.neutral or np.clip(np.zeros(action.dim), *action.bounds), np.float32)
     if action.gripper is not None:
         neutral[action.gripper.index] = action.gripper.open
@@ -73,7 +76,7 @@ def inputs_to_action(action: ActionSpec, amounts: Mapping[int, float], last: Flo
         amounts: how far each input is pressed, from 0 to 1, by the index of the input in `get_controls`.
         last: the last executed action [A], whose gripper command is kept.
     """
-    controls, result = get_controls(action), neutral_action(action)
+    controls, result = get_controls(action), get_neutral_action(action)
     if action.kind is not ActionKind.box:
         for number, amount in amounts.items():
             if amount > 0.5:

@@ -167,11 +167,11 @@ class Devices:
     """GPUs of the env workers, assigned round-robin."""
 
     def get_policy_gpu(self, number: int) -> str | None:
-        """Return the GPU of a policy process; None: all GPUs of the driver."""
+        """Return the GPU of a policy process; None: the process has the same visible GPUs as the driver."""
         return self.policies[number] if self.policies else None
 
     def get_env_worker_gpu(self, number: int, *, on_gpu: bool | None) -> str | None:
-        """Return the GPU of an env worker; empty string: no GPU; None: all GPUs of the driver.
+        """Return the GPU of an env worker; empty string: no GPU; None: the same visible GPUs as the driver.
 
         `on_gpu` is `SimulatorSpec.on_gpu`.
         """
@@ -180,7 +180,7 @@ class Devices:
         return self.simulators[number % len(self.simulators)] if self.simulators else None
 
 
-def assign_devices(gpus: Sequence[str], policies: int) -> Devices:
-    """Assign one GPU to each of n policy processes, and the remaining GPUs (or all, if none remain) to simulators."""
-    policy_gpus = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
+def assign_devices(gpus: Sequence[str], num_policies: int) -> Devices:
+    """Assign one GPU to each policy process, and the remaining GPUs (or all GPUs, if none remain) to simulators."""
+    policy_gpus = tuple(gpus[number % len(gpus)] for number in range(num_policies if gpus else 0))
     return Devices(policies=policy_gpus, simulators=tuple(gpu for gpu in gpus if gpu not in policy_gpus) or tuple(gpus))

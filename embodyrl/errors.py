@@ -106,7 +106,7 @@ class ChannelTimeout(EmbodyError):
 
 
 class StaleRecordError(EmbodyError):
-    """A record was freed or is not completely written, or the owner of the arena exited."""
+    """A record in shared memory was freed or is not completely written, or the process that owns the memory exited."""
 
     exit_code = 4
 

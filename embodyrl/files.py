@@ -72,7 +72,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def describe_full_disk(error: BaseException, path: Path | str = "a file") -> str:
-    """Return the message of a disk-full error; `path` is what was written if the error contains no path."""
+    """Return the message of a disk-full error; `path` names the written file if the error does not."""
     if not isinstance(error, OSError):
         return str(error)
     return f"Cannot write to {error.filename or path}: {error.strerror or error}. Free some space."
@@ -96,7 +96,7 @@ def remove_scratch(folder: Path) -> None:
 def inside(folder: Path, name: str | Path) -> Path:
     """Return the path of a file in a folder; `name` may come from untrusted metadata of the folder.
 
-    Links are followed. In the cache of the hub, the files of a snapshot are links to a folder next to the snapshots.
+    Links are followed. In the Hugging Face cache, the files of a snapshot are links to a folder next to the snapshots.
 
     Raises:
         ValueError: the path leads outside the folder, or to a device or pipe.
@@ -213,7 +213,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
     from pyarrow.parquet import ParquetFile
 
     file, limit = ParquetFile(path), available_bytes() // 4
-    too_large = pa.ArrowInvalid(f"it unpacks to more than {limit >> 20} MiB, a quarter of the free memory")
+    too_large = pa.ArrowInvalid(f"the file unpacks to more than {limit >> 20} MiB, a quarter of the free memory")
     names = file.schema_arrow.names if columns is None else columns
     schema = pa.schema([file.schema_arrow.field(name) for name in names], file.schema_arrow.metadata)
     groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
@@ -228,7 +228,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
     # Small batches of one column at a time, because sizes in the file may be wrong.
     for field in schema:
         parts = []
-        num_rows = _check_repeated_texts(path, file, field.name, limit - size)
+        num_rows = _choose_batch_rows(path, file, field.name, limit - size)
         if num_rows == 0:
             raise too_large
         for batch in file.iter_batches(num_rows, columns=[field.name]):
@@ -240,7 +240,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Any:
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _check_repeated_texts(path: Path, file: Any, name: str, limit: int) -> int:
+def _choose_batch_rows(path: Path, file: Any, name: str, limit: int) -> int:
     """Return the number of rows of a column to read at a time; 0 if its texts need more than `limit` bytes.
 
     A file can contain a text once that occurs in many rows, or many times in one row.

@@ -9,6 +9,6 @@ class Finding:
 
     name: str
     level: str
-    """Severity: ok, warn, FAIL, or ? for a property that the files do not show."""
+    """Severity: ok, warn, FAIL, or ? for a property that cannot be determined from the files."""
     text: str
     fix: str = ""

@@ -18,7 +18,7 @@ _COMMIT_PATTERN = re.compile(r"[0-9a-f]{40}")
 def download(key: str, repo: str, kind: str, programs: bool = False, *, files: Sequence[str] = _FILE_PATTERNS) -> str:
     """Download a repository `owner/name[@revision]`; return `owner/name@commit`.
 
-    Only files that match `files` are downloaded; with `programs`, all files, including code.
+    Only files that match the patterns `files` are downloaded; with `programs`, all files are, including code.
 
     Raises:
         ConfigError: the repository does not exist, the hub cannot be reached, or the hub returns an invalid commit.
@@ -63,7 +63,7 @@ def convert_hub_errors(prefix: str, suffix: str) -> Iterator[None]:
         cause = error
     except LocalEntryNotFoundError as error:
         reason, cause = (
-            f"cannot be reached ({_describe_error(error.__cause__ or error)}) and its cache lacks files",
+            f"cannot be reached ({_describe_error(error.__cause__ or error)}) and the local cache is incomplete",
             error,
         )
     except (http_error, OSError, ValueError, RuntimeError) as error:  # type: ignore[misc]

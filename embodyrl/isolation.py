@@ -39,7 +39,7 @@ _TIMEOUT_S = 180.0
 _LOG_BYTES = 65536
 """Maximum number of bytes that are read from the end of a log."""
 _QUIET_OPTIONS = ("-W", "ignore:resource_tracker:UserWarning")
-"""Python options without warnings of the resource tracker: the last line of the log must be the reason of a failure."""
+"""Python options that hide warnings of the resource tracker: the last line of the log must be the failure's reason."""
 _CALL_CODE = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)

@@ -1,7 +1,7 @@
-"""The parts that a name selects: eight tables from names to import paths, and the pip extras of optional packages.
+"""Components that are selected by name: the import path of each name, and the pip extras of optional packages.
 
-Add a part by adding one line here. A package outside adds parts with entry points of the same groups; every key that
-takes a name also takes `package.module:attribute`. Everything else in embodyrl is a plain import.
+To add a component, add one line here. Other packages add components with entry points of the same groups. Every key
+that accepts a name also accepts `package.module:attribute`. All other modules of embodyrl are imported directly.
 """
 
 ENVIRONMENTS = {

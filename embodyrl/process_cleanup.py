@@ -33,7 +33,7 @@ _POLL_S = 0.2
 _LAST_PRIORITY = -(10**9)
 """Priority of a finalizer of `multiprocessing` that runs after all others, which remove temporary folders."""
 _FORKS_FD = 3
-"""File descriptor from which the watching process reads the list of forked processes."""
+"""File descriptor from which the watchdog process reads the list of forked processes."""
 
 
 def signal_at_parents_end(signum: int) -> None:
@@ -60,8 +60,8 @@ def set_environ(values: Mapping[str, str]) -> Iterator[None]:
 def mark_children(name: str) -> Iterator[None]:
     """Mark the processes started in the block, and their descendants, to be killed when this process ends.
 
-    Children of a worker survive a killed worker. A separate process kills all marked processes when this process has
-    ended, also after SIGKILL.
+    Without a mark, the children of a killed worker keep running. A watchdog process kills all marked processes when
+    this process has ended, also after SIGKILL.
     """
     with set_environ({_OWNER: f"{_start_watchdog(os.getpid())[0]}/{name}"}):
         yield
@@ -75,7 +75,7 @@ def kill_marked_children(name: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _start_watchdog(pid: int) -> tuple[str, int]:
-    """Start the watching process, which waits for the end of this process.
+    """Start the watchdog process, which waits for the end of this process and then kills its marked children.
 
     Returns:
         The mark for this process's children, and the descriptor of a file that lists forks. Forks need a list, because
@@ -106,7 +106,7 @@ def _read_state(pid: int) -> tuple[str, str]:
     return "", ""
 
 
-def _running_forks(mark: str, forks: int) -> Iterator[int]:
+def _find_running_forks(mark: str, forks: int) -> Iterator[int]:
     """Yield the pids of running forks whose mark is `mark`, or starts with `<mark>/`."""
     for line in os.pread(forks, os.fstat(forks).st_size, 0).decode(errors="replace").splitlines():
         pid, started, owner = line.split(" ", 2)
@@ -119,7 +119,7 @@ def _kill_marked(mark: str, forks: int) -> None:
     """Kill all processes whose mark is `mark` or starts with `<mark>/`, repeatedly, until no process is left."""
     deadline, owner_prefix = time.monotonic() + _MAX_WAIT_S, f"{_OWNER}={mark}/"
     while time.monotonic() < deadline:
-        pids = [*_running_forks(mark, forks)]
+        pids = [*_find_running_forks(mark, forks)]
         for file in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # the process has just ended, or belongs to another user
                 is_marked = any(
@@ -154,7 +154,7 @@ def list_remaining_children(before: Collection[int] = ()) -> dict[int, str]:
         try:
             state, parent = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
             command = stat.with_name("cmdline").read_bytes()
-        except (OSError, ValueError):  # it has just ended
+        except (OSError, ValueError):  # the process has just ended
             continue
         pid = int(stat.parent.name)
         if (
@@ -180,7 +180,7 @@ def end_children() -> None:
     for child in multiprocessing.active_children():  # includes children of a fork server
         child.kill()
     for pid in list_remaining_children():
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the process has just ended
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
@@ -197,7 +197,7 @@ def end_children_at_exit() -> None:
 def skip_destructors(code: int) -> None:
     """End this `multiprocessing` process with `code` when its target returns, without destructors or threads.
 
-    Semaphores and temporary folders are freed before; they would outlive `os._exit`.
+    Semaphores and temporary folders are freed before, because `os._exit` would not free them.
     """
     util.Finalize(None, os._exit, args=(code,), exitpriority=_LAST_PRIORITY)
 

@@ -1,4 +1,4 @@
-"""Selection of parts by a name of `parts.py`, an entry point of an installed package, or an import path."""
+"""Selection of components by a name of `parts.py`, an entry point of an installed package, or an import path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
     matches = difflib.get_close_matches(folded, options_by_folded, n=3, cutoff=cutoff)
     if not matches:
         return ""
-    # Of equally similar names, prefer swapped letters.
+    # Among equally similar names, prefer a name with the same letters in another order.
     best = next((match for match in matches if sorted(match) == sorted(folded)), matches[0])
     return f" Did you mean '{options_by_folded[best]}'?"
 
@@ -67,17 +67,17 @@ def takes(num_arguments: int) -> Callable[[Any], bool]:
 
 def find_entry_points(**criteria: Any) -> Iterable[EntryPoint]:
     """Return the entry points of installed packages with the given `group`, `name` or `value`."""
-    return _entry_points(tuple(sys.path)).select(**criteria)
+    return _load_entry_points(tuple(sys.path)).select(**criteria)
 
 
 @functools.cache
-def _entry_points(path: tuple[str, ...]) -> Any:
+def _load_entry_points(path: tuple[str, ...]) -> Any:
     from importlib.metadata import entry_points
 
     return entry_points()
 
 
-def _local_module_hint(module: str) -> str:
+def _get_local_module_hint(module: str) -> str:
     """Return a hint if a module that cannot be imported exists in the working folder or a subfolder."""
     name = module.partition(".")[0]
     for folder in (Path.cwd(), Path.cwd() / name):
@@ -91,7 +91,7 @@ def load(name: str, kind: str, *, wants: str, fits: Callable[[Any], bool], names
 
     Args:
         name: name or import path.
-        kind: what the object is for error messages, for example a config key.
+        kind: kind of the object in error messages, for example a config key.
         wants: description of the required object, for error messages.
         fits: check of the object; it does not call the object.
         names: import path of each short name.
@@ -135,11 +135,11 @@ MOVED_MODULES = {
     "embodyrl.extensions.openenv": "embodyrl.envs.openenv",
     "embodyrl.extensions.text": "embodyrl.text",
 }
-"""Modules and packages by their name in configs of earlier versions."""
+"""Current path of each module and package that configs of earlier versions refer to by another name."""
 
 
 FORMER_NAMES = {f"{name}_history": name for name in ("gym", "libero", "maniskill", "metaworld", "robots", "tabletop")}
-"""Parts by their name in configs of earlier versions."""
+"""Current name of each component that configs of earlier versions refer to by another name."""
 
 
 def get_current_path(target: str) -> str:
@@ -161,7 +161,7 @@ def _import(target: str, kind: str) -> Any:
         # The plugin lacks a dependency, which its author must fix; the traceback shows the import.
         if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
             raise
-        hint = _local_module_hint(module_name) if error.name == module_name.partition(".")[0] else ""
+        hint = _get_local_module_hint(module_name) if error.name == module_name.partition(".")[0] else ""
         raise UnknownNameError(f"Cannot import '{module_name}' for {kind} '{target}': {error}.{hint}") from error
     except (SystemExit, Exception) as error:
         if isinstance(error, ImportError):
@@ -180,10 +180,10 @@ def _import(target: str, kind: str) -> Any:
 
 
 class Registry(Generic[T]):
-    """Parts of one kind, selected by a name of `parts.py`, the name of an entry point or an import path.
+    """Components of one kind, selected by a name of `parts.py`, the name of an entry point or an import path.
 
-    Each selected part must pass the check `fits`, which does not call the part; `wants` describes the requirement in
-    errors.
+    Each selected component must pass the check `fits`, which does not call the component. `wants` describes the
+    requirement in errors.
     """
 
     def __init__(
@@ -194,21 +194,21 @@ class Registry(Generic[T]):
         self._parts, self._wants, self._fits = parts, wants, fits
 
     def names(self) -> list[str]:
-        """Return all names: built-in parts and entry points of installed packages."""
+        """Return all names: built-in components and entry points of installed packages."""
         return sorted({*self._parts, *(entry.name for entry in find_entry_points(group=self.group))})
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
-        """Return an error for each unknown name in `names`, the value of `key`; built-in parts are not imported."""
+        """Return an error for each unknown name in `names`, the value of `key`; built-in ones are not imported."""
         return name_problems(key, {*names} - {*self._parts}, self.get)
 
     def get(self, name: str) -> T:
-        """Return the part that `name` selects.
+        """Return the component that `name` selects.
 
         Raises:
-            UnknownNameError: the name is unknown (the message suggests a similar name) or belongs to several parts, or
-                the part fails the check.
+            UnknownNameError: the name is unknown (the message suggests a similar name) or belongs to several
+                components, or the component fails the check.
         """
-        targets = self._targets(name)
+        targets = self._find_targets(name)
         if len(targets) > 1:
             raise UnknownNameError(
                 f"{self.kind} '{name}' is defined by {' and by '.join(targets)}. Uninstall one of the packages, or "
@@ -223,12 +223,12 @@ class Registry(Generic[T]):
         target = next(iter(targets.values()), name)
         return load(name, self.kind, wants=self._wants, fits=self._fits, names={name: target})
 
-    def _targets(self, name: str) -> dict[str, str]:
+    def _find_targets(self, name: str) -> dict[str, str]:
         """Return the import paths of a short name by the package that defines the name."""
         targets = {f"embodyrl ({self._parts[name]})": self._parts[name]} if name in self._parts else {}
         for entry in find_entry_points(group=self.group, name=name) if ":" not in name else ():
             targets[f"{entry.dist.name if entry.dist else 'a package'} ({entry.value})"] = entry.value
-        return targets if targets or name not in FORMER_NAMES else self._targets(FORMER_NAMES[name])
+        return targets if targets or name not in FORMER_NAMES else self._find_targets(FORMER_NAMES[name])
 
 
 REWARDS: Registry[Callable[..., Any]] = Registry(

@@ -177,7 +177,7 @@ class BenchmarkSpec:
     """Properties of a published benchmark."""
 
     suites: tuple[str, ...] = ()
-    """Suite of each task in evaluations of several suites; all have the tasks of the first, the training suite."""
+    """Suite of each task in evaluations of several suites: first the training suite, then its variants."""
     held_out: int = 0
     """Number of the last initial states of each task that are held out for evaluation, unless `state_ids` is set."""
     unnorm_key: str | None = None
@@ -193,7 +193,7 @@ class EnvSpec:
     tasks: tuple[str, ...]
     """Language instruction of each task id."""
     states_per_task: tuple[int, ...]
-    """Number of fixed initial states of each task; reset ids enumerate them task by task."""
+    """Number of fixed initial states of each task. A reset id is the index of a state over all tasks."""
     instructions: tuple[str, ...] = ()
     """Instruction of each reset id, if initial states of a task have different instructions."""
     seeded_tasks: tuple[int, ...] = ()

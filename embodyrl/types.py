@@ -62,7 +62,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationOut:
-    """Views into the arena for the observation of one environment."""
+    """Writable views into shared memory, to which one environment writes its observation."""
 
     images: ByteArray
     """[C, H, W, 3] uint8 view."""
@@ -98,16 +98,16 @@ class ChunkResult:
     """Reward errors by environment; an unknown reward counts as 0."""
 
     @classmethod
-    def empty(cls, env_indices: int, actions: int, *, parts: int = 0) -> Self:
-        """Return a result whose entries are all zero or False."""
-        terminated, truncated, valid, success = np.zeros((4, env_indices, actions), np.bool_)
+    def empty(cls, num_envs: int, num_actions: int, *, num_components: int = 0) -> Self:
+        """Return a result whose entries are all 0 or False."""
+        terminated, truncated, valid, success = np.zeros((4, num_envs, num_actions), np.bool_)
         return cls(
-            reward=np.zeros((env_indices, actions), np.float32),
+            reward=np.zeros((num_envs, num_actions), np.float32),
             terminated=terminated,
             truncated=truncated,
             valid=valid,
             success=success,
-            components=np.zeros((env_indices, parts), np.float32),
+            components=np.zeros((num_envs, num_components), np.float32),
         )
 
     @property
@@ -147,7 +147,7 @@ class EarlierPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A finished or cut episode: indices of its arena records, and the data that algorithms need."""
+    """A finished or cut episode: indices of its records in shared memory, and the data that algorithms need."""
 
     spec: EpisodeSpec
     records: IntArray  # [T] arena records, one per chunk step

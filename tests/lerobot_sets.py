@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from embodyrl.data.layout import tasks_table
+from embodyrl.data.layout import build_tasks_table
 
 LENGTHS = (6, 7, 8)
 _COUNTERS = {
@@ -72,7 +72,7 @@ def write_set(
     described = {"codebase_version": "v3.0", "robot_type": "arm", "total_episodes": 3, "total_frames": sum(LENGTHS)}
     described |= {"fps": fps, "features": features, **(info or {})}
     (root / "meta/info.json").write_text(json.dumps(described))
-    pq.write_table(tasks_table(list(tasks)), root / "meta/tasks.parquet")
+    pq.write_table(build_tasks_table(list(tasks)), root / "meta/tasks.parquet")
     _write_rows(root, cameras if kind == "image" else (), fps, task_of, columns, data_files)
     starts = np.cumsum([0, *LENGTHS])
     table = []

@@ -298,7 +298,7 @@ class Algorithm:
                 loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
             rows["ref_kl"] = ref_kl.detach()
         if isinstance(cfg, ValueSettings):
-            value = _value_loss(cfg, scores, inputs)
+            value = _compute_value_loss(cfg, scores, inputs)
             loss = loss.add(value, alpha=cfg.value_coef)
             sums["value_loss"] = value.detach()
         return loss, MetricInputs(rows=rows, sums=sums)
@@ -374,7 +374,7 @@ class Algorithm:
         )
 
 
-def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:
+def _compute_value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:
     assert scores.value.shape == inputs.returns.shape == inputs.old_value.shape == inputs.value_weight.shape
     error = value_loss(scores.value, inputs.old_value, inputs.returns, clip=cfg.value_clip, huber_delta=cfg.huber_delta)
     return (error * inputs.value_weight).sum()

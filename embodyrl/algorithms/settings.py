@@ -195,7 +195,7 @@ class GroupSettings(AlgorithmSettings):
         if self.group_size < 2:
             yield (
                 f"algorithm.group_size={self.group_size}: adv_type '{self.adv_type}' compares the episodes of a group; "
-                "set it to 2 or more, or use adv_type=gae."
+                "set algorithm.group_size to 2 or more, or use adv_type=gae."
             )
 
 

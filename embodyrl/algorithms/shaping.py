@@ -65,7 +65,7 @@ def subtract_kl(
 ) -> tuple[list[Episode], float]:
     """Return the episodes with rewards r - beta KL(old || ref) per action, and the mean KL per token.
 
-    `scored`: the value of `PolicySpec.scored`.
+    `scored` is the value of `PolicySpec.scored`: the number of log-probabilities per action.
     """
     pairs = []
     for episode, own, other in zip(episodes, inputs.logprob, inputs.ref_logprob, strict=True):

@@ -193,7 +193,9 @@ class Arena:
         not_ready = records[self._fields[STATE].take(records) != RecordState.READY]
         for record in not_ready[:1].tolist():
             state = ("FREE", "ALLOCATED", "WRITING", "READY")[self._fields[STATE][record]]
-            raise StaleRecordError(f"Record {record} cannot be read: its state is {state} instead of READY.")
+            raise StaleRecordError(
+                f"Record {record} in shared memory is not readable: its state is {state}, not READY. Report this bug."
+            )
         return records
 
     def _check_record_refs(self, record_refs: RecordRefs) -> npt.NDArray[np.int64]:
@@ -204,9 +206,8 @@ class Arena:
         for i in np.flatnonzero(free | (current != numbers >> _RECORD_BITS))[:1].tolist():
             reason = "was freed" if free[i] else f"has sequence {current[i]}"
             raise StaleRecordError(
-                f"The record reference of record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: the "
-                "record "
-                f"{reason}."
+                f"The reference to shared record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: "
+                f"the record {reason}. Report this bug."
             )
         return records
 
@@ -214,7 +215,7 @@ class Arena:
         """Release this process's mapping of the arena; the last release frees the memory. Idempotent."""
         self._fields = {}
         if self._fd >= 0:
-            # The mapping exists as long as an array references it; the fields above hold our references.
+            # The mapping exists as long as an array references it; the fields above are the references of this object.
             os.close(self._fd)
             self._fd = -1
 
@@ -229,7 +230,7 @@ def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[s
 
 
 def read_observation(fields: Fields, records: IntArray, *, resized: bool = False) -> Observation:
-    """Gather the observations of n records as a batch; `resized`: with the images that inference resized, if stored."""
+    """Gather the observations of n records as a batch. `resized`: use the images that inference resized, if stored."""
     # `take` gathers short rows ten times faster than an index, but takes as long for empty rows.
     images = fields[Record.images]
     if resized and fields[Record.resized].size:

@@ -58,7 +58,7 @@ class RecordLayout:
 
 
 class Column(str):
-    """Field name with a dtype and dimensions, which are numbers or names that `record_layout` replaces by numbers."""
+    """Field name with a dtype and dimensions, which are numbers or names of sizes (see `build_record_layout`)."""
 
     dtype: str
     dims: tuple[str | int, ...]
@@ -121,7 +121,7 @@ class Record:
 
 
 TOP_BYTES = 48
-"""Bytes reserved in `Record.top` for one token (`shown_token`) with its log-probability."""
+"""Bytes reserved in `Record.top` for the text of one token and its log-probability."""
 OBSERVATION = (Record.images, Record.observed_state, Record.instruction)
 """Fields that the policy reads."""
 DECISION = (
@@ -141,7 +141,7 @@ STEP_RESULT = (Record.reward, Record.terminated, Record.truncated, Record.valid,
 """Fields that the env worker writes for each action of a chunk."""
 
 
-def record_layout(
+def build_record_layout(
     env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False, with_resized: bool = False, top: int = 0
 ) -> RecordLayout:
     """Derive the record layout of a chunk step from the specs of environment and policy.
@@ -151,7 +151,7 @@ def record_layout(
         policy: spec of the policy.
         with_reference: store the log-probabilities of a reference policy.
         with_resized: store images as the policy resizes them, if that makes them smaller.
-        top: number of stored most probable tokens (rollout.logprobs).
+        top: number of most probable tokens to store (rollout.logprobs).
     """
     height, width = env.cameras.size
     resized = policy.inputs.resized if with_resized and policy.inputs.resized < min(height, width) else 0
@@ -240,7 +240,7 @@ class WeightPart(NamedTuple):
     dtype: str
 
 
-def bucket_layout(bucket_bytes: int = BUCKET_BYTES) -> RecordLayout:
+def build_bucket_layout(bucket_bytes: int = BUCKET_BYTES) -> RecordLayout:
     """Return the layout of an arena whose records are buckets for weight transfer."""
     return RecordLayout(fields=(Field(name=BUCKET, dtype="uint8", shape=(bucket_bytes,)),))
 

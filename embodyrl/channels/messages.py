@@ -79,8 +79,8 @@ class Request:
     sequence: int = 0
     """Sequence number of the request, set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """Record fields that the worker reads, by name of the request attribute that contains the records' record
-    references; None: all fields. The state of a record is always included."""
+    """Record fields that the worker reads, by name of the request attribute that contains the record references;
+    None: all fields. The state of a record is always included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
     """Record fields that the worker writes, by name of the request attribute that contains the references."""
     pool: ClassVar[int] = 0
@@ -131,7 +131,7 @@ class EnvRequest(Request):
     @property
     def observed(self) -> RecordRefs:
         """Record references of all records that receive an observation, after a chunk or a reset."""
-        return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
+        return np.append(self.targets, [reset.target for reset in self.resets]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

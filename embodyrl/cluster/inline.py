@@ -144,7 +144,7 @@ class InlineLauncher(Launcher):
                 self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(request))
         except (Exception, SystemExit, RequestInterrupted) as error:
             del self._workers[name]
-            # The restarted worker must not get requests of the dead one.
+            # The restarted worker must not get requests of the dead worker.
             self._requests = deque(queued for queued in self._requests if queued[0] != name)
             worker.close()
             self._report_error(name, error)

@@ -211,6 +211,6 @@ def _guard_main_module() -> Iterator[None]:
 def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
-        hint = " (the kernel may have killed it for memory)" if name == "SIGKILL" else ""
+        hint = " (the kernel may have killed the process because memory was full)" if name == "SIGKILL" else ""
         return f"died with {name}{hint}"
     return f"exited with code {code}"

@@ -33,9 +33,9 @@ class FaultSettings(Settings):
     keys_by_condition = {"on_env_crash=restart": "max_restarts_per_worker"}
 
     step_timeout_s: Seconds = 120.0
-    """Time limit of an env worker per action chunk and per reset of an environment."""
+    """Time limit in seconds of an env worker per action chunk and per reset of an environment."""
     start_timeout_s: Seconds = 600.0
-    """Time limit for the start of a worker, which imports packages, builds simulators and loads weights."""
+    """Time limit in seconds for the start of a worker, which imports packages, builds simulators and loads weights."""
     update_timeout_s: Seconds = 3600.0
     """Time limit in seconds for the actor to finish an update, a checkpoint, or log-probabilities."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
@@ -73,7 +73,7 @@ class ClusterSettings(Settings):
     min_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Minimum number of hosts; with fewer hosts, the run saves a checkpoint, if possible, and stops."""
     silence_timeout_s: Seconds = 120.0
-    """Time without a connection to the cluster, or without a response of its head node, after which workers exit."""
+    """Time in seconds without connection to the cluster or response of its head node after which workers exit."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
     """Nodes that run each component with launcher=ray, for example {env:1-3,rollout:0,actor:0}. Nodes are numbers or
     host names; 0 is the driver's host."""
@@ -82,7 +82,7 @@ class ClusterSettings(Settings):
         """Yield an error if `min_nodes` exceeds `num_nodes`."""
         yield from super().problems()
         if self.min_nodes > self.num_nodes:
-            yield f"cluster.min_nodes={self.min_nodes} is above cluster.num_nodes={self.num_nodes}; lower it."
+            yield f"cluster.min_nodes={self.min_nodes} is above cluster.num_nodes={self.num_nodes}; lower min_nodes."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,12 +265,14 @@ class OpenRequests(Launcher, Generic[H]):
 
     def _report_death(self, name: str, handle: H, reason: str, traceback: str, exit_code: int) -> None:
         """Remove a worker that has exited, and append a `WorkerDied` event."""
-        from embodyrl.workers.lifecycle import log_tail  # here, because every command imports a launcher's settings
+        from embodyrl.workers.lifecycle import (
+            read_log_tail,
+        )  # here, because every command imports a launcher's settings
 
         died = WorkerDied(
             reason=reason,
             log=str(handle.log),
-            traceback=traceback or log_tail(handle.log),
+            traceback=traceback or read_log_tail(handle.log),
             exit_code=exit_code,
             raised=bool(traceback),
         )

@@ -212,7 +212,7 @@ class Supervisor:
 
     def _restart(self, name: str, spec: WorkerSpec, died: WorkerDied) -> None:
         where, reason = f" Log: {died.log}" if died.log else "", died.reason.removesuffix(".")
-        # A worker that never worked will fail again: a missing package, a scene that does not load.
+        # A worker that was never ready will fail again, for example because a package is missing.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
         # Only the ranks contain the training state. The error of a rollout process would occur again.
         final = spec.component == "actor" or (spec.component == "rollout" and died.raised)
@@ -236,7 +236,7 @@ class Supervisor:
                     f"{died.traceback}"
                 )
             self._failures[name] |= failures
-        # Restart immediately the first time, as most deaths are accidents; then after 0.5, 1, 2 ... s, at most 8 s.
+        # The first restart is immediate, because most deaths do not repeat; then after 0.5, 1, 2 ... s, at most 8 s.
         delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1
         self.starting.add(name)

@@ -140,14 +140,15 @@ class Timeline:
         inference = [span for span in spans_of_step if span.name == "infer"]
         by_worker = {worker: [s for s in spans_of_step if s.worker == worker] for worker in self._env_workers}
         env = [span for spans in by_worker.values() for span in spans]
-        env_s = sum(_busy_time(spans) for spans in by_worker.values())
-        env_or_policy_s = sum(_busy_time([*spans, *inference]) for spans in by_worker.values())
+        env_s = sum(_compute_busy_time(spans) for spans in by_worker.values())
+        env_or_policy_s = sum(_compute_busy_time([*spans, *inference]) for spans in by_worker.values())
         return result | {
             "rollout/slot_occupancy": sum(s.size * (s.end - s.start) for s in [*inference, *env])
             / (self._num_envs * wall),
-            "rollout/policy_busy": _busy_time(inference) / wall,
+            "rollout/policy_busy": _compute_busy_time(inference) / wall,
             "rollout/env_busy": env_s / (len(by_worker) * wall),
-            "rollout/policy_waits_for_env": (_busy_time([*env, *inference]) - _busy_time(inference)) / wall,
+            "rollout/policy_waits_for_env": (_compute_busy_time([*env, *inference]) - _compute_busy_time(inference))
+            / wall,
             "rollout/env_waits_for_policy": (env_or_policy_s - env_s) / (len(by_worker) * wall),
         }
 
@@ -189,7 +190,7 @@ def _count_items(request: Request) -> int:
     return sum(len(access.record_refs) for access in request.get_read_access())
 
 
-def _busy_time(spans: Sequence[Span]) -> float:
+def _compute_busy_time(spans: Sequence[Span]) -> float:
     """Return the time in which at least one span was active, which never exceeds wall-clock time."""
     total, covered_until = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.start):

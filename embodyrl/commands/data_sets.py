@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from embodyrl.commands.run_folder import lock_folder
-from embodyrl.data.cards import stored_card
-from embodyrl.data.checks import check_layout, set_differences
+from embodyrl.data.cards import read_stored_card
+from embodyrl.data.checks import check_layout, describe_dataset_differences
 from embodyrl.data.layout import (
     ACTOR,
     ENVIRONMENT_PATH,
@@ -75,7 +75,7 @@ def open_set(root: Path) -> DataSet:
     Raises:
         ConfigError: the folder contains no data set, or the data set is damaged.
     """
-    card = stored_card(root)
+    card = read_stored_card(root)
     if problems := check_layout(root):
         raise ConfigError([f"{root}: {problem}" for problem in problems])
     rows = read_episodes(root)
@@ -174,7 +174,7 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
     """
     first = sources[0].card
     for other in sources[1:]:
-        difference = set_differences((other.root, other.card), (sources[0].root, first), "name")
+        difference = describe_dataset_differences((other.root, other.card), (sources[0].root, first), "name")
         if not difference and other.card.without != first.without:
             missing = (", ".join(card.without) or "none" for card in (other.card, first))
             difference = "unknown columns ({} and {})".format(*missing)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.commands.data_sets import DataSet, convert_source, get_source, open_set
-from embodyrl.data.executed_actions import executed_actions
+from embodyrl.data.executed_actions import get_executed_actions
 from embodyrl.data.layout import ACTION, ENVIRONMENT_PATH, OWN, STATE, STATES_PATH, Source
 from embodyrl.data.rows import find_rows, read_vectors
 from embodyrl.data.settings import Labels
@@ -137,5 +137,5 @@ def _read_vectors(data_set: DataSet) -> tuple[FloatArray, FloatArray]:
         raise ConfigError(
             f"{data_set.root} contains labels of the expert, not the executed actions. Replay another data set."
         )
-    actions = executed_actions(card, data_set.rows, read_vectors(table, ACTION, card.env.action.dim))
+    actions = get_executed_actions(card, data_set.rows, read_vectors(table, ACTION, card.env.action.dim))
     return actions, read_vectors(table, STATE, card.env.state_dim)

@@ -23,7 +23,7 @@ from embodyrl.plan.build import count_ranks, plan_devices
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
-from embodyrl.scheduler.start import Progress, RunningWorkers, actor_specs, open_rendezvous, shared_arena
+from embodyrl.scheduler.start import Progress, RunningWorkers, build_actor_specs, open_rendezvous, shared_arena
 from embodyrl.types import IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
@@ -105,7 +105,7 @@ def start_supervised(
         trains=True,
         shared_arena=shared_arena(cfg, arena),
     )
-    specs = actor_specs(init, ranks, rendezvous.rank_info, plan_devices(cfg, training=True))
+    specs = build_actor_specs(init, ranks, rendezvous.rank_info, plan_devices(cfg, training=True))
     policy = PolicyClient(supervisor, specs, timeout_s=faults.update_timeout_s)
     loop = EventLoop(supervisor, policy)
     actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, rendezvous=rendezvous)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.data.cards import stored_card
-from embodyrl.data.checks import set_differences
+from embodyrl.data.cards import read_stored_card
+from embodyrl.data.checks import describe_dataset_differences
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.data.samples import Samples
 from embodyrl.data.settings import DemonstrationSettings, Objective
-from embodyrl.data.statistics import scaling_stats
+from embodyrl.data.statistics import compute_scaling_stats
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import write_atomically
 from embodyrl.plan.build import mismatches
@@ -90,7 +90,7 @@ def require_history(cfg: Config, root: Path) -> None:
     Raises:
         ConfigError: the policy reads another number of steps.
     """
-    env, steps = stored_card(root, cfg.demonstrations).env, cfg.demonstrations.history
+    env, steps = read_stored_card(root, cfg.demonstrations).env, cfg.demonstrations.history
     try:
         # Without data.history, because the shapes of most policies do not fit a history.
         with TemporaryDirectory() as scratch:
@@ -130,8 +130,8 @@ def _resolve_matching_path(folder: str, data: DemonstrationSettings, *compared_f
     """
     assert data.path is not None
     root, other = resolve_asset(data.path), resolve_asset(folder)
-    if differences := set_differences(
-        (other, stored_card(other, data)), (root, stored_card(root, data)), *compared_fields, data=data
+    if differences := describe_dataset_differences(
+        (other, read_stored_card(other, data)), (root, read_stored_card(root, data)), *compared_fields, data=data
     ):
         raise ConfigError(f"{folder} differs from data.path in {differences}. Use data of the same environment.")
     return other
@@ -193,7 +193,7 @@ def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
-    """Return the entry of `dataset_statistics.json` for a data set (see `scaling_stats`).
+    """Return the entry of `dataset_statistics.json` for a data set (see `compute_scaling_stats`).
 
     Args:
         actions: [N, A] in the policy's gripper convention.
@@ -216,7 +216,7 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
 
 
 def _describe(values: FloatArray, *, unit: bool) -> dict[str, list[float]]:
-    stats = scaling_stats(values, unit=unit)[0]
+    stats = compute_scaling_stats(values, unit=unit)[0]
     return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
 
 

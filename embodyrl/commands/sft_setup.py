@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from embodyrl.channels.layout import RecordLayout, record_layout
+from embodyrl.channels.layout import RecordLayout, build_record_layout
 from embodyrl.commands.banner import precision_banner_lines
 from embodyrl.commands.sft_data import (
     build_policy_spec,
@@ -23,7 +23,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import INFO_PATH, is_embodyrl_dataset
-from embodyrl.data.reader import Demonstrations, gripper_warnings
+from embodyrl.data.reader import Demonstrations, find_gripper_warnings
 from embodyrl.data.samples import Samples
 from embodyrl.data.settings import DemonstrationSettings, Objective
 from embodyrl.data.statistics import describe_constant_dimensions
@@ -81,7 +81,7 @@ class SftInputs:
             num_action_chunks=self.train.actions.shape[1],
             reply_bytes=max((len(text.encode()) for text in replies), default=0),
         )
-        return record_layout(env, policy)
+        return build_record_layout(env, policy)
 
 
 def load_inputs(cfg: Config, folder: Path) -> SftInputs:
@@ -134,7 +134,7 @@ def _load_demonstrations(cfg: Config, folder: Path) -> SftInputs:
     notes += [("warning", warning) for warning in train.demos.warnings]
     # An environment of this package may have a gripper that a task does not need.
     if not is_embodyrl_dataset(root):
-        notes += [("warning", warning) for warning in gripper_warnings(env.action.gripper, train.demos.action)]
+        notes += [("warning", warning) for warning in find_gripper_warnings(env.action.gripper, train.demos.action)]
     env = replace(env, longest_demonstration=train.demos.longest)
     return SftInputs(env=env, policy=spec, model=model, train=train, validation=validation, notes=tuple(notes))
 

@@ -29,11 +29,16 @@ def draw(count: int, seed: int) -> Tensor:
     return torch.rand(6, count, generator=torch.Generator().manual_seed(seed))
 
 
-def draw_samples(seeds: Sequence[int], count: int, size: int, images: int, steps: int) -> Tensor:
-    """Sample the random numbers [6, count, images] of `count` samples, whose images are those of `steps` env steps.
+def sample_augmentations(seeds: Sequence[int], count: int, size: int, images: int, steps: int) -> Tensor:
+    """Sample the random numbers [6, count, images] that determine the augmentation of `count` training samples.
 
-    Images of one camera get equal numbers in all steps, so that only the scene moves between them. Each part of `size`
-    samples has its own seed.
+    Args:
+        seeds: seed of each part of `size` samples.
+        count: number of samples.
+        size: number of samples per seed.
+        images: number of images per sample, cameras times `steps`.
+        steps: number of observation steps per sample. All steps of a camera get the same numbers, so that only the
+            scene moves between them.
     """
     cameras = images // steps
     sizes = [min(size, count - start) for start in range(0, count, size)]
@@ -49,7 +54,7 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
 
     Args:
         images: [B, C, H, W, 3] uint8.
-        draws: [6, B, C] in [0, 1), see `draw_samples`.
+        draws: [6, B, C] in [0, 1), see `sample_augmentations`.
         device: device of the computation.
 
     Returns:
@@ -74,7 +79,7 @@ def _augment_frames(frames: Tensor, draws: Tensor) -> Tensor:
 def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None) -> Tensor:
     """Shift frames [N, H, W, 3] by whole pixels, at most `pixels` in each direction; edge pixels are repeated.
 
-    `down` and `right` [N] are uniform random numbers in [0, 1). Default of `pixels`: the margin of the crop.
+    `down` and `right` [N] are uniform random numbers in [0, 1). `pixels` defaults to the margin of the crop.
     """
     count, height, width, _ = frames.shape
     margin = (1.0 - math.sqrt(CROP_AREA)) / 2.0

@@ -20,7 +20,7 @@ from embodyrl.data.layout import (
     SUCCESS,
     UNDESCRIBED,
     Card,
-    dimension_names,
+    get_dimension_names,
     image_key,
 )
 from embodyrl.data.rows import INDEX_COLUMNS
@@ -44,7 +44,7 @@ def get_gripper(open_and_closed: Sequence[float] | None, index: int, width: int)
     """Return the gripper convention of the settings, for actions of `width` numbers.
 
     Raises:
-        ConfigError: the actions have no number of that index.
+        ConfigError: the index is out of range.
     """
     if open_and_closed is None:
         return None
@@ -60,13 +60,13 @@ def read_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     """Read the card of a data set, and add the observation history of the settings.
 
     Raises:
-        EmbodyError, ConfigError: see `stored_card`.
+        EmbodyError, ConfigError: see `read_stored_card`.
     """
-    card = stored_card(root, data)
+    card = read_stored_card(root, data)
     return replace(card, env=with_history(card.env, data.history))
 
 
-def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
+def read_stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     """Read the card of a data set: its environment spec and the settings of its collection.
 
     Raises:
@@ -153,7 +153,7 @@ def _build_third_party_card(root: Path, info: dict[str, Any], data: Demonstratio
         raise EmbodyError(f"{root / INFO_PATH}: fps is {fps!r}, expected a positive number. Correct the file.")
     missing = tuple(name for name in (REWARD, SUCCESS) if not _is_number(features.get(name)))
     sizes = {STATE: (data.state_key, env.state_dim), ACTION: (data.action_key, env.action.dim)}
-    names_by_column = {name: dimension_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
+    names_by_column = {name: get_dimension_names(features.get(key) or {}) for name, (key, _) in sizes.items()}
     names = {name: row for name, row in names_by_column.items() if len(row) == sizes[name][1] > 0}
     return Card(env=env, fps=float(fps), video=kind == "video", without=missing, names=names)
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data import layout
-from embodyrl.data.cards import PLAIN, stored_card
+from embodyrl.data.cards import PLAIN, read_stored_card
 from embodyrl.data.layout import Card
 from embodyrl.data.rows import Rows, find_rows
 from embodyrl.data.settings import DemonstrationSettings
@@ -44,7 +44,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     """
     problems: list[str] = []
     try:
-        card, rows = stored_card(root, data), read_episodes(root)
+        card, rows = read_stored_card(root, data), read_episodes(root)
     except ConfigError:
         raise
     except EmbodyError as error:
@@ -70,7 +70,7 @@ def differences(first: EnvSpec, second: EnvSpec, *extra_fields: str) -> str:
     return ", ".join(f"{name} ({' and '.join(pair)})" for name, pair in texts.items())
 
 
-def set_differences(
+def describe_dataset_differences(
     first: tuple[Path, Card], second: tuple[Path, Card], *extra_fields: str, data: DemonstrationSettings = PLAIN
 ) -> str:
     """Describe the differences between two data sets (folder, card) that prevent training on both.
@@ -82,7 +82,7 @@ def set_differences(
         return "fps ({:g} and {:g})".format(*rates)
     for key in () if text else (data.action_key, data.state_key):
         features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (first, second)]
-        names = [layout.dimension_names(feature) for feature in features]
+        names = [layout.get_dimension_names(feature) for feature in features]
         if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
             return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"
     return text
@@ -103,7 +103,7 @@ def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     names = _list_task_names(rows)
-    if not read_parquet(root / layout.TASKS_PATH).equals(layout.tasks_table(names), check_metadata=True):
+    if not read_parquet(root / layout.TASKS_PATH).equals(layout.build_tasks_table(names), check_metadata=True):
         yield f"{layout.TASKS_PATH} does not list the {len(names)} instructions of the episodes in order."
 
 

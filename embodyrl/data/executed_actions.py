@@ -10,7 +10,7 @@ from embodyrl.envs.chunked import add_noise
 from embodyrl.types import FloatArray
 
 
-def executed_actions(card: Card, episodes: Sequence[Mapping[str, Any]], labels: FloatArray) -> FloatArray:
+def get_executed_actions(card: Card, episodes: Sequence[Mapping[str, Any]], labels: FloatArray) -> FloatArray:
     """Return the executed actions [N, A] of episodes whose recorded actions are `labels` [N, A].
 
     With `model.expert_noise`, the labels have no noise. The noise depends only on the seed of the episode and the step.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from embodyrl.data.layout import pixel_format
+from embodyrl.data.layout import get_pixel_format
 from embodyrl.errors import EmbodyError
 from embodyrl.text.images import get_upright_size, open_image
 from embodyrl.types import ByteArray, IntArray
@@ -69,7 +69,7 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
             fps=fps,
             codec="libx264",
             macro_block_size=1,  # do not resize
-            pixelformat=pixel_format(stacked.shape[1:3]),
+            pixelformat=get_pixel_format(stacked.shape[1:3]),
             # Every second frame is a key frame, like in lerobot: loaders read single frames in any order.
             output_params=["-crf", "18", "-g", "2"],
         )
@@ -77,8 +77,8 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
         raise EmbodyError(f"The video {path} cannot be encoded: {error}. Set collect.images=png.") from error
 
 
-def frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float64]:
-    """Return the time [n] of each frame of a video after the first frame, in seconds; frames are not decoded.
+def read_frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float64]:
+    """Return the times [n] of a video's frames in seconds after the first frame; frames are not decoded.
 
     Raises:
         EmbodyError: the file is missing or unreadable, its frames are not of `size` (height, width), or its frame rate
@@ -121,7 +121,7 @@ def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
     lines = (line.split(",") for line in text.splitlines() if line[:1] != "#")
     times = np.sort(np.fromiter((line[2] for line in lines if len(line) > 2), np.float64))
     if base is None or not len(times):
-        raise EmbodyError(f"{path} cannot be read: it has no frames. Download or collect the data set again.")
+        raise EmbodyError(f"{path} cannot be read: the video has no frames. Download or collect the data set again.")
     if len(times) == _MAX_FRAMES:
         raise EmbodyError(f"{path} has {_MAX_FRAMES} frames or more. Split the video into several files.")
     times = (times - times[0]) * int(base[1]) / int(base[2])

@@ -145,7 +145,7 @@ def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
 
 
 def is_embodyrl_dataset(root: Path) -> bool:
-    """Return whether embodyrl wrote the data set, so that its files have additional fields."""
+    """Return True if embodyrl wrote the data set; its files then have additional fields."""
     return (root / CARD_PATH).is_file()
 
 
@@ -154,7 +154,7 @@ def image_key(camera: str) -> str:
     return f"observation.images.{camera}"
 
 
-def pixel_format(size: tuple[int, int]) -> str:
+def get_pixel_format(size: tuple[int, int]) -> str:
     """Return the pixel format of H.264 videos; halved color planes need an even height and width."""
     return "yuv444p" if any(length % 2 for length in size) else "yuv420p"
 
@@ -167,7 +167,7 @@ def build_features(card: Card) -> dict[str, dict[str, Any]]:
     if card.video:
         codec = {
             "video.codec": "h264",
-            "video.pix_fmt": pixel_format(env.cameras.size),
+            "video.pix_fmt": get_pixel_format(env.cameras.size),
             "video.is_depth_map": False,
             "has_audio": False,
         }
@@ -222,7 +222,7 @@ def build_schema(card: Card) -> pa.Schema:
     return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": huggingface_features}})})
 
 
-def tasks_table(tasks: list[str]) -> pa.Table:
+def build_tasks_table(tasks: list[str]) -> pa.Table:
     """Return the content of `meta/tasks.parquet`, in the format of a pandas data frame indexed by the instruction."""
     columns = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
     column_metadata = [
@@ -234,7 +234,7 @@ def tasks_table(tasks: list[str]) -> pa.Table:
     return pa.table({"task_index": list(range(len(tasks))), "task": tasks}, schema=schema)
 
 
-def dimension_names(feature: Mapping[str, Any]) -> list[str]:
+def get_dimension_names(feature: Mapping[str, Any]) -> list[str]:
     """Return the names of a column's dimensions, stored in the feature as one or several lists; empty without names."""
     names = feature.get("names") or ()
     parts = names.values() if isinstance(names, dict) else [names]

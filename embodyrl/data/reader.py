@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.data import layout
-from embodyrl.data.cards import PLAIN, stored_card
+from embodyrl.data.cards import PLAIN, read_stored_card
 from embodyrl.data.checks import check_layout
-from embodyrl.data.executed_actions import executed_actions
+from embodyrl.data.executed_actions import get_executed_actions
 from embodyrl.data.frames import decode_png
 from embodyrl.data.layout import Card
 from embodyrl.data.rows import Rows, find_rows, read_columns, read_success, read_vectors
@@ -68,7 +68,7 @@ class Demonstrations:
 
     @property
     def longest(self) -> int:
-        """Number of steps of the longest successful episode, or of all episodes if none reports success."""
+        """Number of env steps of the longest successful episode, or of the longest episode if none is successful."""
         length = self.stop - self.start
         is_success = np.array([self.success[a:b].any() for a, b in zip(self.start, self.stop, strict=True)], np.bool_)
         return int(length[is_success].max(initial=0) or length.max(initial=0))
@@ -130,9 +130,9 @@ def load_demonstrations(
 
     Raises:
         EmbodyError: the folder does not follow the layout, is empty or damaged, or has non-finite numbers; or the
-            frames are larger than the free memory.
+            frames do not fit into the free memory.
     """
-    card, is_own = stored_card(root, data), layout.is_embodyrl_dataset(root)
+    card, is_own = read_stored_card(root, data), layout.is_embodyrl_dataset(root)
     fix = "Collect the data set again, or resume its collection." if is_own else "Download the data set again."
     if problems := check_layout(root, data):
         rest = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
@@ -170,7 +170,7 @@ def load_demonstrations(
         images=images,
         state=state[selected_rows],
         action=action[selected_rows],
-        executed=executed_actions(card, selected, action[selected_rows]),
+        executed=get_executed_actions(card, selected, action[selected_rows]),
         reward=np.zeros(length, np.float32) if reward is None else reward[selected_rows, 0],
         success=read_success(rows)[selected_rows] if has_success else np.zeros(length, np.bool_),
         actor=read_vectors(rows, layout.ACTOR, 1)[selected_rows, 0].astype(np.int64) if card.actors else unknown_actors,
@@ -245,7 +245,7 @@ def check_gripper(where: str, gripper: GripperConvention | None, action: FloatAr
         )
 
 
-def gripper_warnings(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
+def find_gripper_warnings(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
     """Return a warning if the gripper actions in `action` [N, A] cover at most half of the declared range."""
     if gripper is None or not len(action):
         return ()

@@ -16,7 +16,7 @@ from embodyrl.types import BoolArray, DoubleArray, IntArray
 def load_rl_demonstrations(folders: Sequence[str], policy: PolicySpec, *, executed: bool = False) -> Demonstrations:
     """Load and join data sets of one environment; gripper actions are converted to the policy's convention.
 
-    `executed`: return the executed actions in `action`, for critics, instead of the labels.
+    If `executed`, `action` contains the executed actions (for critics) instead of the labels.
     """
     roots = [resolve_asset(folder) for folder in folders]
     demos = join_demonstrations([load_demonstrations(folder) for folder in roots])

@@ -165,8 +165,8 @@ def read_vectors(rows: Rows, key: str, width: int, warnings: list[str] | None = 
         values[in_file] = _to_float32(matrix)[rows.row_in_file[in_file]]
     if lossy and warnings is not None:
         warnings.append(
-            f"'{key}' {sorted(lossy)}: numbers differ by less than float32 can represent, so policies get nearly equal "
-            "numbers. Subtract a constant, or remove these dimensions."
+            f"'{key}', dimensions {sorted(lossy)}: the values differ by less than float32 can represent, so policies "
+            "receive nearly equal values. Subtract a constant, or remove these dimensions."
         )
     return values
 

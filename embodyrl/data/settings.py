@@ -66,11 +66,11 @@ class ObjectiveSettings(Settings):
     episodes with the same initial state, chunk by chunk. preference, success: train a value head as a reward model
     (reward.path), from pairs of answers or from success labels of video frames."""
     beta: Positive = 0.1
-    """dpo: coefficient of the log-ratios; larger values keep the policy closer to the reference."""
+    """With objective.name=dpo: coefficient of the log-ratios; larger values keep the policy closer to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo, preference: assumed fraction of pairs with a wrong label."""
+    """With objective.name=dpo or preference: assumed fraction of pairs with a wrong label."""
     reference_path: Path | None = None
-    """dpo: weights of the reference; default: the initial weights."""
+    """With objective.name=dpo: weights of the reference; default: the initial weights."""
 
     @property
     def needs_reference(self) -> bool:
@@ -120,7 +120,7 @@ class CollectSettings(Settings):
     filter: EpisodeFilter = EpisodeFilter.success
     """success: keep only episodes that reach their goal; all: keep every episode."""
     labels: Labels = Labels.executed
-    """executed: record the executed actions, those of the scripted expert without `model.expert_noise`; expert: record
+    """executed: record the executed actions (of a scripted expert: before model.expert_noise is added). expert: record
     the expert's actions for the same states."""
     images: FrameFormat = FrameFormat.png
     """Format of the images. png: lossless, inside the parquet files; mp4: lossy, but much smaller."""

@@ -11,7 +11,7 @@ Stats = dict[str, npt.NDArray[np.float64]]
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
-def vector_stats(values: np.ndarray) -> Stats:
+def compute_vector_stats(values: np.ndarray) -> Stats:
     """Return statistics over the first axis of [T] or [T, D], with shape [1] or [D]; `count` has shape [1]."""
     array = values.reshape(len(values), -1).astype(np.float64)
     stats = {
@@ -30,7 +30,7 @@ _CONSTANT = 1e-6
 """A dimension counts as constant if half of its range is at most this fraction of max(1, |middle|)."""
 
 
-def scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, BoolArray]:
+def compute_scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, BoolArray]:
     """Return statistics [D] with which every dimension of [T, D] can be normalized, and two masks [D].
 
     Dimensions that rarely differ from one value get min and max as q01 and q99, their middle as mean, and half of the
@@ -40,7 +40,7 @@ def scaling_stats(values: np.ndarray, *, unit: bool) -> tuple[Stats, BoolArray, 
         values: states or actions.
         unit: constant dimensions get a range of 1 on both sides, and std 1; False: their statistics are unchanged.
     """
-    stats = vector_stats(values)
+    stats = compute_vector_stats(values)
     low, high = stats["min"], stats["max"]
     middle, half = (low + high) / 2, (high - low) / 2
     constant = half <= _CONSTANT * np.maximum(1.0, np.abs(middle))
@@ -58,13 +58,13 @@ def describe_constant_dimensions(actions: np.ndarray, states: np.ndarray) -> str
     """Name the dimensions that are constant, and those that rarely differ from one value; empty if there are none."""
     dimensions: dict[str, list[str]] = {"constant": [], "rarely different, scaled by min and max": []}
     for part, values in (("action", actions), ("state", states)):
-        masks = scaling_stats(values, unit=False)[1:]
+        masks = compute_scaling_stats(values, unit=False)[1:]
         for names, mask in zip(dimensions.values(), masks, strict=True):
             names += [f"{part}[{index}]" for index in np.flatnonzero(mask)]
     return " · ".join(f"{name}: {', '.join(names)}" for name, names in dimensions.items() if names)
 
 
-def pixel_counts(frames: np.ndarray) -> IntArray:
+def count_pixels(frames: np.ndarray) -> IntArray:
     """Return the histogram [3, 256] of the pixel values of each channel in frames [T, H, W, 3] uint8."""
     counts = np.zeros((3, 256), np.int64)
     for frame in frames:  # `bincount` copies its input as int64
@@ -72,8 +72,8 @@ def pixel_counts(frames: np.ndarray) -> IntArray:
     return counts
 
 
-def image_stats(counts: IntArray, frames: int) -> Stats:
-    """Return statistics [3, 1, 1] per channel of pixels scaled to 0..1, from the result of `pixel_counts`."""
+def compute_image_stats(counts: IntArray, frames: int) -> Stats:
+    """Return statistics [3, 1, 1] per channel of pixels scaled to 0..1, from the result of `count_pixels`."""
     values, total = np.arange(256) / 255.0, counts.sum(axis=1)
     mean = counts @ values / total
     stats = {

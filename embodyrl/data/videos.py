@@ -1,4 +1,4 @@
-"""Choice of the video frame of each step, and decoding of video columns."""
+"""Assignment of video frames to steps, and decoding of video columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.data import layout
-from embodyrl.data.frames import decode_mp4, frame_times
+from embodyrl.data.frames import decode_mp4, read_frame_times
 from embodyrl.data.layout import Card
 from embodyrl.data.rows import Rows
 from embodyrl.data.tables import find_file, get_video_path
@@ -43,7 +43,7 @@ class VideoReader:
         return [
             f"{self._root / file} has {count} frames, but its episodes use {num_used}"
             + (f" (and {len(rest)} more files)" if rest else "")
-            + ". If takes were discarded, episodes may show their frames: check from_timestamp in meta/episodes."
+            + ". Episodes may contain frames of discarded recordings: check from_timestamp in meta/episodes."
             for files in self._unused.values()
             for (file, (count, num_used)), *rest in [[*files.items()]]
         ]
@@ -85,7 +85,7 @@ class VideoReader:
 
     def _get_frame_times(self, file: str) -> _Times:
         if file not in self._times:
-            self._times[file] = frame_times(find_file(self._root, file), self._card.env.cameras.size)
+            self._times[file] = read_frame_times(find_file(self._root, file), self._card.env.cameras.size)
         return self._times[file]
 
     def _match_in_order(self, file: str, column: str, parts: _Episodes) -> dict[int, IntArray] | None:

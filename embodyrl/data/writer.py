@@ -19,7 +19,7 @@ from embodyrl.data.cards import read_card
 from embodyrl.data.frames import encode_mp4, encode_png
 from embodyrl.data.layout import Card, Demonstration, image_key
 from embodyrl.data.rows import find_rows, read_vectors
-from embodyrl.data.statistics import image_stats, pixel_counts, vector_stats
+from embodyrl.data.statistics import compute_image_stats, compute_vector_stats, count_pixels
 from embodyrl.data.tables import get_data_path, get_video_path, read_episodes
 from embodyrl.errors import EmbodyError
 from embodyrl.files import SCRATCH
@@ -38,7 +38,7 @@ class _PendingEpisode:
     demonstration: Demonstration
     images: dict[str, list[bytes]]
     pixels: dict[str, IntArray]
-    """Pixel histograms [3, 256] of the episode (see `pixel_counts`), by camera feature."""
+    """Pixel histograms [3, 256] of the episode (see `count_pixels`), by camera feature."""
 
 
 class DatasetWriter:
@@ -48,8 +48,8 @@ class DatasetWriter:
         """Create a data set, or open a data set to append to.
 
         Raises:
-            EmbodyError: the folder contains other files, or a data set with other collection settings, or the name of
-                a camera is not the name of a folder.
+            EmbodyError: the folder contains other files, or a data set with other collection settings, or a camera
+                name that cannot be a folder name.
         """
         # Names may come from an untrusted data set, and become folders.
         if names := [name for name in card.env.cameras.names if "/" in name or "\0" in name]:
@@ -59,12 +59,12 @@ class DatasetWriter:
             )
         self.root = root
         self.card = card
-        self._open()
+        self._open_or_create()
         self._episodes = read_episodes(root)
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
         self._values_by_key: dict[str, list[FloatArray]] = {}
         self._pixels = {image_key(camera): np.zeros((3, 256), np.int64) for camera in card.env.cameras.names}
-        """Pixel histograms of all episodes on disk (see `pixel_counts`), by camera feature."""
+        """Pixel histograms of all episodes on disk (see `count_pixels`), by camera feature."""
         if self._episodes:
             self._read_existing()
         self._episodes = [_remove_statistics(row) for row in self._episodes]
@@ -141,7 +141,7 @@ class DatasetWriter:
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open_or_create(self) -> None:
         path = self.root / layout.CARD_PATH
         if path.is_file():
             _require_same_settings(path, self.card)
@@ -179,15 +179,15 @@ class DatasetWriter:
 
     def _write_summary(self) -> None:
         """Write meta/info.json, stats.json and tasks.parquet, which are derived from meta/episodes."""
-        self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
+        self._write_parquet(layout.TASKS_PATH, layout.build_tasks_table(self._tasks))
         info = layout.build_info(
             self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks)
         )
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
         pixels = self._pixels if self._episodes else {}
-        parts = {key: image_stats(counts, self.num_frames) for key, counts in pixels.items()}
+        parts = {key: compute_image_stats(counts, self.num_frames) for key, counts in pixels.items()}
         # Computed over all frames: quantiles of episodes cannot be combined.
-        parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._values_by_key.items()}
+        parts |= {key: compute_vector_stats(np.concatenate(values)) for key, values in self._values_by_key.items()}
         stats = {key: {name: value.tolist() for name, value in part.items()} for key, part in parts.items()}
         layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
 
@@ -227,7 +227,7 @@ class DatasetWriter:
             key = image_key(camera)
             if not self.card.video:
                 images[key] = [encode_png(frame) for frame in demo.images[:, index]]
-            pixels[key] = pixel_counts(demo.images[:, index])
+            pixels[key] = count_pixels(demo.images[:, index])
         # Encoded frames are small; the raw frames of a whole batch are not.
         return _PendingEpisode(demo if self.card.video else replace(demo, images=demo.images[:0]), images, pixels)
 
@@ -275,8 +275,8 @@ class DatasetWriter:
             row[f"{prefix}/from_timestamp"] = elapsed
             row[f"{prefix}/to_timestamp"] = elapsed + len(demo) / self.card.fps
         row |= {f"meta/episodes/{name}": value for name, value in file_indices.items()}
-        parts = {key: image_stats(counts, len(demo)) for key, counts in pending.pixels.items()}
-        parts |= {key: vector_stats(values) for key, values in self._get_vectors(demo).items()}
+        parts = {key: compute_image_stats(counts, len(demo)) for key, counts in pending.pixels.items()}
+        parts |= {key: compute_vector_stats(values) for key, values in self._get_vectors(demo).items()}
         for key, stats in parts.items():
             row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
         row |= {f"{_HISTOGRAM_PREFIX}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}

@@ -149,7 +149,7 @@ class ChunkedEnv:
     def _run(
         self, env_indices: IntArray, num_actions: int, choose_actions: ActionFunction, after_step: AfterStep | None
     ) -> ChunkResult:
-        result = ChunkResult.empty(len(env_indices), num_actions, parts=len(self.spec.reward.components))
+        result = ChunkResult.empty(len(env_indices), num_actions, num_components=len(self.spec.reward.components))
         rows = np.arange(len(env_indices))
         for group in rows[:, None] if self._sims.sequential else (rows,):
             self._run_envs(result, group, env_indices, choose_actions, after_step)

@@ -72,7 +72,7 @@ class DelayedEnv(ChunkedEnv):
     ) -> ChunkResult:
         """Execute the chunks [n, K, A] without the actions that the previous or the next chunk replaces."""
         period = actions.shape[1] - self._max_delay
-        result = ChunkResult.empty(len(env_indices), actions.shape[1], parts=len(self.spec.reward.components))
+        result = ChunkResult.empty(len(env_indices), actions.shape[1], num_components=len(self.spec.reward.components))
         groups: dict[tuple[int, int], list[int]] = {}
         for row, env_index in enumerate(env_indices):
             first_action, self._chunks[env_index] = int(self._first_action[env_index]), self._chunks[env_index] + 1

@@ -152,7 +152,7 @@ class ShardedRanks(Ranks):
             unit.unshard()
 
     def reshard(self) -> None:
-        """Restore the default placement: full weights if the process acts, otherwise shards (see `Ranks.reshard`)."""
+        """Restore the default placement: full weights if the process also runs inference, or shards (see `Ranks`)."""
         if self._acts:
             self.gather_weights()
         else:
@@ -221,7 +221,7 @@ def _join_process_group(rank_info: RankInfo, device: str) -> None:
         torch.cuda.set_device(0)  # the only visible GPU
     limit = timedelta(seconds=rank_info.timeout_s)
     for library in ("GLOO", "NCCL"):
-        # By default, they listen on the interface of the host's name, or on all interfaces.
+        # By default, these libraries listen on the interface of the host's name, or on all interfaces.
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", find_interface(rank_info.host or LOOPBACK))
     host, port = rank_info.host, rank_info.port
     if rank_info.secret:

@@ -1,4 +1,4 @@
-"""SFT learner, which reads observations and target actions from records in the arena, as the RL learners do."""
+"""SFT learner, which reads observations and target actions from records in shared memory, as the RL learners do."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.channels.messages import ImitateRequest
-from embodyrl.data.augment import augment, draw_samples
+from embodyrl.data.augment import augment, sample_augmentations
 from embodyrl.data.settings import Objective
 from embodyrl.errors import ConfigError
 from embodyrl.learners.protocol import Learner, LearnerContext
@@ -41,7 +41,7 @@ class TokenPolicy(Policy, Protocol):
 
 
 class ImitationLearner(Learner):
-    """Learner that trains the policy by SFT on one rank, with samples from records in the arena."""
+    """Learner that trains the policy by SFT on one rank, with samples from records in shared memory."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.objective is not None
@@ -65,7 +65,7 @@ class ImitationLearner(Learner):
         """
         records = self._group_records(self._arena.read(request.record_refs))
         self._trainer.ranks.shard_weights()
-        # Enable dropout; RL does not, because acting and scoring must be the same function.
+        # Enable dropout; RL does not, because rollout and update must compute the same log-probabilities.
         self._policy.module.train(request.train)
         if not request.train:
             return self._evaluate(records)
@@ -168,7 +168,7 @@ class ImitationLearner(Learner):
     def _compare_scores(self, scores: Tensor) -> ImitationLoss:
         """Return the preference loss for scores [2B] of the better answers, followed by the worse answers."""
         better, worse = scores.chunk(2)
-        loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
+        loss = compute_preference_loss(better, worse, smoothing=self._objective.label_smoothing)
         return ImitationLoss(loss=loss, accuracy=(better > worse).float())
 
     def _compute_values(self, obs: Observation) -> Tensor:
@@ -184,11 +184,11 @@ class ImitationLearner(Learner):
         return encode_reply_batch(self._policy, self._arena[Record.reply][records])
 
     def _sample_augmentation(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
-        """Return the random numbers for augmentation (see `draw_samples`), independent of the number of ranks."""
+        """Return the random numbers for augmentation (see `sample_augmentations`) on any number of ranks."""
         cameras = self._arena[Record.images].shape[1]
         if not seeds or not cameras:
             return None
-        return draw_samples(seeds, count, self._trainer.cfg.micro_batch_size, cameras, self._history)
+        return sample_augmentations(seeds, count, self._trainer.cfg.micro_batch_size, cameras, self._history)
 
 
 def encode_reply_batch(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
@@ -206,7 +206,7 @@ def _repeat_observations(obs: Observation, instructions: Sequence[str]) -> Obser
     )
 
 
-def preference_loss(better: Tensor, worse: Tensor, *, smoothing: float = 0.0) -> Tensor:
+def compute_preference_loss(better: Tensor, worse: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return -(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B] (Bradley and Terry, 1952).
 
     For the outputs of a value head, this is the loss of a reward model. For beta (log pi - log pi_ref), summed over the

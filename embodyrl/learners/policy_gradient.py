@@ -13,7 +13,7 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, mean_metrics, order_by_prompt
+from embodyrl.learners.training import UpdateGenerator, average_metrics, order_by_prompt
 from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
 from embodyrl.policies.tensors import get_peak_memory, on_device
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
@@ -79,7 +79,7 @@ class PolicyGradientLearner(Learner):
         records = self._arena.read(request.record_refs)
         batch = self._build_batch(records, np.asarray(request.episode, dtype=np.int64))
         if self._algorithm.recomputes_logprob:
-            # Score the batch first with gathered weights, as in the rollout, so that only the weights differ.
+            # Recompute log-probabilities with gathered weights, as in the rollout, so that only the weights differ.
             self._ranks.gather_weights()
         proximal = yield from self._compute_proximal(batch)
         self._ranks.shard_weights()
@@ -143,7 +143,7 @@ class PolicyGradientLearner(Learner):
                     stopped = 1.0
                     break
         steps += self._compute_metrics(pending)
-        result = mean_metrics(steps) | proximal.metrics
+        result = average_metrics(steps) | proximal.metrics
         if can_stop_early:
             result["early_stopped"] = stopped
         result["lr"] = self._trainer.optimization.lr

@@ -27,7 +27,7 @@ class Ranks:
         self.rank_info = rank_info
 
     def forward(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run the forward pass `compute` (collective); `last`: the optimizer step follows this micro-batch."""
+        """Run the forward pass `compute` (collective). `last` is True for the last micro-batch of an optimizer step."""
         return compute()
 
     def gather_metrics(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -104,13 +104,13 @@ class Optimization:
         for group, limit in zip(groups, limits, strict=False):
             if limit is None:
                 continue
-            norms.append(self._norm(group))
+            norms.append(self._compute_norm(group))
             if limit - 1e-6 < norms[-1] < math.inf:  # below the limit the factor is 1
                 for gradient in group:
                     gradient.mul_(limit / (norms[-1] + 1e-6))
         return math.hypot(*norms)
 
-    def _norm(self, gradients: list[Tensor]) -> float:
+    def _compute_norm(self, gradients: list[Tensor]) -> float:
         """Return the norm of the full gradient; collective if sharded."""
         if (
             gradients
@@ -192,7 +192,7 @@ def load_parts(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def backward(optimizer: torch.optim.Optimizer, loss: Tensor, limit: float | None = None) -> float:
-    """Compute the gradients of an optimizer's only group, and clip their norm to `limit`; return the norm before."""
+    """Compute the gradients of an optimizer's only group, and clip their norm to `limit`; return the unclipped norm."""
     optimizer.zero_grad()
     loss.backward()
     weights = optimizer.param_groups[0]["params"]
@@ -330,7 +330,7 @@ def _save_policy(policy: Policy, env: EnvSpec, folder: Path) -> None:
     write_inputs(folder, policy.spec, env)
 
 
-def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:
+def list_micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:
     """Return the sample indices of each micro-batch: `size` samples each, or at most `budget` padded tokens each.
 
     Args:
@@ -373,7 +373,7 @@ def split_micro_batches(
         cost: [n] tokens of each sample.
         rank_info: this rank.
         size: maximum samples of a micro-batch.
-        max_cost: see `micro_batches`.
+        max_cost: see `list_micro_batches`.
 
     Returns:
         (sample indices, flag) of each micro-batch. A rank with too few samples runs the first sample with flag False,
@@ -382,12 +382,12 @@ def split_micro_batches(
     # Samples of similar length go to different ranks, so that concurrent micro-batches have similar cost.
     order = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
     samples_by_rank = [order[rank :: rank_info.world] for rank in range(rank_info.world)]
-    ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in samples_by_rank]
+    ranks = [[rows[part] for part in list_micro_batches(cost[rows], size, max_cost)] for rows in samples_by_rank]
     own_batches = [(rows, True) for rows in ranks[rank_info.rank]]
     return own_batches + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(own_batches))
 
 
-def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+def average_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the steps that report the metric; the maximum for names that end in _max."""
     values = {name: [s[name] for s in steps if name in s] for name in dict.fromkeys(n for s in steps for n in s)}
     return {n: max(v) if n.endswith("_max") else math.fsum(v) / len(v) for n, v in values.items()}
@@ -396,4 +396,4 @@ def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
 def summarize_updates(steps: list[dict[str, float]], count: int, lr: float) -> dict[str, float]:
     """Return the mean metrics of the optimizer steps; all other steps of the `count` updates were skipped."""
     counts = {"optimizer_steps": float(len(steps)), "skipped_nonfinite": float(count - len(steps))}
-    return counts | {"lr": lr} | mean_metrics(steps)
+    return counts | {"lr": lr} | average_metrics(steps)

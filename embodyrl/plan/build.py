@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings
-from embodyrl.channels.layout import record_layout
+from embodyrl.channels.layout import build_record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
 from embodyrl.devices import Devices, assign_devices, visible_gpus
@@ -69,7 +69,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     with_reference = algorithm is not None and algorithm.needs_reference
     # A GPU resizes faster than it copies images to the host.
     with_resized = algorithm is not None and not algorithm.estimator.needs_replay and not visible_gpus()
-    layout = record_layout(
+    layout = build_record_layout(
         env, policy, with_reference=with_reference, with_resized=with_resized, top=cfg.rollout.logprobs
     )
     run_plan = RunPlan(

@@ -13,7 +13,7 @@ import simplejpeg
 
 from embodyrl.api.acting import LoadedPolicy, load_policy
 from embodyrl.api.environment import SingleEnv, build_env_of_plan
-from embodyrl.controls import get_controls, inputs_to_action, neutral_action
+from embodyrl.controls import get_controls, get_neutral_action, inputs_to_action
 from embodyrl.data.layout import Actor
 from embodyrl.errors import ConfigError
 from embodyrl.play.recording import Recording, Step
@@ -97,7 +97,7 @@ class Scene:
     def _reset(self) -> None:
         self._observation, info = self.env.reset(seed=self._episodes, options=self._options)
         self.start: dict[str, int] = info
-        self._last_action = neutral_action(self.env.layout.action)
+        self._last_action = get_neutral_action(self.env.layout.action)
         self._remaining_actions.clear()
         self._steps = []
         self._states = [self.env.save_state()] if self.can_rewind else []
@@ -123,7 +123,7 @@ class Scene:
         first = max(0, len(self._steps) - min(steps, _MAX_REWIND_STEPS))
         self._observation = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
-        self._last_action = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
+        self._last_action = self._steps[-1].action if self._steps else get_neutral_action(self.env.layout.action)
         self._remaining_actions.clear()
         self.has_ended = False
         self._render()

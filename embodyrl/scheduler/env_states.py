@@ -1,7 +1,6 @@
-"""State of the environments and of their stages.
+"""State of the environments and of their stages. A stage is a group of environments of a worker that step together.
 
-Values that change with every chunk are arrays, all others are stored per environment. A stage is a group of
-environments of a worker that step together.
+Values that change with every chunk are arrays over all environments; other values are stored in an `EnvState`.
 """
 
 import time
@@ -90,8 +89,8 @@ class EnvStates:
         # `min_version`: minimum weight version for actions; `chunks`: number of executed chunks; `_quota`: number of
         # chunks after which the running episode is cut.
         self._started, (self.keeps, self.stale, self.solved) = np.zeros(count), np.zeros((3, count), np.bool_)
-        # `stale`: the worker died while the policy was reading the environment's record; `solved`: the goal was already
-        # reached when the running episode began.
+        # `keeps`: the rollout keeps records; `stale`: the worker died while the policy was reading the environment's
+        # record; `solved`: the goal was already reached when the running episode began.
         self.current, self.target = np.zeros((2, count), np.int64)
         # Record references of the current and of the next observation. `_executed`: record references of the chunks
         # executed so far [N, longest]; `store_chunks` doubles its width for longer episodes.
@@ -101,7 +100,7 @@ class EnvStates:
         """Return the phase (`Phase`) of each environment in a range, one byte per environment."""
         return self._phases[rows.start : rows.stop]
 
-    def in_phase(self, phase: int, rows: range) -> IntArray:
+    def find_in_phase(self, phase: int, rows: range) -> IntArray:
         """Return the indices of the environments in `rows` whose phase is `phase`."""
         return rows.start + np.flatnonzero(self.phase[rows.start : rows.stop] == phase)
 
@@ -121,15 +120,15 @@ class EnvStates:
         self.min_version[rows], self.keeps[rows] = rollout.min_version, rollout.keep
         self.noise_seed[rows] = [spec.noise_seed for spec in specs]
         for row, spec in zip(rows.tolist(), specs, strict=True):
-            env_index = self.each[row]
+            env_state = self.each[row]
             # The simulator contains a cut episode that is not continued: a reset drops it.
-            env_index.cut_episode = env_index.cut_episode if rollout.continues else None
-            env_index.rollout, env_index.episode = rollout, spec
-            env_index.earlier = env_index.cut_episode and env_index.cut_episode.executed
-            if env_index.earlier is not None:
+            env_state.cut_episode = env_state.cut_episode if rollout.continues else None
+            env_state.rollout, env_state.episode = rollout, spec
+            env_state.earlier = env_state.cut_episode and env_state.cut_episode.executed
+            if env_state.earlier is not None:
                 # The simulator continues from the earlier start; the action noise is that of this plan.
-                first_part = env_index.earlier.spec
-                env_index.episode = replace(
+                first_part = env_state.earlier.spec
+                env_state.episode = replace(
                     spec, reset_id=first_part.reset_id, task_id=first_part.task_id, seed=first_part.seed
                 )
 
@@ -139,8 +138,8 @@ class EnvStates:
         self.phase[rows], self.chunks[rows] = Phase.RESETTING, 0
         self.target[rows] = self._arena.allocate_all(len(rows))
 
-    def reset_requests(self, rows: IntArray, first: int) -> Iterator[ResetRequest]:
-        """Yield the reset requests of environments; `first`: the worker's first environment."""
+    def build_reset_requests(self, rows: IntArray, first: int) -> Iterator[ResetRequest]:
+        """Yield the reset requests of environments; `first` is the index of the worker's first environment."""
         for row, target in zip(rows.tolist(), self.target[rows].tolist(), strict=True):
             rollout, spec = self.each[row].rollout, self.each[row].episode
             assert rollout is not None and spec is not None
@@ -172,11 +171,11 @@ class EnvStates:
     def repeat_actions(self, rows: IntArray) -> None:
         """Replace inference with recorded actions in rollouts that repeat episodes."""
         for row in rows.tolist():
-            env_index = self.each[row]
-            if env_index.rollout is None or env_index.rollout.replayed is None:
+            env_state = self.each[row]
+            if env_state.rollout is None or env_state.rollout.replayed is None:
                 continue
-            assert env_index.episode is not None
-            chunks = env_index.rollout.replayed[env_index.episode.episode_id]
+            assert env_state.episode is not None
+            chunks = env_state.rollout.replayed[env_state.episode.episode_id]
             # A simulator that is not reproducible may run for longer than the recording.
             chunk = chunks[min(int(self.chunks[row]), len(chunks) - 1)]
             self._arena[Record.action][get_record_indices(self.current[row])] = chunk
@@ -220,7 +219,7 @@ class EnvStates:
         counts, cut = np.where(self.keeps[rows], lengths, 0), ~(terminated | truncated)
         sizes = counts + ~discards_final
         # Arrays of all episodes together, of which an episode has slices; they remain valid after records are freed.
-        records = get_record_indices(record_refs := self._record_refs(rows, counts, sizes))
+        records = get_record_indices(record_refs := self._collect_record_refs(rows, counts, sizes))
         columns: dict[str, Any] = {name: self._arena[name].take(records, 0) for name in COPIED_FIELDS}
         outcomes: dict[str, Any] = {
             "terminated": terminated,
@@ -239,13 +238,13 @@ class EnvStates:
         for i, (outcome, length, quota, count, start, size) in enumerate(
             zip(outcome_rows, *per_episode_lists, strict=True)
         ):
-            env_index = self.each[rows[i]]
-            rollout, spec = env_index.rollout, env_index.episode
+            env_state = self.each[rows[i]]
+            rollout, spec = env_state.rollout, env_state.episode
             assert rollout is not None and spec is not None
             fields = {name: column[start : start + count] for name, column in columns.items()}
-            if env_index.copies:
-                fields = dict(zip(COPIED_FIELDS, map(np.stack, zip(*env_index.copies, strict=True)), strict=True))
-            # With a quota, episodes that end before the cut are the short ones.
+            if env_state.copies:
+                fields = dict(zip(COPIED_FIELDS, map(np.stack, zip(*env_state.copies, strict=True)), strict=True))
+            # With a quota, short episodes are over-represented among the episodes that end before the cut.
             whole = quota >= rollout.plan.max_chunks
             episode = Episode(
                 spec=spec,
@@ -254,53 +253,54 @@ class EnvStates:
                 **dict(zip(outcomes, outcome, strict=True)),
                 bootstrap_value=bootstraps[i],
                 counted=not cut[i] if rollout.continues else whole,
-                earlier=env_index.earlier,
+                earlier=env_state.earlier,
                 instruction=instructions[i],
                 video=videos[i],
             )
             episodes.append((rollout, episode, record_refs[start : start + size]))
             # Before the environment is idle: `Rollout.ended` uses the remaining quota to start the next wave.
-            rollout.remaining_quota[env_index.index] -= length
-            self._set_idle(env_index)
+            rollout.remaining_quota[env_state.index] -= length
+            self._set_idle(env_state)
         return episodes
 
-    def _record_refs(self, rows: IntArray, counts: IntArray, sizes: IntArray) -> IntArray:
-        """Return `sizes` [n] record references of each environment: `counts` [n] of chunks, then that in `target`."""
+    def _collect_record_refs(self, rows: IntArray, counts: IntArray, sizes: IntArray) -> IntArray:
+        """Return `sizes` [n] record references per environment: `counts` [n] of chunks, then the one in `target`."""
         record_refs = np.concatenate([self._executed[rows], self.target[rows, None]], axis=1)
         record_refs[np.arange(len(rows)), counts] = self.target[rows]
         return record_refs[np.arange(record_refs.shape[1]) < sizes[:, None]]
 
     def drop(self, row: int, *, requeue: bool = True) -> list[int]:
-        """Stop the running episode and return the record references to free; `requeue`: also requeue the episode."""
-        env_index, phase = self.each[row], self.phase[row]
-        assert env_index.episode is not None and env_index.rollout is not None
+        """Stop the running episode; return its record references, which the caller frees. `requeue`: run it again."""
+        env_state, phase = self.each[row], self.phase[row]
+        assert env_state.episode is not None and env_state.rollout is not None
         # Before the environment is idle: `Rollout.ended` must find the episode in its queue.
-        env_index.rollout.discard_attempt(env_index.index, env_index.episode, requeue=requeue)
+        env_state.rollout.discard_attempt(env_state.index, env_state.episode, requeue=requeue)
         record_refs = self._executed[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
         record_refs += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
         record_refs += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))
         self.stale[row] = False
-        self._set_idle(env_index)
+        self._set_idle(env_state)
         return record_refs
 
     def drop_cut_episodes(self, rows: IntArray) -> list[int]:
-        """End the continuation of cut episodes whose simulators a lockstep step advances without an action.
+        """Discard cut episodes in environments that a lockstep step advances without an action.
 
-        An episode that already waits for its first action is requeued; returns the record references to free.
+        An episode that already waits for its first action is requeued. Return its record references, which the caller
+        frees.
         """
         record_refs = []
         for row in rows.tolist():
-            env_index = self.each[row]
-            env_index.cut_episode = None
-            if env_index.earlier is not None and self.phase[row] == Phase.READY and not self.chunks[row]:
+            env_state = self.each[row]
+            env_state.cut_episode = None
+            if env_state.earlier is not None and self.phase[row] == Phase.READY and not self.chunks[row]:
                 record_refs += self.drop(row)
         return record_refs
 
-    def _set_idle(self, env_index: EnvState) -> None:
-        rollout = env_index.rollout
+    def _set_idle(self, env_state: EnvState) -> None:
+        rollout = env_state.rollout
         assert rollout is not None
-        env_index.rollout, env_index.episode, env_index.copies = None, None, []
-        self.phase[env_index.index] = Phase.IDLE
+        env_state.rollout, env_state.episode, env_state.copies = None, None, []
+        self.phase[env_state.index] = Phase.IDLE
         rollout.on_episode_end()
 
 
@@ -311,7 +311,7 @@ StageKey = tuple[str, int]
 class Stages:
     """Open requests of all stages, and the stages that may have work.
 
-    Only stages with an event since the last call are checked: the cost of an event is independent of their number.
+    Only stages with a new event are checked, so that the cost of an event is independent of the number of stages.
     """
 
     def __init__(self, workers: Sequence[WorkerEnvs], per_worker: int) -> None:
@@ -331,7 +331,7 @@ class Stages:
         self._work: Hashable = None
         self._sequence = 0
 
-    def envs_of(self, worker: str) -> list[int]:
+    def get_envs(self, worker: str) -> list[int]:
         """Return the environments of a worker."""
         return [row for stage in self._stages_by_worker[worker] for row in self._all[stage][1]]
 
@@ -384,10 +384,10 @@ class Stages:
         self._changed.update(self._stage_index[rows].tolist())
 
     def get_stages_to_check(self, work: Hashable) -> list[tuple[StageKey, range]]:
-        """Return (stage, environments) of idle stages with events; of all, if `work` has changed or is None.
+        """Return (stage, environments) of idle stages with events; of all idle stages if `work` has changed or is None.
 
         Args:
-            work: identifies the episodes that any stage may start.
+            work: value that changes when further episodes can start in any stage.
         """
         indices = range(len(self._all)) if work is None or work != self._work else sorted(self._changed)
         self._work = work

@@ -57,7 +57,7 @@ class PolicyClient:
     """Non-blocking client that sends requests to the policy processes and tracks replies; `EventLoop.run_until` waits.
 
     A process replies to requests in order; a reply that does not match its oldest open request is a bug. A restarted
-    rollout process first receives all weights, then the requests without a reply; other processes keep acting. All
+    rollout process first receives all weights, then the requests without a reply; other processes continue. All
     weights of a process must have one version, so no weights are sent between the start of an update and the next
     `publish`.
     """
@@ -74,7 +74,7 @@ class PolicyClient:
 
         Args:
             supervisor: sends the requests.
-            policy_specs: specs of the processes; without rollout processes, the actor ranks also act.
+            policy_specs: specs of the processes; without rollout processes, the actor ranks also run inference.
             timeout_s: maximum wait for a reply.
             bucket_arena: buckets for new weights in disaggregated mode; closed with this client.
         """
@@ -103,12 +103,12 @@ class PolicyClient:
 
     @property
     def num_rollout_processes(self) -> int:
-        """Number of acting processes."""
+        """Number of processes that run inference."""
         return len(self._rollout_names)
 
     @property
     def num_free(self) -> int:
-        """Number of idle acting processes; 0 while new weights are being transferred."""
+        """Number of idle inference processes; 0 while new weights are being transferred."""
         return 0 if self._publishing else sum(not self._pending[name] for name in self._get_ready_processes())
 
     @property
@@ -117,13 +117,13 @@ class PolicyClient:
         return not any(self._pending.values())
 
     def submit(self, request: Request, on_done: OnDone) -> None:
-        """Send a request to the least busy acting process; `on_done` is called inside a later `Supervisor.pump`."""
+        """Send a request to the least busy inference process; `on_done` is called inside a later `Supervisor.pump`."""
         ready = self._get_ready_processes()
         idle = next((name for name in ready if not self._pending[name]), None)
         self._send(idle or min(ready, key=lambda name: len(self._pending[name])), request, on_done)
 
     def send_to_rollout_processes(self, request: Request) -> Replies:
-        """Send a request to all acting processes."""
+        """Send a request to all inference processes."""
         return self._send_to(self._rollout_names, request)
 
     @property
@@ -142,11 +142,11 @@ class PolicyClient:
         """Transfer the weights of version `version` from the actor ranks to the processes that run the policy.
 
         Yield the replies that must be complete before the iterator continues. The first transfer contains all weights,
-        later transfers the trained weights. No process acts before the transfer is complete.
+        later transfers the trained weights. No process runs inference before the transfer is complete.
         """
         if (arena := self._bucket_arena) is None:
             return
-        # Mark the acting processes busy: an inference between two buckets would use partly updated weights.
+        # Mark the inference processes as busy: an inference between two buckets would use partly updated weights.
         self._publishing = True
         if self._awaited_replies is not None:  # the recovery of a process uses the buckets
             yield self._awaited_replies
@@ -196,7 +196,7 @@ class PolicyClient:
         yield from _finish_transfers(arena, transfers)
 
     def _get_ready_processes(self) -> list[str]:
-        """Return the names of acting processes that are alive and have the current weights."""
+        """Return the names of inference processes that are alive and have the current weights."""
         return [name for name in self._rollout_names if name not in self._unanswered]
 
     def _fill_buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
@@ -309,7 +309,7 @@ class EventLoop:
             CheckpointError: a checkpoint could not be written or read.
         """
         seconds = 0.0
-        if self._policy.recovering:  # otherwise no inference may get ahead of the request
+        if self._policy.recovering:  # only then, because waiting could start inferences before the request
             self.run_until(lambda: not self._policy.recovering)
         while True:
             replies = self._policy.send_to_actors(request)
@@ -333,11 +333,11 @@ class Actors:
         self._loop, self._arena, self._algorithm = loop, arena, algorithm
         self._reward_weights = run_plan.env.reward.weights
         self._is_text = run_plan.env.action.kind is ActionKind.text
-        # A process that acts and trains runs inference between the micro-batches of an update.
+        # A process with inference and training runs inference between the micro-batches of an update.
         self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 
     def score(self, collection: RolloutResult) -> EstimatorInputs:
-        """Compute the reference log-probabilities that the algorithm needs, and gather its inputs from the records."""
+        """Compute reference log-probabilities if needed; return the estimator's inputs from the records."""
         if self._algorithm.needs_reference and collection.episodes:
             # Exclude the last record reference: its record has an observation without an action.
             record_refs = [collection.record_refs[e.spec.episode_id][: len(e.records)] for e in collection.episodes]

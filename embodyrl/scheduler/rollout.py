@@ -146,7 +146,7 @@ class Rollout:
         return self.greedy, self.temperature
 
     def select_startable(self, rows: IntArray) -> IntArray:
-        """Return the idle environments that can start an episode, if those in `rows` start in this order."""
+        """Return those of the idle environments `rows` that can start an episode, if episodes start in this order."""
         rows = rows[rows < self.plan.num_envs]
         rows = rows[self.remaining_quota[rows] > 0]
         return rows[self._num_queued[rows] > 0] if len(self._queues) > 1 else rows[: self._num_queued[0]]

@@ -1,4 +1,4 @@
-"""Rollout scheduling: assigns episodes to environments and batches observations; data stay in the arena."""
+"""Rollout scheduling: assigns episodes to environments and batches observations; arrays stay in shared memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RolloutScheduler(EventLoop):
         cfg, algorithm = run_plan.cfg, run_plan.algorithm
         self._num_stages = cfg.rollout.pipeline_stage_num
         self._step_timeout_s = cfg.faults.step_timeout_s
-        # A single crash is weak evidence: other environments of the worker were busy, too.
+        # A single crash does not show which episode caused it: other environments of the worker were busy, too.
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
         self._needs_values = algorithm is not None and algorithm.estimator.needs_values
         self._needs_final_observations = algorithm is not None and algorithm.needs_final_observations
@@ -126,7 +126,7 @@ class RolloutScheduler(EventLoop):
         return super().pending or bool(self._stages.busy) or bool(self._may_act.any())
 
     def abandon(self) -> None:
-        """Stop sending requests, because the run ends."""
+        """Drop all rollouts at the end of the run, so that no more requests are sent."""
         self._rollouts.clear()
 
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
@@ -151,7 +151,7 @@ class RolloutScheduler(EventLoop):
 
     def _dispatch_env(self) -> None:
         """Send work to each idle stage. Environments of a stage step together; resets do not wait for inference."""
-        # A crash also couples stages: a suspicious episode waits until its worker has no other episode.
+        # After crashes, check all stages: an episode that crashed workers waits until its worker runs no other episode.
         crashed = any(rollout.crash_count for rollout in self._rollouts)
         work = (
             None
@@ -167,10 +167,10 @@ class RolloutScheduler(EventLoop):
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
             ready = 1 in may_act[rows.start : rows.stop]
             can_step = Phase.ACTED in phases and not (ready or Phase.INFERRING in phases)
-            acted = self._envs.in_phase(Phase.ACTED, rows) if can_step else _NO_ROWS
+            acted = self._envs.find_in_phase(Phase.ACTED, rows) if can_step else _NO_ROWS
             if self._lockstep and can_step:
                 self._arena.free(self._envs.drop_cut_episodes(np.setdiff1d(rows, acted)))
-            resets = self._reset_requests(key[0], rows, crashed) if Phase.IDLE in phases else ()
+            resets = self._start_next_episodes(key[0], rows, crashed) if Phase.IDLE in phases else ()
             if len(acted) or resets:
                 assignments.append((key, acted, resets))
         # Together, because array operations take as long on a few environments as on thousands.
@@ -183,9 +183,9 @@ class RolloutScheduler(EventLoop):
             # The environments of a worker may run sequentially, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
-    def _reset_requests(self, worker: str, rows: range, crashed: bool) -> tuple[ResetRequest, ...]:
+    def _start_next_episodes(self, worker: str, rows: range, crashed: bool) -> tuple[ResetRequest, ...]:
         """Start the next episodes of idle environments; environments that continue a cut episode need no reset."""
-        idle, limit, started = self._envs.in_phase(Phase.IDLE, rows), self._task_limits.get(worker), []
+        idle, limit, started = self._envs.find_in_phase(Phase.IDLE, rows), self._task_limits.get(worker), []
         if limit is None and not crashed:
             # All environments together: no episode has to run alone in its worker.
             for rollout in self._rollouts:
@@ -208,7 +208,7 @@ class RolloutScheduler(EventLoop):
         # In this order: `continue_episodes` fills the targets that `begin` allocates.
         self._envs.begin(np.concatenate([new, starting[continues]]))
         self._envs.continue_episodes(starting[continues])
-        return tuple(self._envs.reset_requests(new, self._stages.first[worker]))
+        return tuple(self._envs.build_reset_requests(new, self._stages.first[worker]))
 
     def _find_next_rollout(self, worker: str, row: int, limit: int | None) -> Rollout | None:
         """Return the first rollout whose next episode this environment can run.
@@ -216,12 +216,12 @@ class RolloutScheduler(EventLoop):
         Workers with few simulators accept few tasks at a time (`limit`); their environments then wait instead of
         starting a later rollout.
         """
-        running = [r for r in self._stages.envs_of(worker) if self._envs.each[r].episode is not None]
+        running = [r for r in self._stages.get_envs(worker) if self._envs.each[r].episode is not None]
         # Environments that wait for new weights are excluded: they may also wait for the end of this rollout.
         may_act, phase = self._may_act, self._envs.phase
         busy = [] if self._lockstep else [r for r in running if phase[r] != Phase.READY or may_act[r]]
-        env_indices = [self._envs.each[r] for r in busy]
-        if any(self._crashes_repeatedly(env_index.rollout, env_index.episode) for env_index in env_indices):
+        env_states = [self._envs.each[r] for r in busy]
+        if any(self._crashes_repeatedly(env_state.rollout, env_state.episode) for env_state in env_states):
             return None
         for rollout in self._rollouts:
             spec = rollout.peek(row)
@@ -251,7 +251,7 @@ class RolloutScheduler(EventLoop):
 
         Return True if observations wait although a process is idle.
         """
-        env_indices = self._envs
+        envs = self._envs
         ready = np.flatnonzero(self._may_act)
         if not len(ready):
             self._ready_since = 0.0
@@ -259,16 +259,16 @@ class RolloutScheduler(EventLoop):
             return False
         now = time.monotonic()
         self._ready_since = self._ready_since or now
-        active, num_processes = int(np.count_nonzero(env_indices.phase)), self._policy.num_rollout_processes
+        active, num_processes = int(np.count_nonzero(envs.phase)), self._policy.num_rollout_processes
         target = max(1, active // (self._num_stages * num_processes))
         if len(ready) < target and self._stages.busy and now - self._ready_since < _SHORT_WAIT_S:
             return True
         self._ready_since, waiting = 0.0, len(ready)
-        rollout = env_indices.each[ready[0]].rollout
+        rollout = envs.each[ready[0]].rollout
         assert rollout is not None
         # Temperature and greedy mode apply to a whole batch: environments with another mode wait for the next batch.
         if len({open_rollout.mode for open_rollout in self._rollouts}) > 1:
-            modes = [(other := env_indices.each[row].rollout) and other.mode for row in ready]
+            modes = [(other := envs.each[row].rollout) and other.mode for row in ready]
             ready = ready[[mode == rollout.mode for mode in modes]]
         if num_processes > 1:
             # Several processes share the environments: none gets more than its share.
@@ -279,12 +279,12 @@ class RolloutScheduler(EventLoop):
         return len(ready) < waiting and len(batches) < num_free_processes
 
     def _infer(self, rows: IntArray, rollout: Rollout) -> None:
-        env_indices = self._envs
-        env_indices.phase[rows] = Phase.INFERRING
+        envs = self._envs
+        envs.phase[rows] = Phase.INFERRING
         request = InferRequest(
-            record_refs=to_list_if_short(env_indices.current[rows]),
-            noise_seeds=to_list_if_short(env_indices.noise_seed[rows]),
-            chunk_indices=to_list_if_short(env_indices.chunks[rows]),
+            record_refs=to_list_if_short(envs.current[rows]),
+            noise_seeds=to_list_if_short(envs.noise_seed[rows]),
+            chunk_indices=to_list_if_short(envs.chunks[rows]),
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,
@@ -368,19 +368,19 @@ class RolloutScheduler(EventLoop):
         self._process_reports()
         # Drop open requests: the restarted worker does not have them.
         self._stages.drop_requests(worker)
-        for row in self._stages.envs_of(worker):
-            env_index = self._envs.each[row]
-            env_index.cut_episode = None
-            if env_index.rollout is None or self._envs.stale[row]:
+        for row in self._stages.get_envs(worker):
+            env_state = self._envs.each[row]
+            env_state.cut_episode = None
+            if env_state.rollout is None or self._envs.stale[row]:
                 continue
             if self._envs.phase[row] == Phase.INFERRING:
                 self._envs.stale[row] = True
             else:
-                self._discard_attempt(row, env_index.rollout)
+                self._discard_attempt(row, env_state.rollout)
 
     def _get_running_episodes(self, worker: str) -> set[tuple[EpisodeSpec, int]]:
         self._process_reports()
-        return self._envs.get_running_episodes(self._stages.envs_of(worker))
+        return self._envs.get_running_episodes(self._stages.get_envs(worker))
 
     def _discard_attempt(self, row: int, rollout: Rollout) -> None:
         """Requeue the environment's episode, or drop it after repeated worker crashes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import bucket_layout
+from embodyrl.channels.layout import build_bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.channels.rendezvous import Rendezvous, open_rendezvous
 from embodyrl.cluster import LAUNCHERS
@@ -29,10 +29,10 @@ from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
 _MIN_FLOPS = 1e9
-"""FLOPs of the forward pass of a micro-batch from which updates use several threads."""
+"""Minimum FLOPs of a micro-batch's forward pass for which updates use several threads."""
 
 
-def plan_policies(
+def build_policy_specs(
     run_plan: RunPlan, arena: Arena, start_from: Path | None, *, bucket_arena: Arena | None, rank_info: RankInfo
 ) -> list[WorkerSpec]:
     """Return the specs of the policy processes of a run, actor ranks first.
@@ -43,7 +43,7 @@ def plan_policies(
     common = replace(
         build_policy_init(run_plan, arena, start_from), bucket_arena=bucket_arena.handle if bucket_arena else None
     )
-    actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, run_plan.devices)
+    actors = build_actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, run_plan.devices)
     # Built like the actors, so that both compute the same function.
     request = replace(common.request, gradient_checkpointing=False)
     learner = run_plan.cfg if run_plan.cfg.is_train_command else None
@@ -61,7 +61,7 @@ def plan_policies(
     return actors + rollouts
 
 
-def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: Devices) -> list[WorkerSpec]:
+def build_actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: Devices) -> list[WorkerSpec]:
     """Return the specs of the actor ranks."""
     return [
         _build_spec(
@@ -101,7 +101,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
     threads = int(_get_num_threads())
     if learner is not None:
         if learner.actor.fsdp.cpu_offload and visible_gpus():
-            threads = max(threads, available_cores() // run_plan.ranks)  # optimizer steps are the host's then
+            threads = max(threads, available_cores() // run_plan.ranks)  # then optimizer steps run on the host
         if run_plan.ranks > 1:
             # Chosen by the driver, which can list all GPUs: ranks might choose differently.
             learning["gradient_sync"] = memory.gradient_sync
@@ -124,7 +124,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
         total_steps=run_plan.total_steps,
         threads=threads,
         update_threads=max(threads, _count_update_threads(run_plan) if learner else 1),
-        # If the expert labels each step (DAgger), the policy acts at each step, too.
+        # If the expert labels each step (DAgger), the policy computes a chunk at each step, too.
         single_step=run_plan.single_step and not run_plan.labeled,
         trains=learner is not None,
         start_from=str(start_from) if start_from else None,
@@ -148,7 +148,7 @@ def _get_allocator_options(init: PolicyHostInit) -> dict[str, str]:
     if not visible_gpus() or any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         return {}
     options = []
-    if not init.request.engine.get("enable_sleep_mode"):  # its memory pool refuses expandable segments
+    if not init.request.engine.get("enable_sleep_mode"):  # its memory pool does not support expandable segments
         # Without them, freed blocks of other sizes stay reserved: a tenth to a fifth more memory, measured on an H100.
         options.append("expandable_segments:True")
     if init.actor.fsdp.cpu_offload:
@@ -159,8 +159,8 @@ def _get_allocator_options(init: PolicyHostInit) -> dict[str, str]:
 def _count_update_threads(run_plan: RunPlan) -> int:
     """Return the number of threads of an update: the cores of this host that env workers leave idle during updates.
 
-    One thread in deterministic mode, as the number of threads changes the rounding, and for tiny networks, which are
-    not faster with several threads.
+    The result is 1 in deterministic mode, because the number of threads changes the rounding, and for tiny networks,
+    which are not faster with several threads.
     """
     cfg, flops = run_plan.cfg, run_plan.policy_costs.forward_flops
     has_idle_cores = run_plan.ranks == 1 and not run_plan.is_disaggregated and not cfg.algorithm.max_staleness
@@ -180,7 +180,7 @@ def shared_arena(cfg: Config, arena: Arena) -> Arena | None:
     return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None
 
 
-# Simulators and renderers start one thread per core each by default; with several worker processes these threads
+# By default, each simulator and renderer starts one thread per core; the threads of several worker processes
 # compete (measured: 5 to 15 times slower).
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")}
 
@@ -270,10 +270,10 @@ def start_workers(
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     supervisor = Supervisor(launcher, cfg.faults, log, timeline)
     # One bucket is filled while the other is read.
-    bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
+    bucket_arena = Arena.create(build_bucket_layout(), 2) if run_plan.is_disaggregated else None
     # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
     rendezvous = open_rendezvous(run_plan.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
-    specs = plan_policies(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=rendezvous.rank_info)
+    specs = build_policy_specs(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=rendezvous.rank_info)
     policy = PolicyClient(supervisor, specs, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
     scheduler = RolloutScheduler(supervisor, arena, policy, run_plan)
     workers = RolloutWorkers(
@@ -291,7 +291,7 @@ def start_workers(
 
 
 def suggest_fewer_records(run_plan: RunPlan) -> str:
-    """Return a sentence with the settings that reduce the memory of the arena; values that are minimal are left out."""
+    """Return a sentence that names the settings to lower for a smaller arena, without settings at their minimum."""
     cfg, trains = run_plan.cfg, run_plan.algorithm is not None
     keys = []
     if run_plan.num_envs > (cfg.algorithm.group_size if trains else 1):
@@ -299,7 +299,7 @@ def suggest_fewer_records(run_plan: RunPlan) -> str:
     if trains and cfg.algorithm.rollout_epoch > 1:
         keys.append("algorithm.rollout_epoch")
     if run_plan.env.cameras.names:
-        keys.append("the size of the cameras")
+        keys.append("the camera resolution")
     return f"Lower {' or '.join(keys)}." if keys else "Free memory on this host."
 
 

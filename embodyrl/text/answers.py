@@ -35,7 +35,7 @@ _NAMED = re.compile(
     r"|\b(?:option|choice|pick|selection|response|verdict|conclusion)\b\s*(?:is|was|(?:would|must|should) be|=|:|-+>?)"
     rf"|\u7b54\u6848|\u6545\u9009){_GLUE}{_MARK}"
 )
-"""Regular expression of a letter that is named as the answer; other languages: Chinese."""
+"""Regular expression of a letter that is named as the answer, in English or Chinese."""
 _LETTER_ON_OWN_LINE = re.compile(
     rf"(?im)(?:^|[!?]\s|(?<!\x03)(?<!\x03\))[.:;]\s)[^\w\x02\n]{{0,9}}(?:(?:option|choice)\s+)?{_MARK}[.!]*[^\S\n]*$"
 )
@@ -79,7 +79,7 @@ _RIGHT = re.compile(r"(?i)(?<!in)(?<!not )(?<!n't )\b(?:correct|right)\b|[\u2713
 
 
 _LEVELS = 26
-"""Maximum number of nested boxes or commands, and of letters in a row, so that the time is linear in the length."""
+"""Maximum number of nested boxes or commands, and of consecutive letters; keeps the time linear in the text length."""
 
 
 class _Letter(NamedTuple):
@@ -88,7 +88,7 @@ class _Letter(NamedTuple):
     end: int
 
 
-def boxes(text: str) -> list[tuple[int, int, str]]:
+def find_boxes(text: str) -> list[tuple[int, int, str]]:
     r"""Return start, end and content of each outermost `\boxed{...}`, with any depth of braces."""
     closing_braces: dict[int, int] = {}
     open_braces: list[int] = []
@@ -107,18 +107,18 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 def find_last_box(text: str) -> str | None:
     r"""Return the content of the last `\boxed{}`, without a second box around the whole content; None without a box."""
-    if not (matches := boxes(text)):
+    if not (matches := find_boxes(text)):
         return None
     content = matches[-1][2]
     for _ in range(_LEVELS):
-        inner = boxes(content)
+        inner = find_boxes(content)
         if len(inner) != 1 or (content[: inner[0][0]] + content[inner[0][1] :]).strip(" $"):
             break
         content = inner[0][2]
     return content
 
 
-def chosen_letter(reply: str) -> str | None:
+def find_chosen_letter(reply: str) -> str | None:
     """Return the letter of the chosen option (upper case), or None if no letter or several letters are chosen.
 
     Reasoning in <think> is ignored. The result is the last letter that is boxed, in <answer>, named as the answer or on
@@ -150,7 +150,7 @@ def chosen_letter(reply: str) -> str | None:
 def _replace_boxes(reply: str) -> Iterator[str]:
     r"""Yield the parts of a reply, with `\boxed{B}` as the line `answer: (B)`; boxes without a letter are empty."""
     end = 0
-    for start, stop, content in boxes(reply):
+    for start, stop, content in find_boxes(reply):
         inside = _mark_letters(find_last_box(f"\\boxed{{{content}}}") or "")
         match = re.match(rf"(?i)\W*{_GLUE}{_MARK}", inside) if "\x02" in inside else None
         is_list = match is not None and _FURTHER_LETTER.match(inside, match.end())
@@ -221,14 +221,14 @@ def final_answer(reply: str) -> str:
     for pattern, text in ((r"#### (-?[0-9.,]*[0-9])", reply), (tags, _cut_after_tags(reply))):
         if matches := re.findall(pattern, text):
             return _remove_commas(matches[-1])
-    if _match_letters(_mark_letters(reply), _NAMED) and (letter := chosen_letter(reply)):
+    if _match_letters(_mark_letters(reply), _NAMED) and (letter := find_chosen_letter(reply)):
         return letter
     matches = re.findall(r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?", reply)
     return _remove_commas(matches[-1] if matches else reply)
 
 
 def _cut_after_tags(reply: str) -> str:
-    """Return a reply up to its last `</answer>`; a search for tags behind it takes quadratic time."""
+    """Return a reply up to its last `</answer>`; a search for tags in the text after it would take quadratic time."""
     return reply[: reply.rfind("</answer>") + len("</answer>")]
 
 

@@ -67,7 +67,7 @@ class ChatTemplate:
         source = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
             source = read_small(file).decode("utf-8")
-        if isinstance(source, list):  # several by name
+        if isinstance(source, list):  # several named templates
             source = {entry["name"]: entry["template"] for entry in source}
         if isinstance(source, dict):
             source = source.get("default")
@@ -322,7 +322,7 @@ def count_unknown(
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the number of tokens and of unknown tokens of each text, and the unknown parts of all texts.
 
-    A folder without tokenizer.json has no counts.
+    Without tokenizer.json in the folder, all counts are 0.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():

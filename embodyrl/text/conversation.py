@@ -81,7 +81,7 @@ def read_messages(value: Any, *, images: bool) -> tuple[Message, ...]:
             raise ValueError(f"message {number} has the unsupported fields {', '.join(unsupported)}")
         if content is None:
             raise ValueError(f"the content of message {number} is empty (null)")
-        parsed.append(Message(role=message["role"], content=_text(content, number, images)))
+        parsed.append(Message(role=message["role"], content=_read_content(content, number, images)))
     if not parsed:
         raise ValueError("there are no messages")
     return tuple(parsed)
@@ -92,7 +92,7 @@ def _list_unknown_fields(value: Mapping[str, Any], *known: str) -> list[str]:
     return [str(key) for key in value if key not in known and value[key] not in (None, False, "", [], {})]
 
 
-def _text(content: Any, number: int, images: bool) -> str:
+def _read_content(content: Any, number: int, images: bool) -> str:
     if isinstance(content, str | int | float) and not isinstance(content, bool):
         return str(content)
     if not isinstance(content, list):
@@ -127,7 +127,7 @@ def complete_messages(messages: Sequence[Message], cfg: RowSettings) -> tuple[Me
     if all(m.role == "system" for m in messages):
         raise ValueError("there is only a system message; add a user message")
     if cfg.prompt_template != "{prompt}" and not users:
-        raise ValueError("data.prompt_template applies to a user message, and there is none; use the value {prompt}")
+        raise ValueError("data.prompt_template needs a user message; add one, or set data.prompt_template={prompt}")
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
     last = users[-1] if users else None
     return system + tuple(

@@ -120,8 +120,8 @@ def open_rows(
 
     Args:
         cfg: the section `data`, with `data.path` set.
-        tokenizer: folder with the tokenizer.json for prompt lengths; None: the small vocabulary has one token per
-            character.
+        tokenizer: folder of the tokenizer.json that measures prompts; None: prompts are measured in characters, for the
+            small vocabulary with one token per character.
         template: chat template of prompts; None: prompts are concatenated messages.
         vocabulary: folder of the tokenizer that is checked for unknown tokens; None: no check.
         json_answers: accept lists and objects as answers, as JSON text.
@@ -166,7 +166,7 @@ def open_rows(
         pictures=max(map(len, image_sizes)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
         roles=tuple(dict.fromkeys(tuple(m.role for m in row.messages) for row in remaining)),
-        warnings=tuple(_warnings(remaining, row_indices, removed_tokens, vocabulary, template)),
+        warnings=tuple(_find_warnings(remaining, row_indices, removed_tokens, vocabulary, template)),
     )
 
 
@@ -207,16 +207,16 @@ def _shrink_to_whole_groups(rows: Sequence[TextRow], held_out: int) -> int:
     return held_out
 
 
-def _warnings(
+def _find_warnings(
     rows: Sequence[TextRow],
-    places: IntArray,
+    row_indices: IntArray,
     removed_tokens: Collection[str],
     vocabulary: Path | None,
     template: ChatTemplate | None,
 ) -> Iterator[str]:
     matches = [
-        (place, token)
-        for place, row in zip(places.tolist(), rows, strict=True)
+        (index, token)
+        for index, row in zip(row_indices.tolist(), rows, strict=True)
         for token in removed_tokens
         if any(token in message.content for message in row.messages)
     ]
@@ -226,8 +226,8 @@ def _warnings(
         texts += [row.reference for row in checked_rows]
         yield from find_unknown_token_warnings(texts, vocabulary, template=template)
     if matches:
-        place, token = matches[0]
-        first, count = f"row {place + 1}, {token}", len({row for row, _ in matches})
+        index, token = matches[0]
+        first, count = f"row {index + 1}, {token}", len({row for row, _ in matches})
         yield f"{count} rows contain control tokens of the model, which are removed (first: {first})"
 
 
@@ -339,7 +339,7 @@ def _read_columns(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> TextR
 
 
 def _search(pattern: str, text: str, where: str) -> re.Match[str] | None:
-    """Search a pattern, possibly from an untrusted config, with a limit of CPU time in the main thread.
+    """Search for a pattern, possibly from an untrusted config, with a limit of CPU time in the main thread.
 
     Raises:
         ConfigError: the limit is exceeded.

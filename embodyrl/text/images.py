@@ -28,7 +28,7 @@ def open_image(source: Path | bytes) -> "Iterator[Image]":
     """Open an image file or its content, in one of the formats `FORMATS`.
 
     Raises:
-        ValueError: the content is not an image, or the block finds that it is damaged.
+        ValueError: the content is not an image in these formats, or is damaged.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -36,13 +36,13 @@ def open_image(source: Path | bytes) -> "Iterator[Image]":
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             yield image
     except UnidentifiedImageError as error:
-        raise ValueError(f"it is not an image in a known format ({', '.join(FORMATS)})") from error
+        raise ValueError(f"the content is not an image in a known format ({', '.join(FORMATS)})") from error
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from error
 
 
 def get_upright_size(image: "Image") -> tuple[int, int]:
-    """Return the height and width of an image when turned upright; cameras and phones store images sideways."""
+    """Return the height and width of an image when turned upright; cameras and phones may store images sideways."""
     is_rotated = image.getexif().get(_ORIENTATION, 1) in _ROTATED
     return (image.width, image.height) if is_rotated else (image.height, image.width)
 
@@ -119,10 +119,10 @@ def read_images(value: Any, folder: Path | None, where: str, max_edge: int | Non
         ConfigError: the value has another type, or a file is outside the folder.
     """
     values = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-    return tuple(LazyImage(_source(item, folder, where), where, max_edge) for item in values)
+    return tuple(LazyImage(_get_source(item, folder, where), where, max_edge) for item in values)
 
 
-def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteArray:
+def _get_source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteArray:
     if isinstance(value, LazyImage):
         return value.source
     if isinstance(value, Mapping):

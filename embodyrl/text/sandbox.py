@@ -33,13 +33,13 @@ _ESCAPE_STATEMENTS = {
     "io_uring": "call((425, 425), 1, bytes(120))",
     "userfaultfd": "call((323, 282), 1)",
     "signals to other processes": "os.kill(parent, 0)",
-    "signals by descriptors": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, parent)",
-    "signals by input": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
+    "signals through file descriptors": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, parent)",
+    "signals on input": "fcntl.fcntl(os.pipe()[0], fcntl.F_SETFL, os.O_ASYNC)",
     "memory of other processes": "open(f'/proc/{parent}/mem', 'rb')",
     "tracing": "call((101, 117), 0x4206, parent, 0, 0)",
     "limits of other processes": "resource.prlimit(parent, resource.RLIMIT_NOFILE)",
     "priorities": "os.setpriority(os.PRIO_PROCESS, parent, 19)",
-    "processors of other processes": "os.sched_setaffinity(parent, {0})",
+    "CPU affinity of other processes": "os.sched_setaffinity(parent, {0})",
     "scheduling": "os.sched_setscheduler(parent, os.SCHED_BATCH, os.sched_param(0))",
     "datagrams to local sockets": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "times of other files": "os.utime('..')",
@@ -47,21 +47,21 @@ _ESCAPE_STATEMENTS = {
     "attributes of other files": "os.setxattr('..', 'user.embodyrl', b'')",
     "names of other files": "call((294, 26), 0)",
     "locks of other files": "fcntl.flock(os.pipe()[0], fcntl.LOCK_SH)",
-    "disk beyond the size of files": "call((285, 47), os.open('file', os.O_CREAT | os.O_RDWR), 1, 0, 1 << 21)",
-    "memory of pipes": "call((278, 75), os.pipe()[1], None, 0, 0)",
-    "asynchronous input": "call((206, 0), 1, ctypes.create_string_buffer(8))",
+    "disk space beyond the size of files": "call((285, 47), os.open('file', os.O_CREAT | os.O_RDWR), 1, 0, 1 << 21)",
+    "pages of pipes": "call((278, 75), os.pipe()[1], None, 0, 0)",
+    "asynchronous I/O": "call((206, 0), 1, ctypes.create_string_buffer(8))",
     "timers": "call((222, 107), 1, None, ctypes.create_string_buffer(8))",
     "System V memory": "call((31, 195), 0, 3, ctypes.create_string_buffer(256))",
     "System V semaphores": "call((66, 191), 0, 0, 3, ctypes.create_string_buffer(256))",
     "System V queues": "call((71, 187), 0, 3, ctypes.create_string_buffer(256))",
-    "disk reserved by ioctl": "fcntl.ioctl(os.open('file', os.O_CREAT | os.O_RDWR), 0x4030582A, "
+    "disk space reserved by ioctl": "fcntl.ioctl(os.open('file', os.O_CREAT | os.O_RDWR), 0x4030582A, "
     "bytes(16) + (1 << 21).to_bytes(8, 'little') + bytes(24))",
     "lengths of other files": "open('file', 'w').close(); os.truncate('file', 0)",
     "contents of readable files": "os.open('file', os.O_CREAT | os.O_TRUNC)",
     "contents of other files": "os.open('file', os.O_CREAT | os.O_TRUNC | 3)",
-    "files in flight": "a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
-    "memory of Landlock": "call((444, 444), None, 0, 1)",
-    "the time after its sandbox": "call((157, 167), 1, 0)",
+    "files sent through sockets": "a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
+    "Landlock rules": "call((444, 444), None, 0, 1)",
+    "processes that outlive the sandbox": "call((157, 167), 1, 0)",
 }
 """Statements that try to reach a resource outside the sandbox, by resource."""
 _ESCAPE_PRELUDE = """
@@ -178,7 +178,7 @@ def _execute(
     readable = [str(path) for path in _list_readable_paths() if path.exists()]
     request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
     request |= {"seconds": seconds_per_test, "readable": readable}
-    lifeline, write_end = os.pipe()  # its other end closes with this process, however that ends
+    lifeline, write_end = os.pipe()  # the write end closes when this process ends for any reason
     with tempfile.TemporaryFile("w+", encoding="utf-8") as tests_file:
         json.dump([test if isinstance(test, str) else dict(test) for test in tests], tests_file)
         tests_file.seek(0)
@@ -186,11 +186,11 @@ def _execute(
         try:
             process = subprocess.run(
                 [*command, str(lifeline), str(tests_file.fileno())],
-                env={"OPENBLAS_NUM_THREADS": "1"},  # numpy fails where it may start no thread
+                env={"OPENBLAS_NUM_THREADS": "1"},  # numpy fails if it cannot start threads
                 input=json.dumps(request | {"deadline": time.monotonic() + seconds}),
                 capture_output=True,
                 text=True,
-                start_new_session=True,  # it outlives a signal to this group, and removes the folder
+                start_new_session=True,  # survives a signal to this process group, to remove the folder
                 pass_fds=[lifeline, tests_file.fileno()],
                 timeout=seconds + _GRACE_S,
                 check=False,
@@ -226,7 +226,7 @@ def probe_sandbox() -> Finding:
     user = "as a separate user" if os.getuid() == 0 else "as you"
     succeeded, output = run_python(build_escape_program(), seconds=SECONDS)
     reached = output.splitlines() if succeeded else [f"an unknown part of the system: the check failed with {output!r}"]
-    access = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
+    access = f"reaching {', '.join(reached)}" if reached else "no network, only its own files, no other process"
     if _get_bubblewrap_command():
         text = f"bubblewrap (no network, only libraries readable) and limits, {access}, {user}"
         return Finding("sandbox", "ok", text)

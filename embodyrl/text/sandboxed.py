@@ -40,7 +40,7 @@ _DENIED = {
         0xC000003E,
         *(41, 29, 64, 68, 240),  # socket, shmget, semget, msgget, mq_open: a network, memory that outlives its process
         *(319, 447, 248, 249, 250),  # memfd_create, memfd_secret, add_key, request_key, keyctl: memory beyond the limit
-        # kill and its kin, ptrace, process_vm_*: other programs
+        # kill and related calls, ptrace, process_vm_*: other programs
         *(62, 200, 234, 129, 297, 424, 101, 310, 311),
         *(83, 258, 90, 91, 268, 452),  # mkdir, mkdirat: trees too deep to remove; chmod, fchmod, fchmodat, fchmodat2
         *(272, 308, 165, 430, 425, 323, 321, 298),  # unshare, setns, mount, fsopen, io_uring, userfaultfd, bpf, perf
@@ -49,13 +49,13 @@ _DENIED = {
         # pidfd_open, pidfd_getfd, process_madvise, _mrelease, migrate_, move_pages
         *(434, 438, 440, 448, 256, 279),
         *(42, 49, 285, 275, 276, 278),  # connect, bind, fallocate, splice, tee, vmsplice: sockets, disk, memory
-        # utime, utimes, futimesat, utimensat, chown and its kin, set and remove xattr, file_setattr: files of others
+        # utime, utimes, futimesat, utimensat, chown and related calls, set and remove xattr, file_setattr: other files
         *(132, 235, 261, 280, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 463, 466, 469),
         # inotify_init, _init1, fanotify_init; io_setup, flock, timer_create: names and resources of all processes
         *(253, 294, 300, 206, 73, 222),
-        # other calls of System V memory, semaphores and queues, which find those of others; mq_unlink
+        # other calls of System V memory, semaphores and queues, which find those of other processes; mq_unlink
         *(30, 31, 67, 65, 66, 220, 69, 70, 71, 241),
-        # truncate, openat2: contents of others before Linux 6.2; sendmsg, sendmmsg: files in flight; Landlock's memory
+        # truncate, openat2: other files before Linux 6.2; sendmsg, sendmmsg: files through sockets; Landlock's memory
         *(76, 437, 46, 307, 444, 445, 446),
     ),
     "aarch64": (
@@ -174,7 +174,7 @@ def _run_test(
     programs: socket.socket,
     lifeline: int,
 ) -> tuple[bool, str]:
-    """Run a test in a process that is connected to the program; return success, and why the test is refused or ""."""
+    """Run a test in a process that is connected to the program; return success, and the reason of a rejection or ""."""
     stdin, stdout, stderr = files
     request_read, request_write = os.pipe()
     reply_read, reply_write = os.pipe()
@@ -204,7 +204,7 @@ def _run_test(
 def _request_program(programs: socket.socket, folder: str, files: list[int]) -> None:
     """Start the program in a new folder `folder`; its file descriptors 0, 1, ... are `files`.
 
-    A program with more than three descriptors serves a test by the other two.
+    A program with more than three descriptors serves a test through the other two.
     """
     message = {"place": folder, "owner": _assign_user(folder), "serves": len(files) > 3}
     socket.send_fds(programs, [json.dumps(message).encode()], files)
@@ -258,7 +258,7 @@ def _fork(request: dict[str, Any], folder: str, owner: int | None, files: list[i
 
 
 def _assign_user(folder: str) -> int | None:
-    """Make a folder and, as root, an unused user id its owner; return the user id."""
+    """Create a folder. As root, make an unused user id its owner and return this id; otherwise return None."""
     os.makedirs(folder, exist_ok=True)
     if os.getuid() != 0:
         return None
@@ -272,13 +272,13 @@ def _assign_user(folder: str) -> int | None:
 
 
 def _wait(descriptor: int, lifeline: int, end: float, folder: str) -> tuple[bool, str]:
-    """Wait until `descriptor` is readable or `end`; return True if it is readable, and the exceeded limit or ""."""
+    """Wait until `descriptor` is readable or the time `end`; return (is readable, exceeded limit or "")."""
     while (remaining := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(folder)) > FILES:
             return False, f"more than {FILES} files"
         ready, _, _ = select.select([descriptor, lifeline], [], [], min(remaining, _POLL_S))
         if lifeline in ready:
-            sys.exit("the requesting process is gone")
+            sys.exit("the requesting process exited")
         if ready:
             return True, ""
     return False, ""
@@ -328,7 +328,7 @@ def _confine(request: dict[str, Any], folder: str, owner: int | None, files: lis
     _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
     is_restricted = _restrict_files(request["readable"])
-    if owner is not None:  # the kernel counts no processes of root
+    if owner is not None:  # the limit of processes does not apply to root
         os.fchown(0, owner, owner)  # for programs that open /dev/stdin
         # The order matters, because a process without root rights cannot change its groups.
         os.setgroups([])

@@ -59,7 +59,7 @@ class Link(Values):
 
     def send(self, message):
         """Write one message, including the content of changed containers."""
-        message["news"] = self.collect_updates()
+        message["updates"] = self.collect_updates()
         self._out.write(json.dumps(message).encode("ascii") + b"\n")
         self._out.flush()
 
@@ -69,7 +69,7 @@ class Link(Values):
         if not line.endswith(b"\n"):
             raise EOFError("The other process exited, or sent a message that is too long.")
         message = json.loads(line)
-        self.apply_updates(*message["news"])
+        self.apply_updates(*message["updates"])
         return message
 
     def request(self, operation, *parts, **kwargs):
@@ -117,7 +117,7 @@ class Link(Values):
         return kind
 
     def get_known(self, number):
-        """Return an object of both processes; it is a result of the program, even if the test created it."""
+        """Return an object of both processes, which then counts as a result of the program."""
         self._created.discard(number)
         value = super().get_known(number)
         return self.check_class(value) if issubclass(type(value), type) else value
@@ -142,7 +142,7 @@ class Link(Values):
         if name == "iter" and hasattr(type(target), "__len__") and not is_created:
             items = [*result]
             if len(items) != len(target):
-                self.reject("iterates over an object of the program whose length is another")
+                self.reject("iterates over an object of the program whose number of items is not its length")
             return iter(items)
         if is_operator and numbers & self._mixed:
             self._require_object(result, name)

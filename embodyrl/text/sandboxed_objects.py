@@ -15,7 +15,7 @@ BASES = {
 """Functions that convert an object to its plain value, by immutable base class of the object."""
 DATA = {kind.__name__: kind for kind in (list, dict, set, bytearray, collections.deque)}
 KINDS = DATA | {kind.__name__: kind for kind in (types.GeneratorType, types.FunctionType, types.AsyncGeneratorType)}
-"""Types of which objects of the other process may be instances, by name."""
+"""Types that proxies report as their `__class__`, by name."""
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 BINARY = {prefix + name for name in _ARITHMETIC.split() for prefix in ("", "r", "i")}
@@ -26,7 +26,7 @@ _OTHER_METHODS = (
     "aiter anext aenter aexit instancecheck subclasscheck dir hash"
 )
 SPECIAL = (*_OTHER_METHODS.split(), *UNARY, *COMPARISONS, *sorted(BINARY), *NUMBERS)
-"""Special methods that are forwarded if the class of the object defines them, without underscores."""
+"""Names, without underscores, of the special methods that are forwarded if the class of the object defines them."""
 _READABLE = {
     f"__{name}__" for name in ("name", "qualname", "dict", "members", "mro", "bases", "annotations", "wrapped")
 }
@@ -139,11 +139,13 @@ def _make_forwarder(name):
 
 
 @functools.cache
-def proxy_class(special, kind, fields):
+def build_proxy_class(special, kind, fields):
     """Return a proxy class for objects of the type `kind`.
 
-    `special`: names of special methods without underscores; `fields`: names of dataclass fields, empty for other types.
-    The names are separated by spaces.
+    Args:
+        special: names of special methods without underscores, separated by spaces.
+        kind: name of the type.
+        fields: names of dataclass fields, separated by spaces; empty for other types.
     """
     base = next((base for base in BASES if base.__name__ == kind), None)
     bases = (CopiedValue, base) if base else (_Awaitable if kind == "coroutine" else Remote,)

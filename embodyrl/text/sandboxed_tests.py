@@ -85,7 +85,7 @@ def find_problems(source):
     return reasons
 
 
-def program_names(source):
+def find_program_names(source):
     """Return the names that a test uses and does not define; none if the test is invalid."""
     try:
         analysis = _Analysis(ast.parse(source))
@@ -125,7 +125,7 @@ class _Analysis:
             name
             for node in nodes
             if self._calls_program(node)
-            for arg in _arguments(node)
+            for arg in _get_arguments(node)
             for name in _get_loaded_names(arg)
         }
         assignments = [pair for node in nodes if isinstance(node, _ASSIGNMENTS) for pair in _get_assignments(node)]
@@ -145,12 +145,12 @@ class _Analysis:
         """Return True for a call of a function or method of the program, directly or through a parameter or result."""
         if not isinstance(node, ast.Call):
             return False
-        names = {_get_root_name(node.func), *(arg.id for arg in _arguments(node) if isinstance(arg, ast.Name))}
+        names = {_get_root_name(node.func), *(arg.id for arg in _get_arguments(node) if isinstance(arg, ast.Name))}
         if _get_root_name(node.func) in self.results | self.parameters - {"self"}:
             return True
         if isinstance(root := _get_root(node.func), ast.Lambda | ast.IfExp | ast.Dict) and self.has_result([root]):
             return True
-        if any(isinstance(arg, ast.Lambda) and self.has_result([arg.body]) for arg in _arguments(node)):
+        if any(isinstance(arg, ast.Lambda) and self.has_result([arg.body]) for arg in _get_arguments(node)):
             return True
         # `map(f, x)` calls the program, too.
         return any(
@@ -181,8 +181,8 @@ class _Analysis:
         """
         names, comparisons = set(), [*self._find_comparisons()]
         for name in self.passed - self.results:
-            derived = _closure(name, self._edges) - self.results
-            derived |= _closure(name, [(stored, loaded) for loaded, stored in self._edges])
+            derived = _get_closure(name, self._edges) - self.results
+            derived |= _get_closure(name, [(stored, loaded) for loaded, stored in self._edges])
             for parts in comparisons:
                 if any(
                     derived & self._names_outside_calls(part)
@@ -198,7 +198,7 @@ class _Analysis:
             if isinstance(node, ast.Compare) and not all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
                 yield [node.left, *node.comparators]
             if isinstance(node, ast.Call) and ast.unparse(node.func) not in _NEUTRAL and not self._calls_program(node):
-                yield [node.func, *_arguments(node)]
+                yield [node.func, *_get_arguments(node)]
 
     def _names_outside_calls(self, node):
         """Return the names that a node loads, except names in arguments of calls of the program."""
@@ -225,8 +225,8 @@ def _get_root_name(node):
     return root.id if isinstance(root, ast.Name) else ""
 
 
-def _closure(name, edges):
-    """Return the names that can be reached from a name by edges between sets of names."""
+def _get_closure(name, edges):
+    """Return the names that are reachable from a name through edges between sets of names."""
     reached, size = {name}, 0
     while len(reached) != size:
         size = len(reached)
@@ -258,7 +258,7 @@ def _get_stored_names(target):
     return names | {_get_root_name(part) for part in parts if isinstance(part, ast.Subscript | ast.Attribute)}
 
 
-def _arguments(call):
+def _get_arguments(call):
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
@@ -279,14 +279,16 @@ class _TestTransformer(ast.NodeTransformer):
         analysis, left = self._test, node.left
         if isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and isinstance(node.ops[0], ast.Eq):
             name = left.func.id
-            is_test_name = name in analysis.defined | analysis.parameters or analysis.may_be_result(_arguments(left))
+            is_test_name = name in analysis.defined | analysis.parameters or analysis.may_be_result(
+                _get_arguments(left)
+            )
             if hasattr(builtins, name) and not is_test_name:
                 left.func.id = _TESTED + name
         return self.generic_visit(node)
 
     def visit_Call(self, node):
         calls = self._test._calls_program(node)
-        applied = self._test.may_be_result(_arguments(node))
+        applied = self._test.may_be_result(_get_arguments(node))
         self.generic_visit(node)
         function = node.func
         if isinstance(function, ast.Name | ast.Attribute) and applied:
@@ -399,7 +401,7 @@ def _copy(value):
 
 
 def run_test(source, incoming, outgoing):
-    """Run a test against the program in the other process; return the reason why the test is refused, or "".
+    """Run a test against the program in the other process; return the reason if the test is rejected, else "".
 
     Raises:
         Exception: the test fails.

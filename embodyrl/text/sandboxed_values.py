@@ -19,7 +19,15 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from embodyrl.text.sandboxed_objects import BASES, KINDS, SPECIAL, RemoteException, get_number, is_remote, proxy_class
+from embodyrl.text.sandboxed_objects import (
+    BASES,
+    KINDS,
+    SPECIAL,
+    RemoteException,
+    build_proxy_class,
+    get_number,
+    is_remote,
+)
 
 _TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
     **{kind.__name__: (kind, kind) for kind in (fractions.Fraction, decimal.Decimal, uuid.UUID)},
@@ -44,7 +52,7 @@ def _is_shared(kind):
     return kind in _SHARED or (kind.__name__ == "ndarray" and kind.__module__ == "numpy")
 
 
-def _array(items, dtype, shape):
+def _build_array(items, dtype, shape):
     numpy = importlib.import_module("numpy")
     result = numpy.empty(len(items), dtype)
     result[:] = items
@@ -141,7 +149,7 @@ class Values:
             raise TypeError(f"A {kind.__name__} cannot become a {name}.")
         items: Any = self._unpack_pairs(items) if kind in _PAIRS else self._unpack_all(items)
         if name == "ndarray":
-            container[...] = _array(items, *more)
+            container[...] = _build_array(items, *more)
         elif kind in (list, bytearray, array.array):
             container[:] = array.array(more[0], items) if kind is array.array else items
         else:
@@ -226,7 +234,7 @@ class Values:
         if name in ("there", "ref", "here", "own", "error", "exception") and not is_new:
             return self.get_known(parts[0])
         if name in ("here", "own"):
-            kind = proxy_class(*parts[1:4])
+            kind = build_proxy_class(*parts[1:4])
             instance = kind(self.unpack(parts[4])) if name == "own" else object.__new__(kind)
             object.__setattr__(instance, "_link", self)
             object.__setattr__(instance, "_number", parts[0])
@@ -244,7 +252,7 @@ class Values:
         if name in _TEXTS:
             return _TEXTS[name][1](parts[0])
         if name == "numpy":
-            return _array(self._unpack_all(parts[0]), *parts[1:])[()]
+            return _build_array(self._unpack_all(parts[0]), *parts[1:])[()]
         if name in ("int", "bytes"):
             return int(parts[0], 16) if name == "int" else bytes.fromhex(parts[0])
         return _CONSTANTS[parts[0]] if name == "constant" else _PARTS[name][0](*self._unpack_all(parts))

@@ -61,10 +61,10 @@ class RowSettings(DataSettings):
     )
     """Template of each prompt; {prompt} is replaced by the text of the prompt column, or of the last user message."""
     system_prompt: str | None = None
-    """System message that precedes each prompt; rows with a system message of their own are rejected."""
+    """System message that precedes each prompt; rows that contain a system message are rejected."""
     image_key: str | None = None
     """Column of images for model=vision_lm: one image or a list, as files in the data folder or as bytes.
-    `<image>` marks the position of an image in the prompt; without marks, the images come first."""
+    `<image>` marks the position of an image in the prompt; without <image>, the images come first."""
     max_image_edge: Count | None = None
     """Maximum length of the longer image edge in pixels; larger images are scaled down. Memory for the largest image is
     reserved in each sample."""

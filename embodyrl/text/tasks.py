@@ -42,12 +42,12 @@ def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow
 
 def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `cab=` with the answer cab."""
-    return _build_rows(_word_task(letters, size, lambda word: word), rows, seed)
+    return _build_rows(_build_word_task(letters, size, lambda word: word), rows, seed)
 
 
 def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `1234=` with the answer 4321."""
-    return _build_rows(_word_task(letters, size, lambda word: word[::-1]), rows, seed)
+    return _build_rows(_build_word_task(letters, size, lambda word: word[::-1]), rows, seed)
 
 
 def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
@@ -84,7 +84,7 @@ def colour(
 ) -> list[TextRow]:
     """Return rows with an image of a colored square; the answer is the color.
 
-    `shuffled`: as a control, choose the color of the square independently of the answer.
+    If `shuffled`, the color of the square is independent of the answer (control experiment).
     """
 
     def draw(rng: random.Random) -> TextRow:
@@ -99,7 +99,7 @@ def colour(
     return [draw(random.Random(f"{seed}/{row}")) for row in range(rows)]
 
 
-def _word_task(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
+def _build_word_task(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
     def draw(rng: random.Random) -> tuple[str, str]:
         word = "".join(rng.choice(letters) for _ in range(size))
         return f"{word}=", answer(word)

@@ -18,7 +18,7 @@ def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[Tex
     examples: list[Message] = []
     for a, b in _select_examples(_SUMS, shown):
         text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"
-        examples += [_user_message(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
+        examples += [_build_user_message(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
     return build_pair_rows(range(largest + 1), "+", seed, examples=examples, excluded=_SUMS)
 
 
@@ -27,9 +27,9 @@ def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
     examples: list[Message] = []
     for a, b in _select_examples(_PRODUCTS, shown):
         examples += [
-            _user_message(f"What is {a} * {b}?"),
-            *_calculator_call(a, b),
-            Message(role="assistant", content=_conclusion(a, b)),
+            _build_user_message(f"What is {a} * {b}?"),
+            *_build_calculator_call(a, b),
+            Message(role="assistant", content=_format_conclusion(a, b)),
         ]
     return build_pair_rows(range(10, 100), "*", seed, examples=examples, excluded=_PRODUCTS)
 
@@ -43,9 +43,9 @@ def calculator_dialogues(*, seed: int = 0) -> list[TextRow]:
     rows: list[TextRow] = []
     for row in calculator_products(shown=0, seed=seed):
         a, b = map(int, re.findall(r"[0-9]+", row.messages[-1].content))
-        call = _calculator_call(a, b)
+        call = _build_calculator_call(a, b)
         rows.append(TextRow(messages=row.messages, reference=call[0].content, group=row.group))
-        rows.append(TextRow(messages=(*row.messages, *call), reference=_conclusion(a, b), group=row.group))
+        rows.append(TextRow(messages=(*row.messages, *call), reference=_format_conclusion(a, b), group=row.group))
     return rows
 
 
@@ -62,14 +62,14 @@ def _select_examples(examples: Sequence[tuple[int, int]], shown: int) -> Sequenc
     return examples[:shown]
 
 
-def _calculator_call(a: int, b: int) -> tuple[Message, Message]:
+def _build_calculator_call(a: int, b: int) -> tuple[Message, Message]:
     """Return the messages of a calculator call and its result."""
     return Message(role="assistant", content=f"?{a}*{b}"), Message(role="tool", content=str(a * b))
 
 
-def _conclusion(a: int, b: int) -> str:
+def _format_conclusion(a: int, b: int) -> str:
     return f"{a} * {b} = {a * b}"
 
 
-def _user_message(text: str) -> Message:
+def _build_user_message(text: str) -> Message:
     return Message(role="user", content=text)

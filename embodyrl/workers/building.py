@@ -45,7 +45,7 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
 def casts_to_bfloat16(init: PolicyHostInit, policy: Policy) -> bool:
     """Return True if storing frozen float32 weights in the compute precision does not change results.
 
-    Models with adapters or steering store them in half precision already; trained weights stay in float32.
+    Models with adapters or steering already store frozen weights in half precision; trained weights stay in float32.
     """
     return init.model.uses_bf16 and not init.model.trains_adapters and not policy.spec.steering
 

@@ -36,7 +36,7 @@ class EnvWorkerInit(WorkerInit):
 
 
 class EnvWorker:
-    """Env worker: runs environments 0 to num_envs-1 of one environment in this process."""
+    """Env worker: runs the parallel environments 0 to num_envs - 1 in this process."""
 
     def __init__(self, init: EnvWorkerInit) -> None:
         self._init = init
@@ -99,7 +99,7 @@ class EnvWorker:
             arena[name][records, :length] = getattr(result, name)
         self._reward_errors = result.reward_errors
         arena[Record.components][records] = 0 if result.components is None else result.components
-        # Also for episodes that have just ended: a truncated one is bootstrapped from its final observation.
+        # Also for episodes that have just ended: a truncated episode is bootstrapped from its final observation.
         self._observe(env_indices, request.targets)
         ended = [env_index for env_index, done in zip(env_indices, result.done, strict=True) if done]
         return [self._recordings.end(env_index) for env_index in ended if env_index in self._recordings.env_indices]

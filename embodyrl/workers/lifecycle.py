@@ -237,7 +237,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def log_tail(path: Path, lines: int = 15) -> str:
+def read_log_tail(path: Path, lines: int = 15) -> str:
     """Return the last lines of a worker's log."""
     if not path.exists():
         return ""

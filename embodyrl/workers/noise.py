@@ -10,7 +10,7 @@ import numpy.typing as npt
 from embodyrl.types import FloatArray
 
 
-def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: int) -> FloatArray:
+def generate_token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: int) -> FloatArray:
     """Return uniform random numbers [B, L] in [0, 1) for episode noise seeds [B] and chunk indices [B].
 
     Philox 4x64-10 is counter-based (Salmon et al. 2011): the episode is the key and the chunk the counter, so the noise

@@ -1,6 +1,6 @@
-"""Policy process with one copy of the weights: rollout worker, learner, or both on one module.
+"""Policy process with one copy of the weights, for inference, training, or both.
 
-The rollout worker reads observations in place and writes actions, log-probabilities and values into the same records.
+Inference reads observations in shared memory and writes actions, log-probabilities and values into the same records.
 """
 
 import time
@@ -44,7 +44,7 @@ from embodyrl.specs import GripperConvention, convert_gripper
 from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray
 from embodyrl.workers.building import build_learner, build_policy, casts_to_bfloat16, open_ranks
 from embodyrl.workers.lifecycle import PolicyHostInit
-from embodyrl.workers.noise import token_noise
+from embodyrl.workers.noise import generate_token_noise
 from embodyrl.workers.weights import describe_weights, load_bucket, publish
 
 
@@ -105,7 +105,7 @@ class PolicyHost:
 
     def _execute(self, request: Request) -> dict[str, float] | None:
         """Execute a request; return metrics, or None if the update is not finished."""
-        # Free the engine's GPU memory for scoring and training until the next inference.
+        # Free the engine's GPU memory for log-probabilities and training until the next inference.
         if isinstance(request, ScoreRequest | UpdateRequest) and isinstance(self.policy, HasEngine):
             self.policy.free_engine_memory()
         match request:
@@ -222,7 +222,7 @@ class PolicyInference:
         rows = _get_batch_rows(request.rows, request.padded_size, len(records))
         noise = None
         if not request.greedy:
-            noise = token_noise(request.noise_seeds, request.chunk_indices, policy.spec.tokens_per_chunk)
+            noise = generate_token_noise(request.noise_seeds, request.chunk_indices, policy.spec.tokens_per_chunk)
             noise = _pad(noise, rows, request.padded_size)
         # Padding rows are copies of a real observation, so they are numerically harmless.
         observation = read_observation(arena, _pad(records, rows, request.padded_size))
@@ -262,7 +262,7 @@ class PolicyInference:
             arena[Record.top][records] = np.stack([encode_reply(output.top[row], width) for row in rows])
 
     def _continue_chunks(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
-        """Write the next action of environments with a running chunk; return request and env steps of the others."""
+        """Write the next action of environments with a running chunk; return request and env steps of other rows."""
         remaining: list[int] = []
         entries = zip(request.rows, request.noise_seeds, request.chunk_indices, strict=True)
         for index, (row, seed, step) in enumerate(entries):
@@ -281,7 +281,7 @@ class PolicyInference:
             name: np.asarray(getattr(request, name))[remaining] for name in ("record_refs", "noise_seeds", "rows")
         }
         steps = np.asarray(request.chunk_indices)[remaining]
-        # The noise of a chunk is that of an evaluation, which counts chunks.
+        # The noise depends on the index of the chunk, as in an evaluation.
         return replace(request, chunk_indices=steps // self._steps_per_chunk, **selected), steps
 
     def values(self, request: ValueRequest) -> None:

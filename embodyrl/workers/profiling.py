@@ -59,7 +59,10 @@ class Profiler:
         if self._sampler is None:
             return
         events, self._sampler = self._sampler.end(), None
-        events += [_metadata("process_name", 0, self._name), _metadata("thread_name", 0, "Python stack")]
+        events += [
+            _build_metadata_event("process_name", 0, self._name),
+            _build_metadata_event("thread_name", 0, "Python stack"),
+        ]
         if self._torch is not None:
             self._torch.stop()
             self._torch.export_chrome_trace(str(self._file))
@@ -68,7 +71,7 @@ class Profiler:
         write_atomically(self._file, json.dumps(events))
 
 
-def _metadata(name: str, tid: int, value: str) -> dict[str, Any]:
+def _build_metadata_event(name: str, tid: int, value: str) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": os.getpid(), "tid": tid, "args": {"name": value}}
 
 

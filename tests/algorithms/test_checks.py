@@ -63,7 +63,7 @@ def test_unknown_estimator_or_loss_is_an_error(adv_type: str, loss_type: str, me
         ({"group_size": 1}, "algorithm.group_size=1"),
         ({"reward_scale": 0.0}, "set kl_beta above 0"),
         pytest.param(
-            {"adv_type": "gdpo", "truncated_episodes": "zero_reward"}, "credits each part of the reward separately"
+            {"adv_type": "gdpo", "truncated_episodes": "zero_reward"}, "normalizes each reward component separately"
         ),
         ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is for the loss only"),
         (

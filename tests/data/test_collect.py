@@ -28,7 +28,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import POLICIES
 from embodyrl.scheduler.start import build_policy_init
 from embodyrl.types import Observation, PolicySpec
-from embodyrl.workers.noise import token_noise
+from embodyrl.workers.noise import generate_token_noise
 
 TASKS = "env.kwargs.tasks=2"
 POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)
@@ -213,7 +213,7 @@ def test_collect_executes_whole_chunks(tmp_path: Path) -> None:
     demos = load_demonstrations(tmp_path / "demos")
     specs = sorted(plan.episodes, key=lambda spec: spec.episode_id)
     for start, spec in zip(demos.start, specs, strict=True):
-        noise = token_noise([spec.noise_seed] * 3, range(3), policy.spec.tokens_per_chunk)
+        noise = generate_token_noise([spec.noise_seed] * 3, range(3), policy.spec.tokens_per_chunk)
         chosen = policy.act(nothing, noise=noise).actions.reshape(12, -1)
         np.testing.assert_array_equal(demos.action[start : start + 10, :6], chosen[:10, :6])  # the gripper is converted
 

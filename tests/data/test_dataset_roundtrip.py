@@ -19,7 +19,7 @@ from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor, Card, Demonstration
 from embodyrl.data.reader import join_demonstrations, load_demonstrations
-from embodyrl.data.statistics import QUANTILES, image_stats, pixel_counts, vector_stats
+from embodyrl.data.statistics import QUANTILES, compute_image_stats, compute_vector_stats, count_pixels
 from embodyrl.data.tables import read_episodes
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import EmbodyError
@@ -231,10 +231,10 @@ def test_statistics_cover_all_written_frames(tmp_path: Path) -> None:
     once, twice = (flatten(json.loads((tmp_path / name / "meta/stats.json").read_text())) for name in ("once", "twice"))
     assert once.keys() == twice.keys()
     assert all(np.allclose(once[key], twice[key]) for key in once)
-    ramp = vector_stats(np.arange(101))
+    ramp = compute_vector_stats(np.arange(101))
     assert {name: float(ramp[name][0]) for name in QUANTILES} == {"q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99}
     two = np.array([0, 200], np.uint8).reshape(2, 1, 1, 1).repeat(3, axis=3)
-    assert image_stats(pixel_counts(two), 2)["q50"].ravel().tolist() == pytest.approx([100 / 255] * 3)
+    assert compute_image_stats(count_pixels(two), 2)["q50"].ravel().tolist() == pytest.approx([100 / 255] * 3)
 
 
 def test_image_statistics_cover_every_pixel_of_every_frame(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda r: (r / "meta/tasks.parquet").unlink(), "tasks.parquet is missing"),
         (
             lambda r: cut_picture(r, 9),
-            r"episode 1, step 3: 'observation.images.wrist': The frame cannot be decoded: it is not an image",
+            r"episode 1, step 3: 'observation.images.wrist': The frame cannot be decoded: the content is not an image",
         ),
         (
             lambda r: edit_info(

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from embodyrl.data import frames
-from embodyrl.data.frames import decode_mp4, decode_png, encode_mp4, encode_png, frame_times
+from embodyrl.data.frames import decode_mp4, decode_png, encode_mp4, encode_png, read_frame_times
 from embodyrl.errors import EmbodyError
 
 DECLARED = np.zeros((8, 8, 3), np.uint8)
@@ -59,13 +59,13 @@ def test_common_image_formats_are_read(kind):
 
 def test_video_of_wrong_size_is_rejected_after_reading_its_header(tmp_path: Path):
     encode_mp4([np.zeros((4, 48, 64, 3), np.uint8)], 10.0, tmp_path / "a.mp4")
-    np.testing.assert_allclose(frame_times(tmp_path / "a.mp4", (48, 64)), [0.0, 0.1, 0.2, 0.3])
+    np.testing.assert_allclose(read_frame_times(tmp_path / "a.mp4", (48, 64)), [0.0, 0.1, 0.2, 0.3])
     with pytest.raises(EmbodyError, match=r"frames of 48x64, but the data set declares 64x48"):
-        frame_times(tmp_path / "a.mp4", (64, 48))
+        read_frame_times(tmp_path / "a.mp4", (64, 48))
     (tmp_path / "b.mp4").write_bytes((tmp_path / "a.mp4").read_bytes()[:200])
     for name, reason in (("b.mp4", "cannot be read"), ("c.mp4", "is missing")):
         with pytest.raises(EmbodyError, match=reason):
-            frame_times(tmp_path / name, (48, 64))
+            read_frame_times(tmp_path / name, (48, 64))
 
 
 def test_video_is_not_decoded_beyond_its_declared_frames(tmp_path: Path):
@@ -82,7 +82,7 @@ def test_video_is_not_decoded_beyond_its_declared_frames(tmp_path: Path):
 def test_videos_of_any_size_round_trip(tmp_path: Path, size: tuple[int, int]):
     images = np.linspace(0, 250, 3 * size[0] * size[1] * 3).reshape(3, *size, 3).astype(np.uint8)
     encode_mp4([images], 10.0, tmp_path / "a.mp4")
-    assert len(frame_times(tmp_path / "a.mp4", size)) == 3
+    assert len(read_frame_times(tmp_path / "a.mp4", size)) == 3
     outs = np.zeros_like(images)
     decode_mp4(tmp_path / "a.mp4", np.arange(3), [*outs])
     assert np.abs(outs.astype(int) - images).mean() < 4
@@ -113,7 +113,7 @@ def test_video_file_cannot_reference_other_files(tmp_path: Path, content: str):
     for named in (str(tmp_path / "own.mp4"), "../own.mp4", f"file://{tmp_path}/own.mp4", "link.mp4"):
         path.write_text(content.format(file=named))
         with pytest.raises(EmbodyError, match="cannot be"):
-            frame_times(path, (48, 64))
+            read_frame_times(path, (48, 64))
         with pytest.raises(EmbodyError, match="cannot be decoded"):
             decode_mp4(path, np.arange(4), [*images])
 
@@ -122,9 +122,9 @@ def test_number_of_frames_of_a_video_is_limited(tmp_path: Path, monkeypatch: pyt
     encode_mp4([np.zeros((50, 16, 16, 3), np.uint8)], 10.0, tmp_path / "a.mp4")
     monkeypatch.setattr(frames, "_MAX_FRAMES", 50)
     with pytest.raises(EmbodyError, match="has 50 frames or more"):
-        frame_times(tmp_path / "a.mp4", (16, 16))
+        read_frame_times(tmp_path / "a.mp4", (16, 16))
     monkeypatch.setattr(frames, "_MAX_FRAMES", 51)
-    assert len(frame_times(tmp_path / "a.mp4", (16, 16))) == 50
+    assert len(read_frame_times(tmp_path / "a.mp4", (16, 16))) == 50
 
 
 @pytest.mark.integration

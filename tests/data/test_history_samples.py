@@ -13,7 +13,7 @@ from demos import ENV, demonstration
 from lerobot_sets import numbers, write_set
 
 from embodyrl.cli.main import main
-from embodyrl.data.augment import augment, draw_samples
+from embodyrl.data.augment import augment, sample_augmentations
 from embodyrl.data.cards import read_card
 from embodyrl.data.layout import Card
 from embodyrl.data.writer import DatasetWriter
@@ -30,13 +30,13 @@ def test_all_steps_of_a_history_are_augmented_equally(cameras: int) -> None:
     samples, steps = 6, 3
     images = np.random.default_rng(0).integers(0, 256, (samples, cameras, 32, 32, 3), np.uint8)
     history = np.concatenate([images] * steps, axis=1)
-    draws = draw_samples((7, 8), samples, 4, steps * cameras, steps)
+    draws = sample_augmentations((7, 8), samples, 4, steps * cameras, steps)
     assert draws.shape == (6, samples, steps * cameras)
     changed = augment(history, draws, torch.device("cpu")).reshape(samples, steps, cameras, 32, 32, 3)
     for step in range(1, steps):
         np.testing.assert_array_equal(changed[:, step], changed[:, 0])
     assert len(draws[0].unique()) == samples * cameras
-    assert len(draw_samples((7, 8), samples, 4, steps * cameras, 1)[0].unique()) == samples * cameras * steps
+    assert len(sample_augmentations((7, 8), samples, 4, steps * cameras, 1)[0].unique()) == samples * cameras * steps
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from text_runs import ASKING
 from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
+from embodyrl.channels.layout import Record, build_record_layout, encode_instruction, encode_reply
 from embodyrl.channels.messages import ImitateRequest
 from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_setup import load_inputs
@@ -22,7 +22,7 @@ from embodyrl.data.reader import Demonstrations
 from embodyrl.data.settings import Objective, ObjectiveSettings
 from embodyrl.envs.learned_reward import LearnedReward
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.learners.imitation import ImitationLearner, preference_loss
+from embodyrl.learners.imitation import ImitationLearner, compute_preference_loss
 from embodyrl.learners.settings import ActorSettings, OptimSettings
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
@@ -66,7 +66,7 @@ def test_dpo_matches_trl(tmp_path: Path, micro: int, budget: int | None, forward
     other = factory.build(tiny(), PolicyRequest(env=ASKING, device="cpu", seed=4))
     (tmp_path / "reference").mkdir()
     other.save(tmp_path / "reference")
-    arena = Arena.create(record_layout(ASKING, factory.spec(tiny(), ASKING, 0)), len(PAIRS))
+    arena = Arena.create(build_record_layout(ASKING, factory.spec(tiny(), ASKING, 0)), len(PAIRS))
     objective = ObjectiveSettings(name=Objective.dpo, beta=0.3, reference_path=str(tmp_path / "reference"))
     host = PolicyHost(
         PolicyHostInit(
@@ -102,7 +102,7 @@ def test_reward_model_ignores_system_messages(tmp_path: Path) -> None:
     settings = tiny()
     request = PolicyRequest(env=ASKING, device="cpu", seed=3, value_dim=1)
     spec = POLICIES.get("causal_lm_tiny").spec(settings, ASKING, 1)
-    arena = Arena.create(record_layout(ASKING, spec), 2 * len(PAIRS))
+    arena = Arena.create(build_record_layout(ASKING, spec), 2 * len(PAIRS))
     host = PolicyHost(
         PolicyHostInit(
             model=settings,
@@ -184,7 +184,7 @@ def test_label_smoothing_mixes_both_labels() -> None:
         return -torch.nn.functional.logsigmoid(gap)
 
     expected = 0.8 * plain(better - worse) + 0.2 * plain(worse - better)
-    assert torch.allclose(preference_loss(better, worse, smoothing=0.2), expected, rtol=1e-12)
+    assert torch.allclose(compute_preference_loss(better, worse, smoothing=0.2), expected, rtol=1e-12)
 
 
 def pairs(size: int = 400) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from embodyrl.cli.data import data
 from embodyrl.commands.sft_data import _resolve_matching_path
 from embodyrl.commands.sft_setup import _describe_data
 from embodyrl.data.cards import read_card
-from embodyrl.data.checks import check_layout, set_differences
+from embodyrl.data.checks import check_layout, describe_dataset_differences
 from embodyrl.data.layout import Actor, Demonstration
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.data.settings import DemonstrationSettings
@@ -290,7 +290,7 @@ def test_datasets_with_differently_ordered_features_are_not_joined(tmp_path: Pat
         found["features"]["observation.state"]["names"] = order
         info.write_text(json.dumps(found))
     one, more = tmp_path / "one", tmp_path / "other"
-    found = set_differences((more, read_card(more)), (one, read_card(one)))
+    found = describe_dataset_differences((more, read_card(more)), (one, read_card(one)))
     assert (re.match(said, found) is not None) if said else found == ""
 
 

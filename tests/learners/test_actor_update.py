@@ -19,7 +19,7 @@ from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, U
 from embodyrl.errors import NonFiniteError
 from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
 from embodyrl.learners.settings import OptimSettings
-from embodyrl.learners.training import Optimization, mean_metrics
+from embodyrl.learners.training import Optimization, average_metrics
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import build_policy_init
@@ -224,7 +224,7 @@ def test_loaded_optimizer_keeps_the_configured_settings(make: Make, tmp_path):
 
 def test_update_metrics_are_averaged_except_maxima():
     steps = [{"kl": 1.0, "kl_max": 2.0}, {"kl": 3.0, "kl_max": 1.0}]
-    assert mean_metrics(steps) == {"kl": 2.0, "kl_max": 2.0}
+    assert average_metrics(steps) == {"kl": 2.0, "kl_max": 2.0}
 
 
 def draw_numbers() -> tuple[float, float, float]:

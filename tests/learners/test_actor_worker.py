@@ -14,7 +14,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.learners.policy_gradient import split_evenly
 from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import OptimSettings
-from embodyrl.learners.training import micro_batches
+from embodyrl.learners.training import list_micro_batches
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
 COMPARED = ("actor/loss", "actor/policy_loss", "actor/entropy", "actor/kl", "actor/ratio", "actor/grad_norm")
@@ -154,9 +154,9 @@ def test_minibatches_setting_determines_the_optimizer_steps(tmp_path):
 
 def test_token_budget_includes_padding():
     cost = np.random.default_rng(0).integers(1, 50, 64)
-    batches = micro_batches(cost, 8, 120)
+    batches = list_micro_batches(cost, 8, 120)
     assert sorted(np.concatenate(batches).tolist()) == list(range(64))
     assert all(len(b) * cost[b].max() <= 120 for b in batches)
     assert len(batches) < 64 * 50 / 120
-    assert [b.tolist() for b in micro_batches(np.array([9, 300, 9]), 8, 120)] == [[1], [0, 2]]
-    assert [b.tolist() for b in micro_batches(cost[:5], 2, None)] == [[0, 1], [2, 3], [4]]
+    assert [b.tolist() for b in list_micro_batches(np.array([9, 300, 9]), 8, 120)] == [[1], [0, 2]]
+    assert [b.tolist() for b in list_micro_batches(cost[:5], 2, None)] == [[0, 1], [2, 3], [4]]

@@ -3,7 +3,7 @@
 import pytest
 from toy_runs import comparable, weights
 
-from embodyrl.channels.layout import record_layout
+from embodyrl.channels.layout import build_record_layout
 from embodyrl.commands.train import train
 from embodyrl.devices import visible_gpus
 from embodyrl.plan import build
@@ -39,7 +39,9 @@ def test_updates_from_resized_images_equal_updates_from_camera_images(tmp_path, 
     runs = []
     for with_resized in (True, False):
         if not with_resized:
-            monkeypatch.setattr(build, "record_layout", lambda *a, with_resized, **k: record_layout(*a, **k))
+            monkeypatch.setattr(
+                build, "build_record_layout", lambda *a, with_resized, **k: build_record_layout(*a, **k)
+            )
         runs.append(train(load_config("train", [*WORDS, f"runner.output_dir={tmp_path}/{with_resized}"])).run)
     assert resized_shape(plan_layout()) == (0, 0, 0, 3), "the second run read camera images"
     assert weights(runs[0], 2) == weights(runs[1], 2)

@@ -11,12 +11,12 @@ from toy_runs import toy_config
 
 from embodyrl import devices
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import bucket_layout
+from embodyrl.channels.layout import build_bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.devices import Gpus, assign_devices, visible_gpus
 from embodyrl.plan.build import build_run_plan, count_env_workers
-from embodyrl.scheduler.start import build_env_spec, plan_policies
+from embodyrl.scheduler.start import build_env_spec, build_policy_specs
 from embodyrl.types import SimulatorSpec
 
 APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1", "launcher.env_workers=2")
@@ -33,7 +33,7 @@ APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1"
     ],
 )
 def test_simulators_use_the_remaining_gpus_or_share_all(gpus, policies, acting, drawing):
-    dealt = assign_devices(gpus, policies)
+    dealt = assign_devices(gpus, num_policies=policies)
     assert ("".join(dealt.policies), "".join(dealt.simulators)) == (acting, drawing)
 
 
@@ -108,8 +108,8 @@ def test_free_memory_of_mixed_gpus_uses_cuda_order(tmp_path, monkeypatch):
 def seen_by_processes(folder, run_plan):
     """Return CUDA_VISIBLE_DEVICES of the processes of a run, started from its plan with a light worker."""
     arena = Arena.create(run_plan.layout, 1)
-    bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
-    specs = plan_policies(run_plan, arena, None, bucket_arena=bucket_arena, rank_info=RankInfo())
+    bucket_arena = Arena.create(build_bucket_layout(), 2) if run_plan.is_disaggregated else None
+    specs = build_policy_specs(run_plan, arena, None, bucket_arena=bucket_arena, rank_info=RankInfo())
     specs += [build_env_spec(run_plan, arena, number) for number in range(len(run_plan.env_workers))]
     launcher, seen = LocalLauncher(folder), {}
     try:

@@ -498,11 +498,11 @@ def test_arena_size_error_suggests_only_settings_that_can_be_lowered(tmp_path):
         )
 
     assert fix("train", "algorithm.rollout_epoch=2") == (
-        "Lower env.train.total_num_envs or algorithm.rollout_epoch or the size of the cameras."
+        "Lower env.train.total_num_envs or algorithm.rollout_epoch or the camera resolution."
     )
-    assert fix("train", "env.train.total_num_envs=2") == "Lower the size of the cameras."
-    assert fix("eval") == "Lower env.eval.total_num_envs or the size of the cameras."
-    assert fix("eval", "env.eval.total_num_envs=1") == "Lower the size of the cameras."
+    assert fix("train", "env.train.total_num_envs=2") == "Lower the camera resolution."
+    assert fix("eval") == "Lower env.eval.total_num_envs or the camera resolution."
+    assert fix("eval", "env.eval.total_num_envs=1") == "Lower the camera resolution."
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Actions of a person's inputs."""
 
-from embodyrl.controls import build_arm_controls, get_controls, inputs_to_action, neutral_action
+from embodyrl.controls import build_arm_controls, get_controls, get_neutral_action, inputs_to_action
 from embodyrl.types import ActionKind, ActionSpec, Control, GripperConvention
 
 
@@ -12,7 +12,7 @@ def test_default_keys_cover_all_dimensions_of_a_box_action() -> None:
         ("KeyS", 1, 0.0),
         ("KeyW", 1, 1.0),
     ]
-    last = neutral_action(action)
+    last = get_neutral_action(action)
     assert inputs_to_action(action, {}, last).tolist() == [0.0, 0.0]
     assert inputs_to_action(action, {1: 0.5, 3: 1.0}, last).tolist() == [2.0, 1.0]
     assert inputs_to_action(action, {0: 1.0, 1: 1.0}, last).tolist() == [2.0, 0.0], "both keys of a pair are added"
@@ -24,7 +24,7 @@ def test_gripper_keeps_its_last_command() -> None:
         gripper=GripperConvention(open=-1.0, closed=1.0),
         controls=(Control(label="close", index=-1, value=1.0, key="KeyX"),),
     )
-    open_action = neutral_action(action)
+    open_action = get_neutral_action(action)
     assert open_action.tolist() == [0.0, -1.0]
     closed = inputs_to_action(action, {0: 1.0}, open_action)
     assert closed.tolist() == [0.0, 1.0]
@@ -33,7 +33,7 @@ def test_gripper_keeps_its_last_command() -> None:
 
 def test_digit_keys_select_discrete_actions_and_no_key_selects_the_neutral_action() -> None:
     action = ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,), neutral=(2.0,))
-    last = neutral_action(action)
+    last = get_neutral_action(action)
     assert [c.key for c in get_controls(action)] == ["Digit0", "Digit1", "Digit2"]
     assert inputs_to_action(action, {}, last).tolist() == [2.0]
     assert inputs_to_action(action, {1: 1.0}, last).tolist() == [1.0]

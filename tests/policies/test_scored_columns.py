@@ -11,7 +11,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import Observation
-from embodyrl.workers.noise import token_noise
+from embodyrl.workers.noise import generate_token_noise
 
 TABLE, PENDULUM, TEXT = ("env=tabletop",), ("env=gym", "env.id=Pendulum-v1"), ("env=text/copy",)
 CASES = {
@@ -56,7 +56,7 @@ def test_only_columns_of_the_spec_have_log_probs(case: str) -> None:
         state=rng.normal(size=(3, env.state_dim)).astype(np.float32),
         instructions=((env.instructions or env.tasks)[0],) * 3,
     )
-    noise = token_noise(np.arange(3), np.zeros(3, np.int64), spec.tokens_per_chunk)
+    noise = generate_token_noise(np.arange(3), np.zeros(3, np.int64), spec.tokens_per_chunk)
     out = policy.act(obs, noise=noise)
     with torch.no_grad():
         scores = policy.score(obs, out.tokens)

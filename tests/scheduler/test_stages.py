@@ -27,7 +27,7 @@ def test_only_stages_with_new_events_are_checked():
     assert keys(found, 1) == []
     found.mark_worker_changed("env_7")
     assert keys(found, 1) == [("env_7", 0), ("env_7", 1)]
-    assert found.envs_of("env_7") == [28, 29, 30, 31]
+    assert found.get_envs("env_7") == [28, 29, 30, 31]
 
 
 def test_new_episodes_cause_a_check_of_all_idle_stages():

@@ -10,7 +10,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
 from embodyrl.files import available_cores
 from embodyrl.plan.build import build_run_plan
-from embodyrl.scheduler.start import build_policy_init, plan_policies
+from embodyrl.scheduler.start import build_policy_init, build_policy_specs
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_policy_processes_get_allocator_options(words, gpus, given, options, tmp
         monkeypatch.setenv(name, value)
     run_plan = build_run_plan(toy_config(tmp_path, "launcher=local", *words), training=True)
     with closing(Arena.create(run_plan.layout, 1)) as arena:
-        (spec,) = plan_policies(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
+        (spec,) = build_policy_specs(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
     assert spec.environ.get("PYTORCH_ALLOC_CONF") == options

@@ -1,18 +1,18 @@
 import numpy as np
 import pytest
 
-from embodyrl.workers.noise import token_noise
+from embodyrl.workers.noise import generate_token_noise
 
 
 def test_noise_depends_on_episode_and_chunk_only():
-    batch = token_noise([11, 12, 11], [0, 3, 1], 56)
-    assert np.array_equal(batch[1], token_noise([12], [3], 56)[0])
-    assert np.array_equal(batch[0], token_noise([99, 11], [5, 0], 56)[1])
+    batch = generate_token_noise([11, 12, 11], [0, 3, 1], 56)
+    assert np.array_equal(batch[1], generate_token_noise([12], [3], 56)[0])
+    assert np.array_equal(batch[0], generate_token_noise([99, 11], [5, 0], 56)[1])
     assert len({row.tobytes() for row in batch}) == 3
 
 
 def test_token_noise_is_uniform():
-    noise = token_noise(range(2000), [0] * 2000, 7)
+    noise = generate_token_noise(range(2000), [0] * 2000, 7)
     assert noise.min() >= 0.0
     assert noise.max() < 1.0
     counts, _ = np.histogram(noise, bins=10, range=(0, 1))
@@ -24,7 +24,7 @@ def test_token_noise_is_uniform():
 def test_noise_matches_philox(tokens, repeats):
     philox = np.random.Philox(key=0)
     seeds, chunks = [0, 11, 2**63 - 1] * repeats, [0, 3, 2**20] * repeats
-    for row, seed, chunk in zip(token_noise(seeds, chunks, tokens), seeds, chunks, strict=True):
+    for row, seed, chunk in zip(generate_token_noise(seeds, chunks, tokens), seeds, chunks, strict=True):
         state = philox.state
         state["state"]["key"][0], state["state"]["counter"][:] = seed, [0, 0, 0, chunk]
         state["buffer_pos"], state["has_uint32"] = 4, 0

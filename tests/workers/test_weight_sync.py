@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import bucket_layout, fill_buckets
+from embodyrl.channels.layout import build_bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.learners.ranks import Ranks
 from embodyrl.policies.protocol import get_weights_version
@@ -24,7 +24,7 @@ def module(dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_cast_to_the_dtype_of_the_receiver(size, dtype):
     trained, acting = module(torch.float32, 1), module(dtype, 2)
-    bucket_arena = Arena.create(bucket_layout(size), 2)
+    bucket_arena = Arena.create(build_bucket_layout(size), 2)
     wanted = describe_weights(acting)
     for parts in fill_buckets(wanted, size):
         assert all(part.offset + (part.stop - part.start) * 2 <= size for part in parts)
@@ -50,7 +50,7 @@ def test_every_weight_element_is_sent_once():
 
 def test_weight_transfer_updates_the_version():
     """vLLM loads the module's weights when their version has changed."""
-    acting, bucket_arena = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
+    acting, bucket_arena = module(torch.float32, 2), Arena.create(build_bucket_layout(4096), 1)
     before = get_weights_version(acting)
     (parts,) = fill_buckets(describe_weights(acting), 4096)
     request = LoadWeightsRequest(sequence=0, record_ref=bucket_arena.allocate(), parts=parts)
@@ -71,7 +71,7 @@ def test_running_statistics_are_transferred():
         net.register_buffer("table", torch.full((3,), mean), persistent=False)
         return net.requires_grad_(False)
 
-    trained, acting, bucket_arena = normalized(1.0), normalized(2.0), Arena.create(bucket_layout(4096), 1)
+    trained, acting, bucket_arena = normalized(1.0), normalized(2.0), Arena.create(build_bucket_layout(4096), 1)
     weights = describe_weights(trained)
     assert {weight.name: weight.trained for weight in weights} == {"weight": False, "bias": False, "mean": True}
     (parts,) = fill_buckets(weights, 4096)

@@ -20,7 +20,7 @@ def critic_loss(value: Tensor, reward: Tensor, discount: Tensor, next_value: Ten
     return (value - (reward + discount * next_value)).square().mean(1).sum()
 
 
-def advantage_weights(advantage: Tensor, temperature: float, clip: float) -> Tensor:
+def compute_advantage_weights(advantage: Tensor, temperature: float, clip: float) -> Tensor:
     """Return min(exp(temperature A), clip) [B], the weights of equation 7."""
     # The exponent is limited first, because exp of a large advantage is infinite.
     return (temperature * advantage).clamp(max=100.0).exp().clamp(max=clip)

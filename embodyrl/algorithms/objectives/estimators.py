@@ -53,7 +53,7 @@ class GigpoSettings(StdSettings, DiscountSettings):
     """Settings of GiGPO (group-in-group policy optimization)."""
 
     step_advantage_weight: Positive = 1.0
-    """gigpo: weight of the step-level advantage, which is computed among steps that visit the same state."""
+    """With adv_type=gigpo: weight of the step-level advantage, computed among steps in the same state."""
 
 
 def _compute_gigpo_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, cfg: GigpoSettings) -> list[Credit]:

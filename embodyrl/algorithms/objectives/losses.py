@@ -30,45 +30,45 @@ class SapoSettings(Settings):
     """Settings of the loss `sapo` (soft adaptive policy optimization)."""
 
     sapo_tau_pos: Positive = 1.0
-    """sapo: temperature of the sigmoid for positive advantages."""
+    """With loss_type=sapo: temperature of the sigmoid for positive advantages."""
     sapo_tau_neg: Positive = 1.05
-    """sapo: temperature of the sigmoid for negative advantages."""
+    """With loss_type=sapo: temperature of the sigmoid for negative advantages."""
 
 
 class TruncatedRatioSettings(Settings):
     """Settings of losses with truncated importance weights (`aipo`, `aipo_ratio`)."""
 
     ratio_max: Positive = 2.0
-    """aipo: upper bound of the importance weight."""
+    """With loss_type=aipo or aipo_ratio: upper bound of the importance weight."""
 
 
 class LogRatioSettings(Settings):
     """Settings of losses with a penalty on the log-ratio (`dro`, `kl_cov`)."""
 
     log_ratio_coef: Weight = 1.0
-    """dro: weight of half the squared log-ratio; kl_cov: weight of the absolute log-ratio."""
+    """Weight of the penalty: with loss_type=dro, half the squared log-ratio; with kl_cov, the absolute log-ratio."""
 
 
 class CovarianceSettings(Settings):
     """Settings of losses that select tokens by the covariance of advantage and log-probability."""
 
     cov_share: Annotated[float, Field(gt=0, le=1)] = 2.0e-4
-    """clip_cov: fraction of tokens without gradient; kl_cov: fraction of tokens with the KL penalty."""
+    """Fraction of tokens without a gradient (loss_type=clip_cov) or with the KL penalty (kl_cov)."""
 
 
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Settings of the loss `clip_cov`."""
 
     cov_bounds: Annotated[list[float], ASCENDING, Constraint("[low,high] with low < high")] = [1.0, 5.0]
-    """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range can
-    be selected."""
+    """With loss_type=clip_cov: [low, high] range of the covariance of advantage and log-probability in
+    which tokens can be selected."""
 
 
 class KlCovSettings(LogRatioSettings, CovarianceSettings):
     """Settings of the loss `kl_cov`."""
 
 
-def _log_ratio(units: LossUnits) -> torch.Tensor:
+def _compute_log_ratio(units: LossUnits) -> torch.Tensor:
     return (units.logprob - units.old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -80,7 +80,7 @@ def _build_unclipped_terms(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms
 def gspo(units: LossUnits, cfg: ClipSettings) -> LossTerms:
     """Compute the GSPO loss (arXiv 2507.18071): PPO clipping with one ratio exp(mean d) per sequence."""
     # Only an upper bound is needed, because exp of very small values is 0.
-    ratio = units.mean(_log_ratio(units)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    ratio = units.mean(_compute_log_ratio(units)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     return surrogate(units.advantage, ratio.expand_as(units.logprob), cfg)
 
 
@@ -89,7 +89,7 @@ def gmpo(units: LossUnits, cfg: ClipSettings) -> LossTerms:
 
     The loss is -A exp(mean k) with k = s min(s d, s clip(d, -low, high)) and s = sign A.
     """
-    log_ratio, sign = _log_ratio(units), units.advantage.sign()
+    log_ratio, sign = _compute_log_ratio(units), units.advantage.sign()
     clipped_ratio = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
     bounded = sign * (sign * log_ratio).minimum(sign * clipped_ratio)
     ratio = units.mean(bounded).exp().expand_as(log_ratio)
@@ -152,12 +152,12 @@ def topr(units: LossUnits, _: Settings) -> LossTerms:
 
 def dro(units: LossUnits, cfg: LogRatioSettings) -> LossTerms:
     """Compute the DRO loss -A log pi + log_ratio_coef / 2 d^2 (arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599)."""
-    log_ratio = _log_ratio(units)
+    log_ratio = _compute_log_ratio(units)
     likelihood = _compute_weighted_likelihood(units, log_ratio.new_ones(()))
     return _build_unclipped_terms(likelihood + 0.5 * cfg.log_ratio_coef * log_ratio.square(), log_ratio.exp())
 
 
-def _covariance(units: LossUnits) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_covariance(units: LossUnits) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (A - mean A)(log pi - mean log pi) of each unit, detached, and the mask of valid units."""
     mask = units.valid.expand_as(units.logprob)
     logprob, advantage = units.logprob.detach(), units.advantage.expand_as(units.logprob)
@@ -173,7 +173,7 @@ def clip_cov(units: LossUnits, cfg: ClipCovSettings) -> LossTerms:
     import torch
 
     terms = ppo_clip(units, cfg)
-    covariance, mask = _covariance(units)
+    covariance, mask = _compute_covariance(units)
     low, high = cfg.cov_bounds
     # Units that PPO has clipped already are not candidates.
     candidates = torch.nonzero(((covariance > low) & (covariance < high) & mask & ~terms.clipped).flatten()).flatten()
@@ -189,8 +189,8 @@ def kl_cov(units: LossUnits, cfg: KlCovSettings) -> LossTerms:
     The penalty applies to the fraction `cov_share` of units with the largest covariance. Covariances are computed in
     each micro-batch.
     """
-    log_ratio = _log_ratio(units)
-    covariance, mask = _covariance(units)
+    log_ratio = _compute_log_ratio(units)
+    covariance, mask = _compute_covariance(units)
     count = max(1, int(cfg.cov_share * int(mask.sum())))
     # Select by index: where all advantages are equal, all units of a micro-batch have the same covariance.
     largest = covariance.masked_fill(~mask, -float("inf")).flatten().topk(count).indices

@@ -87,7 +87,7 @@ class GdpoSettings(GroupSettings):
     """Settings of GDPO, which normalizes each reward component separately."""
 
     keys_by_condition = {
-        "never: gdpo credits each part of the reward separately": "reward_scale reward_bias reward_clip reward_norm "
+        "never: gdpo normalizes each reward component separately": "reward_scale reward_bias reward_clip reward_norm "
         "kl_in_reward"
     }
 
@@ -96,7 +96,7 @@ class GdpoSettings(GroupSettings):
         yield from super().problems()
         if self.truncated_episodes is TruncatedEpisodes.zero_reward:
             yield (
-                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward "
+                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' normalizes each reward component "
                 "separately, so the outcome cannot be set to 0; use mask."
             )
 

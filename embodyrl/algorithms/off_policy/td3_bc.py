@@ -43,7 +43,7 @@ def smooth_actions(action: Tensor, normal: Tensor, std: float) -> Tensor:
 def policy_loss(
     value: Tensor, scale: Tensor, action: Tensor, target: Tensor, imitated: Tensor, bc_weight: float
 ) -> Tensor:
-    """Return the losses [B]: -Q(s, pi(s)) / scale + w |pi(s) - a| where a is imitated.
+    """Return the losses [B]: -Q(s, pi(s)) / scale, plus w |pi(s) - a| if the recorded action a is imitated.
 
     Args:
         value: [B] Q values of the policy's actions.

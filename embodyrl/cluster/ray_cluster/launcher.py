@@ -42,11 +42,11 @@ class _RemoteReply:
 class RemoteWorker:
     """Worker in a Ray actor; on hosts other than the driver's host, a mirror replaces the shared arena."""
 
-    def __init__(self, spec: WorkerSpec, driver_node: str, turn: int, silence_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, driver_node: str, index_on_node: int, silence_s: float) -> None:
         os.environ.update(spec.environ)
         if spec.component == "env":
             gpus = () if spec.gpu == "" else visible_gpus()
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)] if gpus else ""
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[index_on_node % len(gpus)] if gpus else ""
         # The log is in the folder of Ray's logs of this node, which keeps the last output of a dead worker.
         own = os.path.realpath("/proc/self/fd/1")
         folder = os.path.dirname(own) if os.path.isfile(own) else tempfile.gettempdir()
@@ -137,7 +137,7 @@ class RayLauncher(OpenRequests[_Handle]):
         self._lost: set[str] = set()
         """Ids of unreachable nodes, which are not used again."""
         self.where = ray_nodes.describe(self._nodes)
-        # Last: it replaces standard output until `stop`, which is not called if an error occurs here.
+        # Last, because `Messages` replaces standard output until `stop`, which is not called if an error occurs here.
         self._messages = ray_nodes.Messages(log_dir / "ray.log")
 
     @classmethod
@@ -324,7 +324,7 @@ class RayLauncher(OpenRequests[_Handle]):
             with open(path, "rb") as file:
                 file.seek(size + handle.received)
                 _append(handle.log, file.read())
-        return f"; its output there: {path}"
+        return f"; its output on that host: {path}"
 
     def _remove_worker(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
         """End a worker, report its death, and append `log` (such as Ray's error message) to the worker's log."""

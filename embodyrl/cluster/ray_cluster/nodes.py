@@ -26,7 +26,7 @@ def _get_address() -> str:
     return os.environ.get("RAY_ADDRESS", "") or _LOCAL
 
 
-if "ray" not in sys.modules:  # Ray reads these when it is imported
+if "ray" not in sys.modules:  # Ray reads these variables when it is imported
     if _get_address() == _LOCAL:
         if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -73,15 +73,15 @@ class Node:
 
 
 def starts_own_cluster() -> bool:
-    """Return whether a run starts its own Ray cluster."""
+    """Return True if a run starts its own Ray cluster."""
     return not ray.is_initialized() and _get_address() == _LOCAL
 
 
 def connect() -> bool:
-    """Connect to the cluster unless this process is connected; return whether this call opened the connection.
+    """Connect to the cluster unless this process is connected; return True if this call opened the connection.
 
     Raises:
-        WorkerError: there is no cluster at RAY_ADDRESS, it rejects the token, or no local cluster can be started.
+        WorkerError: no cluster is at RAY_ADDRESS, the cluster rejects the token, or no local cluster can be started.
     """
     if ray.is_initialized():
         return False
@@ -113,7 +113,7 @@ def _start_own_cluster() -> None:
         ray.shutdown()
         raise
     except SystemExit as error:
-        if error.code != signal.SIGTERM:  # of Ray's own handler
+        if error.code != signal.SIGTERM:  # an exit of Ray's own signal handler
             raise
         ray.shutdown()
         raise Interrupted(signal.SIGTERM) from None

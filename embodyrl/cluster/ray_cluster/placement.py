@@ -18,7 +18,7 @@ def parse_placement(
 ) -> dict[str, tuple[int, ...]]:
     """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's host.
 
-    If a component has two entries, the later one applies. Unless `disaggregated`, rollout and actor need equal nodes.
+    If a component has two entries, the last entry applies. Unless `disaggregated`, rollout and actor need equal nodes.
 
     Args:
         placement: nodes of each component, as numbers or as names or addresses of hosts.

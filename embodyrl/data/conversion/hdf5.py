@@ -224,7 +224,7 @@ def _list_columns(demo: Any) -> Iterator[tuple[str, Column]]:
 
 
 def _find_excluded(path: Path, file: Any, names: Sequence[str], split: str) -> dict[str, str]:
-    """Return the episodes outside the split `split` with the reason, by name (see robomimic's `mask/<split>`).
+    """Return the reason for the exclusion of each episode outside the split, by name (see robomimic's `mask/<split>`).
 
     Without a mask `train`, the split contains all episodes that no mask holds out.
 
@@ -312,11 +312,11 @@ def _read_conventions(attributes: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     return conventions
 
 
-_ABSOLUTE = "the actions are absolute (control_delta=false); most environments expect differences"
+_ABSOLUTE = "the actions are absolute (control_delta=false); most environments expect relative motions"
 
 
 def _is_absolute(controller: Any) -> bool:
-    """Return whether a controller of robosuite takes absolute poses."""
+    """Return True if a controller of robosuite expects absolute poses."""
     if isinstance(controller, dict):
         absolute = controller.get("control_delta") is False or controller.get("input_type") == "absolute"
         return absolute or any(map(_is_absolute, controller.values()))
@@ -331,8 +331,8 @@ def _get_libero_conventions(source: Path, conventions: Mapping[str, Any]) -> Con
     """
     if "control_delta" in conventions:
         raise ConfigError(
-            f"{source} has the columns of LIBERO, but {_ABSOLUTE}, as env=libero does. Record the demonstrations with "
-            "control_delta=true."
+            f"{source} has the columns of LIBERO, but its actions are absolute (control_delta=false), not "
+            "relative as in env=libero. Record the demonstrations with control_delta=true."
         )
     rotations, convention = {"opengl": 180, "opencv": 0}, conventions.get("macros_image_convention")
     if convention not in rotations:

@@ -111,7 +111,7 @@ class RldsSource:
                 continue
             skip, count = max(0, first - number), max(0, first - number)
             for content in read_records(path, skip):
-                yield self._episode(number + count, f"{path}, record {count}", content, columns)
+                yield self._parse_episode(number + count, f"{path}, record {count}", content, columns)
                 count += 1
             if count != length:
                 raise EmbodyError(
@@ -119,7 +119,7 @@ class RldsSource:
                 )
             number += length
 
-    def _episode(self, number: int, where: str, content: bytes, columns: Sequence[str]) -> RawEpisode:
+    def _parse_episode(self, number: int, where: str, content: bytes, columns: Sequence[str]) -> RawEpisode:
         features = _parse(where, content)
         arrays: dict[str, np.ndarray] = {}
         texts: dict[str, list[str]] = {}

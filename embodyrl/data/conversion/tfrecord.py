@@ -80,7 +80,7 @@ def _apply_map(images: _Words, states: _Words) -> _Words:
     return result
 
 
-def masked_crc(data: bytes) -> int:
+def compute_masked_crc(data: bytes) -> int:
     """Return the masked CRC-32C of TFRecord files: the checksum rotated by 15 bits, plus an offset."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
@@ -98,13 +98,13 @@ def read_records(path: Path, first: int = 0) -> Iterator[bytes]:
             while file.tell() < size:
                 length = _read_length(path, file, number)
                 if file.tell() + length + 4 > size:
-                    raise _damaged_error(path, f"record {number} is truncated")
+                    raise _build_damaged_error(path, f"record {number} is truncated")
                 if number < first:
                     file.seek(length + 4, 1)
                 else:
                     content, stored = file.read(length), file.read(4)
-                    if struct.pack("<I", masked_crc(content)) != stored:
-                        raise _damaged_error(path, f"record {number} has a wrong checksum")
+                    if struct.pack("<I", compute_masked_crc(content)) != stored:
+                        raise _build_damaged_error(path, f"record {number} has a wrong checksum")
                     yield content
                 number += 1
     except OSError as error:
@@ -114,14 +114,14 @@ def read_records(path: Path, first: int = 0) -> Iterator[bytes]:
 def _read_length(path: Path, file: BinaryIO, number: int) -> int:
     head, stored = file.read(8), file.read(4)
     if len(stored) < 4:
-        raise _damaged_error(path, f"record {number} is truncated")
-    if struct.pack("<I", masked_crc(head)) != stored:
+        raise _build_damaged_error(path, f"record {number} is truncated")
+    if struct.pack("<I", compute_masked_crc(head)) != stored:
         problem = f"record {number} has a wrong length checksum, or the file is compressed or not a TFRecord file"
-        raise _damaged_error(path, problem)
+        raise _build_damaged_error(path, problem)
     return struct.unpack("<Q", head)[0]
 
 
-def _damaged_error(path: Path, problem: str) -> EmbodyError:
+def _build_damaged_error(path: Path, problem: str) -> EmbodyError:
     return EmbodyError(f"{path}: {problem}. Download this file again.")
 
 

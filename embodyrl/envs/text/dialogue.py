@@ -33,7 +33,7 @@ def truncate_text(text: str, width: int) -> str:
 
 def create_reply_result(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
     """Return an empty result and the index of each reply's last token [n]; `actions` [n, K, 1] are token ids."""
-    result = ChunkResult.empty(*actions.shape[:2], parts=parts)
+    result = ChunkResult.empty(*actions.shape[:2], num_components=parts)
     result.valid[:] = actions[:, :, 0] >= 0
     result.valid[:, 0] = True  # an empty reply is an action, too
     return result, result.valid.sum(axis=1) - 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.algorithms.iql.estimator import IqlSettings
-from embodyrl.algorithms.iql.losses import advantage_weights
+from embodyrl.algorithms.iql.losses import compute_advantage_weights
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.reader import Demonstrations
@@ -111,7 +111,7 @@ class IqlLearner(Learner):
         if isinstance(result, str):
             return result
         advantage, metrics = result
-        weights = advantage_weights(advantage, self._settings.temperature, self._settings.weight_clip)
+        weights = compute_advantage_weights(advantage, self._settings.temperature, self._settings.weight_clip)
         clipped = (weights >= self._settings.weight_clip).float().mean().item()
         means = {"advantage": advantage.mean().item(), "weight": weights.mean().item(), "weight_clipped": clipped}
         return weights, metrics | means

@@ -55,7 +55,7 @@ class IqlValues:
         Args:
             start: [B] frame indices of the observations and chunks.
             after: [B] frame indices of the next observations.
-            reward: [B]
+            reward: [B] sums of the rewards of the chunks.
             discount: [B] gamma, 0 after a terminal state.
         """
         features, actions = self._features[start], self._actions[start]

@@ -118,7 +118,7 @@ class CriticLearner(Learner, Generic[P, C]):
         return chunk_records
 
     def _add(self, frames: Frames, request: UpdateRequest | None = None) -> None:
-        """Add frames to the buffer; `request`: the request with their records, None for demonstrations."""
+        """Add frames to the buffer; `request` is the request that contains their records, None for demonstrations."""
         self._replay.add(frames)
 
     def _get_stored_fields(self, records: IntArray) -> dict[str, np.ndarray]:
@@ -138,10 +138,10 @@ class CriticLearner(Learner, Generic[P, C]):
         return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
 
     def _load_demonstrations(self) -> Frames:
-        """Return all chunks of the data sets.
+        """Return the chunks of all demonstrations.
 
         A demonstration is terminal if its last action is its first success. For a frozen policy, the frames contain
-        features, and corrections of the policy's proposed actions; computing them takes two forward passes per chunk.
+        features and residual actions relative to the policy's proposed actions: two forward passes per chunk.
         """
         demos = load_rl_demonstrations(self._settings.demonstrations, self._policy.spec, executed=True)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]

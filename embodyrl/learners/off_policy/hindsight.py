@@ -109,7 +109,7 @@ class UnfinishedEpisodes:
 
 
 def join(parts: Sequence[Frames], *, single_episode: bool = True) -> Frames:
-    """Concatenate frames; `single_episode`: set the episode number of all frames to 0."""
+    """Concatenate frames. If `single_episode`, set the episode number of all frames to 0."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

@@ -108,7 +108,7 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
         return {"value_loss": loss.item(), "value": value.mean().item()}
 
     def _update_policy(self, rows: IntArray, features: Tensor, step: int) -> UpdateGenerator[dict[str, float] | None]:
-        """Take one optimizer step of the policy on the buffer indices `rows` [B]; return metrics, None: no step."""
+        """Take one optimizer step of the policy on the buffer indices `rows` [B]; return metrics or None."""
         targets = on_device(self._replay["action"][rows], self._device)
         imitated = on_device(self._replay[SUCCESS][rows], self._device).float()
         with torch.no_grad():

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from embodyrl.text.answers import chosen_letter
+from embodyrl.text.answers import find_chosen_letter
 from embodyrl.text.rewards.numbers import parse_single_number
 
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|quad|[,;:! ]|[dtc](?=frac))(?![A-Za-z]{2})|[\s~$]|\.$")
@@ -20,7 +20,7 @@ _MAX_PARTS = 40
 """Maximum number of parts of a prompt that an answer is compared with."""
 
 
-def equal_expressions(answer: str, reference: str, prompt: str) -> bool:
+def are_equal_expressions(answer: str, reference: str, prompt: str) -> bool:
     r"""Return True if an answer equals the reference and does not merely restate an expression of the prompt.
 
     A reference in `\text{}` or of several letters is compared as words, and a single letter as a choice.
@@ -29,7 +29,7 @@ def equal_expressions(answer: str, reference: str, prompt: str) -> bool:
         return bool(_normalize(answer))
     if (expected := _extract_text(reference)) is not None:
         if re.fullmatch(r"[A-J]", expected := expected.strip("(). ")):
-            return chosen_letter(f"\\boxed{{{answer}}}") == expected
+            return find_chosen_letter(f"\\boxed{{{answer}}}") == expected
         return _to_plain_words(answer) == _to_plain_words(reference)
     exact, approximate = (
         re.split(r"\\approx\b|\\simeq\b|\u2248", answer, maxsplit=1) if "approx" in answer else (answer, None)

@@ -6,9 +6,16 @@ import re
 import signal
 from collections import Counter
 
-from embodyrl.text.answers import boxes, chosen_letter, find_last_box
-from embodyrl.text.rewards.expressions import equal_expressions
-from embodyrl.text.rewards.numbers import Number, equal, first_number, last_number, parse_single_number, restates
+from embodyrl.text.answers import find_boxes, find_chosen_letter, find_last_box
+from embodyrl.text.rewards.expressions import are_equal_expressions
+from embodyrl.text.rewards.numbers import (
+    Number,
+    equal,
+    find_first_number,
+    find_last_number,
+    parse_single_number,
+    restates_prompt,
+)
 from embodyrl.text.rewards.programs import find_program
 from embodyrl.text.sandbox import SECONDS, evaluate, run_tests
 
@@ -33,12 +40,12 @@ _MARKER = "####"
 def gsm8k(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the number after the last `#### ` is the reference, as in verl and the strict match of lm-eval."""
     matches = re.findall(r"#### (-?[0-9.,]+)", response)
-    return float(bool(matches) and equal(last_number(matches[-1]), last_number(reference)))
+    return float(bool(matches) and equal(find_last_number(matches[-1]), find_last_number(reference)))
 
 
 def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the last number of the response is the reference, as in the flexible matches of verl and lm-eval."""
-    return float(equal(last_number(response), last_number(reference)))
+    return float(equal(find_last_number(response), find_last_number(reference)))
 
 
 def number(prompt: str, response: str, reference: str) -> float:
@@ -52,26 +59,26 @@ class _Math:
     The answer is the last `\boxed{}`, the number after the last `####`, or the last number of the answer or reply.
 
     Numbers are compared with numbers, so an expression such as 18 + 4 is not the answer 22. If the reference is an
-    expression, a box is compared by the math-verify package. A part of the prompt in another form is not an answer.
+    expression, a box is compared by the math-verify package. An answer that only repeats a part of the prompt gets 0.
     """
 
     def prepare(self) -> None:
         """Import the math-verify package in advance, so that the import does not count towards the time limit."""
         import math_verify  # noqa: F401
 
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides a warning for each answer
 
     def __call__(self, prompt: str, response: str, reference: str) -> float:
         expected = parse_single_number(reference)
-        boxed = boxes(response)
+        boxed = find_boxes(response)
         if not boxed or response.rfind(_MARKER) > boxed[-1][0]:
             _, marker, after_marker = response.rpartition(_MARKER)
-            return float(equal(expected, first_number(after_marker) if marker else _named_number(response)))
+            return float(equal(expected, find_first_number(after_marker) if marker else _named_number(response)))
         answer = find_last_box(response) or ""
         if expected is None:
-            return float(equal_expressions(answer, reference, prompt))
+            return float(are_equal_expressions(answer, reference, prompt))
         number = parse_single_number(answer)
-        return float(equal(expected, number) and number is not None and not restates(number, expected, prompt))
+        return float(equal(expected, number) and number is not None and not restates_prompt(number, expected, prompt))
 
 
 math_reward = _Math()
@@ -81,7 +88,7 @@ def _named_number(response: str) -> Number | None:
     """Return the number that the response names as its answer, or the last number of the response."""
     matches = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
     number = parse_single_number(matches[-1].replace("*", "")) if matches else None
-    return number if number and number.finished else last_number(response)
+    return number if number and number.finished else find_last_number(response)
 
 
 def choice(prompt: str, response: str, reference: str) -> float:
@@ -92,7 +99,7 @@ def choice(prompt: str, response: str, reference: str) -> float:
     """
     if not (expected := re.match(r"\s*\(?([A-Za-z])(?:[.):]|\s*$)", re.sub(r"\\text\w*\{(.*)\}|\$", r"\1", reference))):
         raise ValueError(f"the reference {reference[:40]!r} is not the letter of an option")
-    return float(chosen_letter(response) == expected[1].upper())
+    return float(find_chosen_letter(response) == expected[1].upper())
 
 
 def tagged(prompt: str, response: str, reference: str) -> float:
@@ -105,9 +112,10 @@ _SIGNS = {"\\times": "*", "\\cdot": "*", "\u00d7": "*", "\u00f7": "/", "\\div": 
 
 
 def countdown(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the response is an expression that uses each number of the reference once and has its value.
+    """Return 1 if the response is an expression that uses each given number once and has the target value.
 
-    `reference` has the form `3,7,2:23`. The correct numbers with another value give half the reward.
+    `reference` contains the numbers and the target, for example `3,7,2:23`. The correct numbers with another value
+    give 0.5.
     """
     numbers, _, target = reference.partition(":")
     expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [find_last_box(response) or response])[-1]

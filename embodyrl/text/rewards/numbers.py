@@ -76,11 +76,11 @@ class Number(NamedTuple):
 
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Number | None]]:
     """Yield the regex match and the value of each number in a string; None for numbers that are too long to convert."""
-    for match in _NUMBER.finditer(_ascii(text)):
+    for match in _NUMBER.finditer(_to_ascii(text)):
         yield match, _parse_number(match)
 
 
-def _ascii(text: str) -> str:
+def _to_ascii(text: str) -> str:
     text = re.sub(r"[\u00bc-\u00be\u2150-\u215e]", lambda m: " " + unicodedata.normalize("NFKC", m[0]), text)
     text = re.sub(r"[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     return text.translate(_ASCII)
@@ -115,12 +115,12 @@ def _parse_number(match: re.Match[str]) -> Number | None:
     return Number(value, scale, "/", (numerator, denominator), is_reduced)
 
 
-def last_number(text: str) -> Number | None:
+def find_last_number(text: str) -> Number | None:
     """Return the last number in a string, or None if the last number is an expression."""
     return next((n if n and n.finished else None for _, n in reversed([*numbers(text)])), None)
 
 
-def first_number(text: str) -> Number | None:
+def find_first_number(text: str) -> Number | None:
     """Return the first number in a string, or None if the first number is an expression."""
     return next((n if n and n.finished else None for _, n in numbers(text)), None)
 
@@ -132,7 +132,7 @@ def parse_single_number(text: str) -> Number | None:
     *earlier, text = _SIDES.split(text)
     if earlier and (left := parse_single_number(earlier[-1])) and not equal(left, parse_single_number(text)):
         return None
-    text = _UNIT_POWER.sub("", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", _ascii(text))))
+    text = _UNIT_POWER.sub("", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", _to_ascii(text))))
     text = re.sub(r"\{([^{}]*)\\over\b([^{}]*)\}", r"\\frac{\1}{\2}", text.replace("\\displaystyle", ""))
     text = re.sub(
         r"^[\s{(]*(?i:(?P<word>negative|minus)|(?P<sign>[-+]))(?:\s|\\[,;:! ])+(?=[\\$.0-9])", _get_sign, text
@@ -179,7 +179,7 @@ def _is_repeating(value: Fraction) -> bool:
     return denominator != 1
 
 
-def restates(answer: Number, reference: Number, prompt: str) -> bool:
+def restates_prompt(answer: Number, reference: Number, prompt: str) -> bool:
     """Return True if the answer is a number of the prompt in a notation that differs from the reference's (6/8, 0.75).
 
     Unfinished numbers such as 48/2 and 2^3 also count as restated if their value is shorter, or if there is no prompt.

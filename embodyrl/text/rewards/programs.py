@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
-from embodyrl.text.sandboxed_tests import find_problems, program_names
+from embodyrl.text.sandboxed_tests import find_problems, find_program_names
 
 Test = str | Mapping[str, str]
 # Without backtracking, which is quadratic for lines of blanks or backticks.
@@ -33,7 +33,7 @@ def find_program(response: str, tests: Sequence[Test]) -> str:
     ]
     if not blocks:
         return _remove_prose(response)
-    test_names = {name for test in tests if isinstance(test, str) for name in program_names(test)}
+    test_names = {name for test in tests if isinstance(test, str) for name in find_program_names(test)}
     index = max(range(len(blocks)), key=lambda i: (*_rank_block(blocks[i], test_names), i))
     program, missing = blocks[index], _get_names(blocks[index], ast.Load)
     defined = _get_defined_names(program)

@@ -97,7 +97,7 @@ class RewardModel:
 
             kind, self._head = AutoModelForCausalLM, load_file(self.folder / VALUE_FILE)
         config = AutoConfig.from_pretrained(self.folder, **options)
-        # A copy has no attention implementation; the file may name a repository with kernels, which are programs.
+        # The copy has no attention implementation: the file may name a repository of kernels, which are programs.
         config = type(config).from_dict(config.to_dict())
         model: Any = kind.from_pretrained(
             self.folder, config=config, use_safetensors=True, dtype=torch.float32, **options

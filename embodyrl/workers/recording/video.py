@@ -44,7 +44,7 @@ class VideoRecorder:
     def __init__(
         self, path_stem: Path, fps: int, instruction: str, info: bool, *, horizon: int = 0, reports_success: bool = True
     ) -> None:
-        """Start the encoder; `reports_success`: the environment reports success."""
+        """Start the encoder; `reports_success` is True if the environment reports success."""
         remove_videos(path_stem)
         self._path_stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
@@ -65,8 +65,8 @@ class VideoRecorder:
     def add(self, frame: ByteArray, success: bool, *, actor: str = "", highlighted: bool = False) -> None:
         """Append the frame of the next env step, [H, W, 3] uint8.
 
-        `success`: the goal is reached. `actor`: the source of the action, shown below the image, on a colored band if
-        `highlighted`.
+        `success` is True if the goal is reached. `actor` is the source of the action, which is named below the image,
+        on a colored band if `highlighted`.
 
         Raises:
             VideoError: the frame and the first frame have different shapes, or the encoder failed.
@@ -111,7 +111,7 @@ class VideoRecorder:
 
     def discard(self) -> None:
         """Stop the encoder and delete the incomplete file; idempotent."""
-        # Encoder or folder may be gone; errors of a discarded recording are irrelevant.
+        # Encoder or folder may no longer exist; errors of a discarded recording are irrelevant.
         with contextlib.suppress(*_FAILURES):
             self._close()
         with contextlib.suppress(OSError):

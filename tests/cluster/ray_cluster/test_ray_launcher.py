@@ -22,7 +22,7 @@ from embodyrl.channels.messages import RankInfo
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import ClusterSettings, WorkerDied
 from embodyrl.plan.build import build_run_plan
-from embodyrl.scheduler.start import build_env_spec, plan_policies
+from embodyrl.scheduler.start import build_env_spec, build_policy_specs
 from embodyrl.types import SimulatorSpec
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 
@@ -123,7 +123,7 @@ def test_output_of_a_crashed_worker_is_kept(tmp_path, two_nodes):
     launcher.stop()
     arena.close()
     for name, died in deaths.items():
-        reason, _, path = died.reason.partition("; its output there: ")
+        reason, _, path = died.reason.partition("; its output on that host: ")
         assert reason.startswith(f"died on {socket.gethostname()} (")
         assert Path(path).name.endswith(f"-{name}.log")
         assert "Fatal Python error: Aborted" in Path(path).read_text()
@@ -262,7 +262,7 @@ def test_each_ray_actor_gets_its_own_gpu(tmp_path, monkeypatch):
     run_plan = build_run_plan(cfg, training=True)
     blind = replace(run_plan, env=replace(run_plan.env, simulator=SimulatorSpec(on_gpu=False)))
     arena = Arena.create(run_plan.layout, 1)
-    specs = plan_policies(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
+    specs = build_policy_specs(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
     specs += [build_env_spec(run_plan, arena, number) for number in range(4)]
     specs.append(replace(build_env_spec(blind, arena, 0), name="env_4"))
     head = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import bucket_layout, fill_buckets
+from embodyrl.channels.layout import build_bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.cluster.ray_cluster.rows import Rows, copy_in, copy_out, write_rows
 from embodyrl.learners.ranks import Ranks
@@ -42,7 +42,9 @@ def adapted(seed: int) -> torch.nn.Module:
 @pytest.mark.parametrize("trained_only", [False, True], ids=["all", "adapter"])
 def test_weight_transfer_sends_exactly_the_weights(trained_only):
     learner, acting = adapted(1), adapted(2)
-    pools = {host: (Arena.create(bucket_layout(16), 1), Arena.create(bucket_layout(SIZE), 2)) for host in "abc"}
+    pools = {
+        host: (Arena.create(build_bucket_layout(16), 1), Arena.create(build_bucket_layout(SIZE), 2)) for host in "abc"
+    }
     arenas = {host: both[1] for host, both in pools.items()}
     wanted = [weight for weight in describe_weights(acting) if weight.trained or not trained_only]
     (parts,) = fill_buckets(wanted, SIZE)

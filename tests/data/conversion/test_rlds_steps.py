@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_convert import FEATURES, INFO, KEYS, RLDS, convert, edit, step_features
 
-from embodyrl.data.conversion.tfrecord import masked_crc, read_records
+from embodyrl.data.conversion.tfrecord import compute_masked_crc, read_records
 from embodyrl.data.reader import load_demonstrations
 
 ALL = np.random.default_rng(0).normal(size=(12, 9)).astype(np.float32)[:, 6:]
@@ -55,7 +55,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     with path.open("wb") as file:
         for record in records:
             head = struct.pack("<Q", len(record))
-            crc = [struct.pack("<I", masked_crc(part)) for part in (head, record)]
+            crc = [struct.pack("<I", compute_masked_crc(part)) for part in (head, record)]
             file.write(head + crc[0] + record + crc[1])
 
 

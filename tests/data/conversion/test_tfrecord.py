@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodyrl.data.conversion.tfrecord import crc32c, masked_crc, parse_example, read_records
+from embodyrl.data.conversion.tfrecord import compute_masked_crc, crc32c, parse_example, read_records
 from embodyrl.errors import EmbodyError
 
 FILES = Path(__file__).parent / "rlds_files" / "tiny_arm" / "1.0.0"
@@ -104,7 +104,10 @@ def test_damaged_example_messages_raise_only_value_errors() -> None:
         (lambda raw: raw[:5], "record 0 is truncated"),
         (lambda raw: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:], "record 0 has a wrong checksum"),
         (lambda raw: bytes([raw[0] ^ 1]) + raw[1:], "record 0 has a wrong length checksum"),
-        (lambda raw: raw + struct.pack("<QI", 2**60, masked_crc(struct.pack("<Q", 2**60))), "record 2 is truncated"),
+        (
+            lambda raw: raw + struct.pack("<QI", 2**60, compute_masked_crc(struct.pack("<Q", 2**60))),
+            "record 2 is truncated",
+        ),
     ],
 )
 def test_damaged_tfrecord_file_is_rejected(tmp_path: Path, change, error: str) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 from settings import env_of
 
-from embodyrl.controls import inputs_to_action, neutral_action
+from embodyrl.controls import get_neutral_action, inputs_to_action
 from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FACTORY, PHYSICS_S
@@ -224,4 +224,4 @@ def test_page_moves_the_arm_at_its_full_speed():
     action = FACTORY.describe(env_of("libero", task_suite_name="libero_goal"), EnvContext()).action
     keys = {control.key: number for number, control in enumerate(action.controls)}
     pressed = dict.fromkeys((keys["KeyD"], keys["KeyS"], keys["KeyE"]), 1.0)
-    assert inputs_to_action(action, pressed, neutral_action(action)).tolist() == [1, 1, 1, 0, 0, 0, -1]
+    assert inputs_to_action(action, pressed, get_neutral_action(action)).tolist() == [1, 1, 1, 0, 0, 0, -1]

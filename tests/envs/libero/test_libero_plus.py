@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.channels.layout import record_layout
+from embodyrl.channels.layout import build_record_layout
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.libero.plus import PLUS_AXES, get_start_joints, get_variant, move_camera
 from embodyrl.envs.protocol import EnvContext, instruction_for
@@ -99,7 +99,7 @@ def test_language_suite_has_one_instruction_per_state():
     assert {instruction_for(spec, reset_id) for reset_id in spec.get_reset_ids(2)} == {spec.tasks[2]}
     assert len({instruction_for(spec, reset_id) for reset_id in spec.get_reset_ids(12)}) >= 19
     policy = PolicySpec(name="toy", num_action_chunks=1, action_dim=7, tokens_per_chunk=7)
-    (width,) = [field.shape[0] for field in record_layout(spec, policy).fields if field.name == "instruction"]
+    (width,) = [field.shape[0] for field in build_record_layout(spec, policy).fields if field.name == "instruction"]
     assert width >= max(len(words.encode()) for words in spec.instructions)
 
 

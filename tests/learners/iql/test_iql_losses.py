@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embodyrl.algorithms.iql.estimator import IqlSettings
-from embodyrl.algorithms.iql.losses import advantage_weights, critic_loss, expectile_loss
+from embodyrl.algorithms.iql.losses import compute_advantage_weights, critic_loss, expectile_loss
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.settings import OptimSettings
 
@@ -47,7 +47,7 @@ def test_iql_gradients_match_finite_differences():
 
     assert torch.autograd.gradcheck(lambda u: expectile_loss(u, 0.8), (filled(6),))
     assert torch.autograd.gradcheck(critic_loss, (filled(2, 5), filled(5), filled(5), filled(5)))
-    assert torch.autograd.gradcheck(lambda a: advantage_weights(a, 2.0, 100.0), (filled(6),))
+    assert torch.autograd.gradcheck(lambda a: compute_advantage_weights(a, 2.0, 100.0), (filled(6),))
 
 
 def test_critic_loss_sums_critics_and_averages_samples():
@@ -57,9 +57,9 @@ def test_critic_loss_sums_critics_and_averages_samples():
 
 
 def test_advantage_weights_are_clipped_exponentials():
-    found = advantage_weights(torch.tensor([-1.0, 0.0, 1.0, 1e9]), 3.0, 10.0)
+    found = compute_advantage_weights(torch.tensor([-1.0, 0.0, 1.0, 1e9]), 3.0, 10.0)
     assert found.tolist() == pytest.approx([math.exp(-3.0), 1.0, 10.0, 10.0])
-    assert advantage_weights(torch.tensor([-5.0, 1e9]), 0.0, 10.0).tolist() == [1.0, 1.0]
+    assert compute_advantage_weights(torch.tensor([-5.0, 1e9]), 0.0, 10.0).tolist() == [1.0, 1.0]
 
 
 STATES = [0, 0, 0, 1, 1, 2]

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from settings import model_of
 
-from embodyrl.channels.layout import record_layout
+from embodyrl.channels.layout import build_record_layout
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.small import FACTORY
@@ -330,7 +330,7 @@ def test_chunk_record_contains_about_two_action_chunks(folder):
     """Mixed form of 3 x 4 numbers: index and 24 floats in 13 tokens, rounded up to a multiple of K."""
     policy = build(folder)
     assert policy.spec.tokens_per_chunk == 15
-    sizes = {field.name: field.record_bytes for field in record_layout(ENV, policy.spec).fields}
+    sizes = {field.name: field.record_bytes for field in build_record_layout(ENV, policy.spec).fields}
     assert sizes["tokens"] == 120
     assert build(folder, stochastic_steps="all", num_steps=4).spec.tokens_per_chunk == 27  # 1 + (3 * 12 + 12) / 2 = 25
     assert build(folder, likelihood="fpo").spec.tokens_per_chunk == 9  # 1 + 12 / 2
