@@ -13,10 +13,10 @@ import numpy as np
 from embodyrl.envs.libero.scene import Box, Goal, Scene
 from embodyrl.types import DoubleArray, FloatArray
 
-OPENING = 0.078
-"""Maximum width of a graspable object, in meters."""
+_MAX_GRASP_WIDTH = 0.078
+"""Maximum width in meters of an object that fits between the fingers; wider objects are grasped at the rim."""
 
-_SQUARE = 0.075
+_MAX_SQUARE_WIDTH = 0.075
 """Maximum width in meters of an object that may be grasped in either horizontal direction."""
 
 _RIM_INSET = 0.006
@@ -24,16 +24,16 @@ _RIM_INSET = 0.006
 
 One finger is then inside the bowl."""
 
-_RIM_DEPTH = 0.025
-_BODY_DEPTH = 0.035
-"""Distance in meters of the grasp point below the object's top."""
+_RIM_DEPTH, _BODY_DEPTH = 0.025, 0.035
+"""Distance in meters of the grasp point below the object's top, for grasps at the rim and at the body."""
 
 _FINGER_REACH = (0.045, 0.06)
 """Distances from the grasp point to the middle and the outer side of an open finger, in meters."""
 
-_FINGER_RADIUS = 0.008
 _PALM_REACH = (0.07, 0.1)
-_PALM_RADIUS = 0.02
+"""Distances from the grasp point to two points of the palm, in meters."""
+_FINGER_RADIUS, _PALM_RADIUS = 0.008, 0.02
+"""Distance in meters around the points of fingers and palm that must be free of obstacles."""
 PALM_HEIGHT = 0.055
 """Height in meters of the palm's underside above the fingertips."""
 
@@ -61,7 +61,7 @@ def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> lis
     narrow_axis = min(horizontal_axes, key=lambda i: box.half[i])
     candidates = (
         _list_rim_grasps(box, narrow_axis)
-        if 2 * box.half[narrow_axis] > OPENING
+        if 2 * box.half[narrow_axis] > _MAX_GRASP_WIDTH
         else _list_body_grasps(box, horizontal_axes, narrow_axis)
     )
     return [
@@ -96,7 +96,7 @@ def _list_rim_grasps(box: Box, narrow_axis: int) -> list[tuple[DoubleArray, Doub
 def _list_body_grasps(box: Box, horizontal_axes: list[int], narrow_axis: int) -> list[tuple[DoubleArray, DoubleArray]]:
     depth = min(_BODY_DEPTH, 1.2 * box.half[box.up])
     height = max(box.top - depth, box.bottom + 0.005)
-    square = all(2 * box.half[i] < _SQUARE for i in horizontal_axes)
+    square = all(2 * box.half[i] < _MAX_SQUARE_WIDTH for i in horizontal_axes)
     candidates = []
     for closing_axis in horizontal_axes if square else [narrow_axis]:
         sliding_axis = next(i for i in horizontal_axes if i != closing_axis)
@@ -153,7 +153,7 @@ class Expert:
     """
 
     def __init__(self, seed: int, *, nearest: bool = False) -> None:
-        """Set the seed for ordering grasps; `nearest`: prefer the free grasp that rotates the hand least."""
+        """Set the seed that shuffles the grasps. With `nearest`, prefer the free grasp that rotates the hand least."""
         self._seed = seed
         self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
@@ -194,7 +194,7 @@ class Expert:
 
         base, carry_height = self._scene.hand[:2].copy(), self._compute_carry_height(goal, start)
         yield from self._move(lambda: np.array([*base, carry_height]), CLOSED, tolerance=0.02, limit=60)
-        # It is still on the table: the next attempt uses another grasp.
+        # The object is still on the table; the next attempt uses another grasp.
         if self._scene.get_box(goal.subject).bottom < start.bottom + 0.03:
             return
 
@@ -267,7 +267,7 @@ class Expert:
         limit: int,
         lowers: bool = False,
     ) -> ActionIterator:
-        """Yield actions that move the held object above its target; stop if it is lost, or at rest (`lowers`)."""
+        """Yield actions that move the held object above its target; stop if it is lost or, with `lowers`, at rest."""
 
         def get_target() -> DoubleArray:
             return np.array([*(self._scene.get_position(goal.target) + self._get_offset(goal.subject)[:2]), height()])

@@ -57,10 +57,10 @@ and mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers
 
 PHYSICS_S = {False: 0.139, True: 0.034}
 """Measured CPU seconds for the physics of a chunk of 8 actions, by `fast_physics`."""
-DRAW_S = {RenderProfile.full: 0.071, RenderProfile.lean: 0.013}
-"""Measured CPU seconds for software rendering of one image of 224 x 224 pixels, by render profile."""
-EGL_DRAW_S = 0.0016
-"""Measured seconds per frame on an H100; several processes on one GPU are not faster than one process."""
+RENDER_S = {RenderProfile.full: 0.071, RenderProfile.lean: 0.013}
+"""Measured CPU seconds for software rendering of an image of 224 x 224 pixels, by render profile."""
+EGL_RENDER_S = 0.0016
+"""Measured seconds for rendering an image on an H100; several processes on one GPU are not faster than one process."""
 
 CONTEXT_BYTES = int(0.2e9)
 """Estimated GPU memory of an OpenGL context in bytes."""
@@ -179,9 +179,8 @@ class LiberoFactory(SimFactory[LiberoSettings]):
     def problems(self, cfg: LiberoSettings) -> Iterator[str]:
         """Yield errors about unknown suites, tasks and cameras."""
         name = cfg.task_suite_name
-        known = (
-            f"{', '.join(sorted(SUITE_TASKS))}; all except libero_90 also with {', '.join(f'_{a}' for a in ALL_AXES)}"
-        )
+        suffixes = ", ".join(f"_{axis}" for axis in ALL_AXES)
+        known = f"{', '.join(sorted(SUITE_TASKS))}; all except libero_90 also with a suffix: {suffixes}"
         if name is None:
             yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
         elif assets := ASSET_AXES.get(name.rpartition("_")[2]):
@@ -263,8 +262,8 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             task_bytes=TASK_BYTES[cfg.render_profile],
             host_bytes=HOST_BYTES[cfg.render_profile],
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
-            chunk_s=PHYSICS_S[cfg.is_fast] + (EGL_DRAW_S if on_gpu else DRAW_S[cfg.render_profile]),
-            gpu_s=EGL_DRAW_S * len(spec.cameras.names) if on_gpu else 0.0,
+            chunk_s=PHYSICS_S[cfg.is_fast] + (EGL_RENDER_S if on_gpu else RENDER_S[cfg.render_profile]),
+            gpu_s=EGL_RENDER_S * len(spec.cameras.names) if on_gpu else 0.0,
             chunk_name=chunk_name(cfg.render_profile, fast=cfg.is_fast, on_gpu=on_gpu),
         )
 
@@ -289,7 +288,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             settle_open=cfg.settle_gripper is SettleGripper.open,
             initial_states=context.initial_states,
         )
-        # A fresh installation compiles for many seconds at its first reset: do that at the start of a worker.
+        # The first reset of a new installation compiles code for many seconds, so reset once when a worker starts.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)
         sims.reset_env(0, spec.get_reset_ids(task).start, 0)
         return sims

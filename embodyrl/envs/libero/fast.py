@@ -57,11 +57,15 @@ class _Arm(NamedTuple):
     torques: DoubleArray
     """Torque commands [7] of the motors, N m."""
     low: DoubleArray
+    """Lower torque limits [7], N m."""
     high: DoubleArray
+    """Upper torque limits [7], N m."""
     fingers: DoubleArray
-    """Position commands [2] of the fingers."""
+    """Position commands [2] of the fingers, m."""
     finger_middle: DoubleArray
+    """Middle [2] between the closed and the open position of the fingers, m."""
     finger_span: DoubleArray
+    """Half the distance [2] from the closed to the open position of the fingers, m."""
 
 
 class FastLoop:
@@ -70,7 +74,7 @@ class FastLoop:
     def __init__(self, env: Any) -> None:
         self._model = env.sim.model._model
         self._data = env.sim.data._data
-        # Force sensors at the wrist: their observations are unused.
+        # Disables force sensors at the wrist, whose observations are unused.
         self._model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_SENSOR)
         robot = env.robots[0]
         self._gripper = robot.gripper
@@ -118,8 +122,8 @@ class FastLoop:
         Raises:
             EnvError: the arm's inertia is singular or not finite.
         """
-        c = self._robot.controller  # robosuite makes a new one at every reset
-        command = self._gripper.current_action + np.zeros(2)  # a scalar after a reset
+        c = self._robot.controller  # robosuite creates a new controller at every reset
+        command = self._gripper.current_action + np.zeros(2)  # after a reset, current_action is a scalar
         joint_positions = np.empty((2, self._model.nq))
         mujoco.mj_step1(self._model, self._data)
         self._set_goal(c, action[:6])

@@ -1,4 +1,4 @@
-"""Installation checks without importing LIBERO, set-up of the process before the import, and lists of tasks."""
+"""Installation checks without importing LIBERO, process setup before the import, and task lists."""
 
 import contextlib
 import ctypes.util
@@ -74,7 +74,7 @@ def _check_gl() -> None:
     (library_name, *sonames), fix = _GL_LIBRARIES[backend]
     if ctypes.util.find_library(library_name) is None and not any(_can_load(name) for name in sonames):
         raise MissingDependencyError(f"MUJOCO_GL={backend} needs {sonames[0]}, which is not installed. Fix: {fix}")
-    os.environ["MUJOCO_GL"] = backend  # for child processes, which need not check again
+    os.environ["MUJOCO_GL"] = backend  # child processes inherit the variable
 
 
 def _can_load(library: str) -> bool:
@@ -88,8 +88,8 @@ def _can_load(library: str) -> bool:
 def prepare_process() -> None:
     """Select the renderer and import the simulator silently; call once per process, before rendering.
 
-    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasterizer) keep the user's values, but one thread is the
-    calling thread. EGL renders on the first visible GPU.
+    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasterizer) keep the user's values, except that 1 thread
+    is replaced by 0, the calling thread. EGL renders on the first visible GPU.
 
     Raises:
         MissingDependencyError: an import failed.
@@ -97,7 +97,7 @@ def prepare_process() -> None:
     os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
     set_egl_device()
     if os.environ.get("LP_NUM_THREADS", "1") == "1":
-        os.environ["LP_NUM_THREADS"] = "0"  # the calling thread renders; with 1, two threads wait for each other
+        os.environ["LP_NUM_THREADS"] = "0"  # the calling thread renders; an additional thread would only add waiting
     with _without_log_file(), without_egl_device():
         _import_module("libero.libero.envs")
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)

@@ -69,7 +69,7 @@ def remove_visuals(xml: str) -> str:
 
 @contextlib.contextmanager
 def use_lean_models(lean_xmls: list[str]) -> Iterator[None]:
-    """Make robosuite build models for the dynamics while this context is active; append lean models for rendering."""
+    """Make robosuite build models without visuals in the `with` block; append the XML of lean models for rendering."""
     from robosuite.environments.base import MujocoEnv  # pyright: ignore[reportMissingImports]
 
     original = MujocoEnv._initialize_sim
@@ -104,7 +104,7 @@ def _shrink_texture(path: Path) -> bytes:
 
     metadata = PngImagePlugin.PngInfo()
     with Image.open(path) as image:
-        if "srgb" in image.info:  # MuJoCo decodes the colors depending on this chunk
+        if "srgb" in image.info:  # MuJoCo decodes the colors of files with this chunk
             metadata.add(b"sRGB", bytes([image.info["srgb"]]))
         factor = min(1.0, MAX_TEXTURE / max(image.size))
         size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))

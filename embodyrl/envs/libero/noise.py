@@ -16,7 +16,7 @@ ndimage: Any = _ndimage
 
 SIZE = 256
 _GLASS_SIZE = 224
-"""Exclusive upper bound of the row and column indices of pixels that glass blur moves."""
+"""Glass blur moves only pixels whose row and column indices are below this number."""
 
 
 def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArray:
@@ -39,7 +39,7 @@ _Corruption = Callable[[ByteArray, int, np.random.RandomState], ByteArray]
 
 
 def _apply_motion_blur(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """Apply ImageMagick 6's motion blur (16 bits per channel): one-sided Gaussian along a line, with repeated edges."""
+    """Apply ImageMagick 6's motion blur (16 bits per channel): one-sided Gaussian along a line, edges repeated."""
     radius = (5, 8, 10, 12, 15, 18, 20, 25, 30, 35)[severity]
     sigma = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)[severity]
     angle = np.radians(rng.uniform(-45, 45))

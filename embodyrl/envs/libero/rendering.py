@@ -116,7 +116,7 @@ class LeanRenderer:
         self._visible = visible[np.argsort(self._root[visible], kind="stable")]
 
     def update_poses(self) -> None:
-        """Copy the positions of the simulation."""
+        """Copy positions and changing model fields from the simulation."""
         model, data = self._env.sim.model._model, self._env.sim.data._data
         for name in MODEL_FIELDS:
             getattr(self._model, name)[:] = getattr(model, name)
@@ -169,7 +169,7 @@ class LeanRenderer:
         view_poses = (data.cam_xpos[view.camera], data.cam_xmat[view.camera], data.light_xpos, data.light_xdir)
         key = (view, with_sky, *(value.tobytes() for value in view_poses), resting)
         if key not in self._layers:
-            # Objects start and stop moving one by one: each has its own image, merged by depth.
+            # Each object has a separate image, merged by depth, because objects start and stop moving one by one.
             objects = [posed for posed in resting if posed.root]
             if objects and with_sky:
                 fixed = self._get_layer(view, tuple(posed for posed in resting if not posed.root))
@@ -245,7 +245,7 @@ class LeanRenderer:
 
 
 def _merge(back: _Image, front: _Image) -> _Image:
-    """Return the nearer pixels of two images; `front` has few pixels in front of `back`."""
+    """Merge two images by depth: each pixel comes from the nearer image; fast if few pixels come from `front`."""
     nearer = np.flatnonzero(front.depth > back.depth)
     pixels, depth = back.pixels.copy(), back.depth.copy()
     pixels.reshape(-1, 3)[nearer] = front.pixels.reshape(-1, 3)[nearer]

@@ -50,7 +50,7 @@ class SimPool:
 
     def begin(self, env_index: int, task: int) -> TaskSimulator:
         """Assign a model of `task` to the environment for a new episode; its previous state is dropped."""
-        # Not saved: its episode is over.
+        # The previous state is not saved, because its episode has ended.
         self._saved.pop(env_index, None)
         for loaded in self.loaded.values():
             if loaded.occupant == env_index:
@@ -87,7 +87,7 @@ class SimPool:
             oldest, loaded = self.loaded.popitem(last=False)
             self._warn_if_thrashing(oldest)
             self._save_occupant(loaded)
-            # Before the next model is built: memory may not suffice for both.
+            # Close before the next model is built, because memory may not suffice for both.
             loaded.simulator.close()
         self.loaded[task] = LoadedModel(self._build(task))
         return self.loaded[task]
@@ -103,8 +103,7 @@ class SimPool:
         self._warned = True
         log.warning(
             "LIBERO: environments of this worker run %d tasks, but memory suffices for %d model(s), so every switch "
-            "reloads "
-            "one (about 2 s). Use fewer tasks (env.train.task_ids) or environments, or more memory.",
+            "reloads a model (about 2 s). Use fewer tasks (env.train.task_ids) or environments, or more memory.",
             len(set(self._task.values())),
             self._max_models,
         )
@@ -149,7 +148,7 @@ class LiberoSims(SequentialSimulators):
         task, index = self.spec.task_of(reset_id)
         self._seeds[env_index] = seed
         self._experts[env_index] = Expert(seed, nearest=self._nearest)
-        # In other tasks no fixture is placed at random, so all seeds give the same state.
+        # In tasks that are not seeded, no fixture is placed at random, so all seeds give the same state.
         key = task, index, seed if task in self.spec.seeded_tasks else 0
         simulator = self.pool.begin(env_index, task)
         if settled := self._settled.get(key):

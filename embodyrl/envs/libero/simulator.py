@@ -54,12 +54,15 @@ class SimState:
     physics: DoubleArray
     """MuJoCo integration state, including the warm start."""
     model: dict[str, np.ndarray]
+    """Model fields that change at run time (`MODEL_FIELDS`)."""
     own: dict[str, Any]
+    """Attributes of `TaskSimulator` that are listed in `_OWN_FIELDS`."""
     clock: dict[str, float]
     """Clock of robosuite's environment."""
     gripper_command: DoubleArray
     """Integrated open / close command of the gripper."""
     controller: dict[str, Any]
+    """Numeric attributes of robosuite's controller."""
 
 
 class TaskSimulator:
@@ -83,11 +86,11 @@ class TaskSimulator:
 
         Args:
             bddl_file: The benchmark's description of the task.
-            lean: Visuals for software rendering (see `lean.py`); states stay bit-identical.
+            lean: Use reduced visuals for software rendering (see `lean.py`); states stay bit-identical.
             linear: Ignore sRGB chunks of texture files (see `set_linear_colorspace`).
-            fast: The faster inner loop (see `fast.py`); states agree up to rounding.
-            settle_steps: Steps after an initial state is set: objects are stored in the air and fall.
-            settle_open: Open the gripper while objects settle; False: send no gripper command.
+            fast: Use the faster physics loop (see `fast.py`); states are equal up to rounding.
+            settle_steps: Number of steps after an initial state is set, because objects start in the air and fall.
+            settle_open: True: open the gripper in these steps; False: send no gripper command.
         """
         self._settle_steps, self._settle_action = settle_steps, SETTLE_ACTION * settle_open
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
@@ -203,9 +206,8 @@ class TaskSimulator:
     def _run_stock(self, command: DoubleArray) -> None:
         """Run the benchmark's substeps and controller with only one dynamics evaluation per substep.
 
-        The results are bit-identical.
-        Robosuite evaluates the dynamics twice before its controller, which needs only positions and velocities
-        (`mj_step1`), and MuJoCo once more with the controls (`mj_step2` does the rest).
+        The results are bit-identical. Robosuite evaluates the dynamics twice before its controller, which needs only
+        positions and velocities (`mj_step1`), and MuJoCo evaluates them again with the controls (here only `mj_step2`).
         """
         env, sim = self._env, self._env.sim
         sim.forward = _do_nothing
@@ -329,7 +331,7 @@ class TaskSimulator:
 
 
 def _do_nothing(force: bool = False) -> None:
-    """Do nothing; replaces robosuite methods that are not needed."""
+    """Replace robosuite methods that are not needed; do nothing."""
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ _STEP, _TURN = 0.2, 0.5
 _BATCH_BYTES, _ENV_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 """Estimated GPU memory in bytes: fixed part (PhysX and renderer), per environment, and per pixel of a camera."""
 _HOST_BYTES = {False: 490 << 20, True: 750 << 20}
-"""Host memory of simulators without and with rendering, measured on a CPU; hardly depends on their number."""
+"""Host memory in bytes of simulators without and with rendering, measured on a CPU; hardly depends on their number."""
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):

@@ -1,4 +1,4 @@
-"""Checks of ManiSkill's system requirements and measurement of task properties, in a separate process."""
+"""Checks of ManiSkill's system requirements, and reading of task properties in a separate process."""
 
 import functools
 import importlib.util

@@ -47,7 +47,7 @@ TASK_IDS = {
     f"ManiSkill-{name}": ("maniskill_bridge" if name in BRIDGE_EPISODES else "maniskill", f"env.id={name}")
     for name in _TASKS["instructions"]
 }
-"""Config overrides by Gymnasium id, one entry for each task that has an instruction in `tasks.toml`."""
+"""Environment preset and config override of each task that has an instruction in `tasks.toml`, by Gymnasium id."""
 
 HAND_CAMERA = "hand_camera"
 

@@ -53,7 +53,7 @@ class Expert:
 
     def _plan_grasp(self, cube: Any) -> DoubleArray:
         hand, target = self._hand_position, _get_position(cube)
-        # A cube is symmetric under a quarter turn; the hand points down, so it turns the other way round.
+        # A cube is symmetric under a quarter turn. The hand points down, so its yaw has the opposite direction.
         turn = (_get_yaw(cube) - _get_yaw(self._env.agent.tcp) + np.pi / 4) % (np.pi / 2) - np.pi / 4
         is_off_target = np.linalg.norm(hand[:2] - target[:2]) > 0.012
         if is_off_target and hand[2] < target[2] + 0.04:
@@ -134,7 +134,7 @@ class _BaseSims(Simulators):
     def _build_results(self, env: Any, reward: Any, terminated: Any, info: dict[str, Any]) -> SimSteps:
         """Return the results of a step for all environments of a batch."""
         success = info.get("success", terminated & False)
-        # Some tasks have no reward, or only on request.
+        # With reward_mode=none, tasks return no reward; the success is used.
         rewards = success if env.reward_mode == "none" else reward
         terminated_array, success_array = terminated.cpu().numpy(), success.cpu().numpy()
         return SimSteps(
@@ -215,7 +215,7 @@ class BatchSims(_BaseSims):
         self._observations: list[np.ndarray] = []
 
     def reset(self, env_indices: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start an episode for each reset id, which seeds all randomness."""
+        """Start an episode in each environment; the reset ids are the seeds of all randomness."""
         reset_id_by_env = dict(zip(env_indices.tolist(), reset_ids.tolist(), strict=True))
         self._info = restart_rows(self._cfg, self._env, reset_id_by_env, self.spec.cameras.names)
         for env_index in reset_id_by_env:

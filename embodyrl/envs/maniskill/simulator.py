@@ -97,7 +97,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
     }
     try:
         with _suppress_output(), _use_lean_visuals(cfg):
-            # The user's own arguments last: they may replace all but the reserved ones (`problems`).
+            # `env.kwargs` comes last, because it may replace all arguments except the reserved ones (`problems`).
             sensors = {**size, "shader_pack": "minimal", **cfg.kwargs.get("sensor_configs", {})}
             return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs, "sensor_configs": sensors})
     except (EOFError, SystemExit) as error:
@@ -174,7 +174,7 @@ def describe(cfg: ManiSkillSettings) -> Description:
     Raises:
         EmbodyError: see `build`.
     """
-    # Rendering would take seconds; the tasks on Bridge data have no other mode.
+    # Use the state mode, because rendering takes seconds; Bridge tasks support only images.
     env = build(cfg, ObsMode.rgb if cfg.id in BRIDGE_EPISODES else ObsMode.state)
     try:
         agent, space = env.agent, env.single_action_space
@@ -203,7 +203,7 @@ def samples_scene(env: Any) -> bool:
         reconfigure(options)
         has_sampled.append(_get_generator_states(env) != states_before)
 
-    # Set on the object and removed again: other environments of the process keep the method of the class.
+    # Replace the method of this object only, so that other environments in the process keep the original method.
     env._reconfigure = reconfigure_and_compare
     try:
         with _suppress_output():
@@ -274,8 +274,8 @@ def _prepare_process() -> None:
     logging.getLogger("mani_skill").setLevel(logging.ERROR)
     robot: Any = Panda
     robot._sensor_configs = property(_get_hand_camera)
-    # ManiSkill runs the garbage collector for each scene; with the objects of all imports frozen that takes 1 ms, not
-    # 150.
+    # ManiSkill runs the garbage collector for each scene, which takes 150 ms, or 1 ms if the objects of all imports are
+    # frozen.
     gc.collect()
     gc.freeze()
 

@@ -60,7 +60,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             cameras=CameraSpec(
                 names=tuple(params.camera_names) if cfg.pixels else (),
                 size=params.size if cfg.pixels else (0, 0),
-                rotation_deg=180 if cfg.pixels else 0,  # its cameras are mounted upside down
+                rotation_deg=180 if cfg.pixels else 0,  # MetaWorld's cameras are mounted upside down
                 needed=cfg.pixels,
             ),
             state_dim=PROPRIOCEPTION if cfg.pixels else STATE + num_task_columns,
@@ -77,7 +77,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:
         """Build the simulators; a task's simulator is built when an environment first runs the task."""
-        # Read when MuJoCo is imported.
+        # MuJoCo reads MUJOCO_GL when it is imported.
         os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
         set_egl_device()
         from embodyrl.envs.metaworld.sims import MetaWorldSims

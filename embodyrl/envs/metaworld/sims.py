@@ -16,7 +16,7 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 mujoco: Any = _mujoco
 
-# Logged once per task by experts whose actions are clipped on purpose.
+# Experts log this warning once per task, because their actions are clipped on purpose.
 warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
 
 _GOAL = slice(36, 39)
@@ -108,9 +108,9 @@ class MetaWorldSims(SequentialSimulators):
         )
         env._set_task_called, env._freeze_rand_vec, env.seeded_rand_vec = True, False, True
         env._partially_observable = False
-        vars(env).pop("sawyer_observation_space", None)  # cached for hidden goals, which it would clip to 0
+        vars(env).pop("sawyer_observation_space", None)  # cached while the goal is hidden; it would clip the goal to 0
         env.max_path_length = 10**9  # the run sets the time limit
-        # This method takes half of the time of a step of push-v3, only for values in `info`, which is unused.
+        # This method takes half of the time of a step of push-v3, but only computes values in `info` that are unused.
         env.touching_object = lambda _: False
         env.model.camera("corner2").pos = _CORNER2
         if self._cfg.render_profile is RenderProfile.lean:

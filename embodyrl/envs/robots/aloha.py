@@ -89,7 +89,7 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         )
         self.action_space = self._build_action_space()
         self._expert = expert(self._env.physics.model.ptr, self._env.physics.data.ptr)
-        self.expert_action = self._expert.action
+        self.expert_action = self._expert.compute_action
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start an episode; the seed determines the object poses."""
@@ -104,7 +104,7 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         """Execute one action [14] of joint targets; success or an unstable simulation ends the episode."""
         try:
             _, reward, _, self._last_observation = self._env.step(action)
-        except PhysicsError:  # arms that are pressed together; the last observation remains
+        except PhysicsError:  # for example if the arms are pressed together; returns the previous observation
             return self._build_observation(), 0.0, True, False, {"is_success": False}
         success = reward == self._env.task.max_reward
         return self._build_observation(), float(reward or 0), success, False, {"is_success": success}
@@ -126,7 +126,7 @@ class AlohaEnv(gymnasium.Env[Any, np.ndarray]):
         return spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
 
     def _render_image(self, camera: str, size: tuple[int, int]) -> np.ndarray:
-        # The package's renderer keeps a thread, and prints errors when the process exits; the pixels are equal.
+        # Not the renderer of the package, which starts a thread and prints errors at exit; the pixels are equal.
         physics = self._env.physics
         if size not in self._renderers:
             self._renderers[size] = mujoco.Renderer(physics.model.ptr, *size)

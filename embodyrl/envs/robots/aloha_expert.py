@@ -36,7 +36,7 @@ _LEFT_ORIENTATION = rotation_matrix((1, 0, 0), np.pi / 2)
 
 
 class Phase(IntEnum):
-    """Stages of a transfer, in order."""
+    """Phases of a transfer, in order."""
 
     approach = 0
     lower = 1
@@ -63,18 +63,20 @@ class BimanualExpert:
         self._phase_steps = 0
         # Targets move at a constant speed from here; the joints follow them at different speeds.
         self._planned.qpos[:] = self._data.qpos
-        self._targets = [arm.pose(self._planned) for arm in self._arms]
+        self._targets = [arm.compute_pose(self._planned) for arm in self._arms]
 
     def _measure(self) -> list[Pose]:
         """Return the current poses of the left and the right gripper."""
         self._measured.qpos[:] = self._data.qpos
-        return [arm.pose(self._measured) for arm in self._arms]
+        return [arm.compute_pose(self._measured) for arm in self._arms]
 
     def _move_towards(self, goals: Sequence[Pose], step: float) -> list[DoubleArray]:
         """Move the targets of both grippers by up to `step` meters, and return the joint angles [6] of each arm."""
         pairs = zip(self._targets, goals, strict=True)
         self._targets = [target.move_towards(goal, step, _TURN) for target, goal in pairs]
-        return [arm.solve(self._planned, target) for arm, target in zip(self._arms, self._targets, strict=True)]
+        return [
+            arm.solve_joint_angles(self._planned, target) for arm, target in zip(self._arms, self._targets, strict=True)
+        ]
 
 
 class TransferExpert(BimanualExpert):
@@ -85,7 +87,7 @@ class TransferExpert(BimanualExpert):
         super().reset()
         self._phase, self._cube_position = Phase.approach, np.zeros(3)
 
-    def action(self) -> DoubleArray:
+    def compute_action(self) -> DoubleArray:
         """Return the joint targets [14] for the current state; call it once per step."""
         cube = self._data.joint("red_box_joint").qpos[:3].copy()
         self._update_phase(cube, *self._measure())
@@ -94,7 +96,7 @@ class TransferExpert(BimanualExpert):
         return np.concatenate([left_joints, [max(0.0, 1 - closing)], right_joints, [self._phase < Phase.close]])
 
     def _update_phase(self, cube: DoubleArray, left: Pose, right: Pose) -> None:
-        """Select the stage; a dropped cube is grasped again."""
+        """Select the phase; after the cube was dropped, start again with the first phase."""
         if self._phase > Phase.close and np.linalg.norm(cube - right.position) > _DROP_DISTANCE:
             self._phase, self._phase_steps = Phase.approach, 0
         if self._phase is Phase.approach:
@@ -112,7 +114,7 @@ class TransferExpert(BimanualExpert):
             self._phase, self._phase_steps = Phase(self._phase + 1), 0
 
     def _get_goals(self, cube: DoubleArray) -> tuple[Pose, Pose]:
-        """Return the goals of the left and the right gripper in the current stage."""
+        """Return the goals of the left and the right gripper in the current phase."""
         left = cube + _GRASP_OFFSET_LEFT if self._phase >= Phase.reach else _MEETING_POINT + _WAIT_OFFSET
         right = _MEETING_POINT
         if self._phase < Phase.carry:

@@ -13,7 +13,7 @@ from embodyrl.types import DoubleArray
 mujoco: Any = _mujoco
 
 _CAREFUL_STEP = 0.004
-"""Maximum distance in meters by which the target of a gripper moves in a step after the grasp; before, `STEP`."""
+"""Maximum motion in meters of a gripper's target per step after the grasp; before the grasp, the maximum is `STEP`."""
 _APPROACH_OFFSET, _LIFT_OFFSET = np.array([0.0, 0.0, 0.08]), np.array([0.0, 0.0, 0.2])
 _GRASP_OFFSETS = np.array([[-0.015, 0.0, 0.003], [0.015, 0.0, 0.011]])
 """Positions in meters of the left and right gripper relative to the centers of socket and peg. Fingers that touch the
@@ -24,7 +24,7 @@ _MEETING_POINT = np.array([-0.06, 0.5, 0.25])
 _INITIAL_DISTANCE, _FINAL_DISTANCE = 0.18, 0.085
 """Distances in meters between the centers of socket and peg before and after insertion; the pin is touched at 0.1."""
 _INSERTION_STEP = 0.002
-"""Decrease of that distance per step."""
+"""Decrease in meters of the distance between the centers per step."""
 _GAIN = 0.1
 """Fraction of the error of an object's pose by which a gripper's target moves in a step; objects swing above 0.15."""
 _MAX_DISTANCE_ERROR, _MAX_ANGLE_ERROR = 0.004, 0.06
@@ -34,7 +34,7 @@ _LEFT_ORIENTATION = rotation_matrix((0, 1, 0), np.pi / 3)
 
 
 class Phase(IntEnum):
-    """Stages of an insertion, in order."""
+    """Phases of an insertion, in order."""
 
     approach = 0
     lower = 1
@@ -56,7 +56,7 @@ class InsertionExpert(BimanualExpert):
         self._phase, self._gap = Phase.approach, _INITIAL_DISTANCE
         self._object_positions = [pose.position for pose in self._get_object_poses()]
 
-    def action(self) -> DoubleArray:
+    def compute_action(self) -> DoubleArray:
         """Return the joint targets [14] for the current state; call it once per step."""
         objects = self._get_object_poses()
         self._update_phase(objects)
@@ -75,7 +75,7 @@ class InsertionExpert(BimanualExpert):
         return poses
 
     def _update_phase(self, objects: list[Pose]) -> None:
-        """Select the stage."""
+        """Start the next phase if the current phase is finished."""
         self._phase_steps += 1
         socket, peg = objects
         if self._phase is Phase.approach:  # the objects fall onto the table first
@@ -95,7 +95,7 @@ class InsertionExpert(BimanualExpert):
             self._phase, self._phase_steps = Phase(self._phase + 1), 0
 
     def _get_goals(self, objects: list[Pose]) -> list[Pose]:
-        """Return the goals of the left and the right gripper in the current stage."""
+        """Return the goals of the left and the right gripper in the current phase."""
         if self._phase <= Phase.lift:
             height = {Phase.approach: _APPROACH_OFFSET, Phase.lift: _LIFT_OFFSET}.get(self._phase, np.zeros(3))
             pairs = zip(self._object_positions, _GRASP_OFFSETS, (_LEFT_ORIENTATION, RIGHT_ORIENTATION), strict=True)
@@ -110,7 +110,7 @@ class InsertionExpert(BimanualExpert):
         ]
 
     def _correct_target(self, target: Pose, object_pose: Pose, target_pose: Pose) -> Pose:
-        """Return the target of a gripper, moved by a part of the error of the object that the gripper holds."""
+        """Return the target of a gripper, moved by a fraction of the pose error of the held object."""
         shift = _GAIN * (target_pose.position - object_pose.position)
         rotation = rotation_between(object_pose.rotation, target_pose.rotation)
         return Pose(

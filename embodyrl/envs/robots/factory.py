@@ -1,4 +1,4 @@
-"""Factory of robot presets: Gymnasium environments with declared cameras, state, action, success and horizon."""
+"""Factory of robot presets: Gymnasium environments with declared cameras, state, actions, success and time limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RobotFactory(SimFactory[RobotSettings]):
             EnvError: the installed package differs from the preset.
         """
         preset = cfg.preset
-        # A process reports its own missing packages.
+        # An environment in a separate process reports missing packages itself.
         if not preset.process and importlib.util.find_spec(preset.module) is None:
             raise MissingDependencyError(
                 f"env={cfg.robot} needs the package {preset.package}. Fix: pip install {preset.package}."
@@ -42,7 +42,7 @@ class RobotFactory(SimFactory[RobotSettings]):
         return _apply_preset(cfg, GYM.describe(cfg.gym, context))
 
     def get_banner_lines(self, cfg: RobotSettings) -> list[tuple[str, str]]:
-        """Return the banner line about a preset: actions, action rate and success condition."""
+        """Return the banner line of the preset: meaning of actions, action rate and success condition."""
         preset = cfg.preset
         return [("robot", f"{preset.meaning} · {preset.rate_hz:g} actions/s · success: {preset.success}")]
 

@@ -16,7 +16,7 @@ _HEIGHT, _CLEARANCE = 0.42, 0.09
 _PUSH_OFFSET, _START_RADIUS = 0.08, 0.025
 """Distance in meters between the block and the start of a push; a start below 2.5 cm away counts as reached."""
 _GOAL_RADIUS = 0.01
-"""A push ends at 1 cm from the goal."""
+"""A push ends if the block is less than 1 cm from the goal, in meters."""
 _MAX_HORIZONTAL_ERROR, _MAX_VERTICAL_ERROR = 0.02, 0.015
 """A grasp begins below 2 cm of horizontal and 1.5 cm of vertical distance."""
 _GRASP_WIDTH = 0.056

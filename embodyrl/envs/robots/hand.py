@@ -13,8 +13,10 @@ from embodyrl.types import BoolArray, DoubleArray, FloatArray
 mujoco: Any = _mujoco
 
 _GAIN, _SLOWDOWN_RADIUS, _MIN_FRACTION = 0.5, 0.02, 0.15
-"""Fraction of the solved change of joint targets per step; below 2 cm of error, the fraction decreases, to 15 %."""
+"""Fraction of the computed change of the joint targets that is applied per step. At position errors below 2 cm, the
+fraction decreases in proportion to the error, to at least 15 % of `_GAIN`."""
 _DAMPING = 1e-4
+"""Damping of the least-squares solution, in m^2/rad^2."""
 _DELAY_S = 0.04
 """Time in seconds by which the tips' positions are extrapolated, because the joints lag behind their targets."""
 _COUPLING = 0.00805 / 0.00705
@@ -54,7 +56,7 @@ class HandReachExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
         return (2 * (targets - self._low) / (self._high - self._low) - 1).astype(np.float32)
 
     def _solve(self, jacobian: DoubleArray, error: DoubleArray) -> DoubleArray:
-        """Return the change [20] of the joint targets for an error [15]; targets at a limit are left out."""
+        """Return the change [20] of joint targets for an error [15]; targets at their limits may be fixed."""
         free: BoolArray = np.ones(self._model.nu, np.bool_)
         while True:
             free_jacobian = jacobian * free

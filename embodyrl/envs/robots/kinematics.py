@@ -24,7 +24,7 @@ class Pose:
     """[3, 3] rotation matrix; its columns are the axes of the gripper."""
 
     def move_towards(self, goal: "Pose", distance: float, angle: float) -> "Pose":
-        """Move towards `goal` by at most `distance` meters and `angle` rad, and return the pose."""
+        """Return the pose after a motion towards `goal` of at most `distance` meters and `angle` rad."""
         shift, rotation = goal.position - self.position, rotation_between(self.rotation, goal.rotation)
         distance_left, total_angle = np.linalg.norm(shift), float(np.linalg.norm(rotation))
         position = self.position + shift * min(1.0, distance / max(distance_left, 1e-9))
@@ -40,30 +40,30 @@ class Arm:
     """Arm with hinge joints whose gripper is a point at a fixed distance along the x axis of the last link."""
 
     def __init__(self, model: Any, link: str, joints: Sequence[str], offset: float) -> None:
-        """Find link and joints by name in a MuJoCo model. The point is `offset` meters from the link."""
+        """Find link and joints by name in a MuJoCo model; the gripper is `offset` meters from the link."""
         self._model, self._link, self._offset = model, model.body(link).id, np.array([offset, 0.0, 0.0])
         joint_handles = [model.joint(name) for name in joints]
         self._columns = np.array([joint.qposadr[0] for joint in joint_handles])
         self._dofs = np.array([joint.dofadr[0] for joint in joint_handles])
         self._low, self._high = np.array([joint.range for joint in joint_handles]).T
 
-    def pose(self, data: Any) -> Pose:
+    def compute_pose(self, data: Any) -> Pose:
         """Return the gripper's pose, computed from the joint angles in `data`."""
         mujoco.mj_kinematics(self._model, data)
         mujoco.mj_comPos(self._model, data)
         rotation = data.xmat[self._link].reshape(3, 3).copy()
         return Pose(data.xpos[self._link] + rotation @ self._offset, rotation)
 
-    def solve(self, data: Any, goal: Pose) -> DoubleArray:
+    def solve_joint_angles(self, data: Any, goal: Pose) -> DoubleArray:
         """Return the joint angles [n] that bring the gripper to `goal`, within the joint limits.
 
-        Starts from the joint angles in `data`, which it overwrites. Damping keeps steps small near singular poses, so
-        the result can be inexact there.
+        The search starts from the joint angles in `data`, and overwrites them. Damping keeps steps small near singular
+        poses, so the result can be inexact there.
         """
         position_jacobian, rotation_jacobian = np.zeros((3, self._model.nv)), np.zeros((3, self._model.nv))
         angles = data.qpos[self._columns].copy()
         for _ in range(_ITERATIONS):
-            pose = self.pose(data)
+            pose = self.compute_pose(data)
             error = np.concatenate([goal.position - pose.position, rotation_between(pose.rotation, goal.rotation)])
             if np.abs(error).max() < _TOLERANCE:
                 break

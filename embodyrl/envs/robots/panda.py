@@ -33,11 +33,11 @@ class SeedsNumpy(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class PandaPickActions(gymnasium.ActionWrapper[Any, Any, Any]):
-    """Wrapper with actions [4]: changes of the gripper's position and of its closing, -1 to 1.
+    """Wrapper with actions [4] in -1..1: change of the gripper's position [3] and of its command (positive: close).
 
-    The actions of PandaPickCube have seven dimensions: a position change of up to 1 m, rotations without effect, and
-    closing. Useful actions cover 3 % of that range, which is too little for a policy that is trained on actions scaled
-    by their range.
+    The actions of PandaPickCube have seven dimensions: a position change of up to 1 m, rotations without effect, and a
+    change of the gripper command. Useful actions cover 3 % of that range, which is too little for a policy that is
+    trained on actions scaled by their range.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -56,7 +56,7 @@ class PandaPickExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def expert_action(self) -> FloatArray:
-        """Return changes of the gripper's position and closing [4]."""
+        """Return the change of the gripper's position and of its command [4]."""
         env: Any = self.env.unwrapped
         offset = env.data.sensor("block_pos").data - env.data.sensor("2f85/pinch_pos").data
         aligned = bool(np.linalg.norm(offset[:2]) < _MAX_HORIZONTAL_ERROR)

@@ -26,8 +26,9 @@ class Preset:
     dense: bool = False
     """True if states without success have a positive reward."""
     instruction: str
+    """Language instruction of every episode."""
     meaning: str
-    """Meaning and units of an action."""
+    """Meaning and units of an action, shown in the start banner."""
     action: tuple[str, ...]
     """Name of each action dimension."""
     state: Mapping[str, int]
@@ -40,6 +41,7 @@ class Preset:
     gripper: tuple[float, float] | None = None
     """Values of the last action dimension that open and close the gripper."""
     wrappers: tuple[str | dict[str, Any], ...] = ()
+    """Wrappers of the environment, in the format of `env.wrappers`."""
 
 
 _PRESETS_FILE = Path(__file__).with_name("robots.toml")

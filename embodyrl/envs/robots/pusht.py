@@ -17,8 +17,8 @@ _TARGET_DISTANCE, _PUSH_TARGET_DISTANCE = 40.0, 20.0
 _MARGIN, _CLEARANCE = 8.0, 2.0
 """Distances in pixels between agent and block at the corners of a path and on its lines."""
 _START_RADIUS, _END_MARGIN, _LINE_LOOKAHEAD_S, _END_LOOKAHEAD_S = 12.0, 2.0, 0.1, 0.05
-"""A push begins 12 pixels from its start and ends 2 pixels before its end. Both use the position after the current
-motion: in 0.1 s for the distance from the line, in 0.05 s for the end."""
+"""A push begins 12 pixels from its start and ends 2 pixels before its end. The agent's position is extrapolated by its
+velocity: by 0.1 s to follow the line of the push, by 0.05 s to detect the end."""
 _LINE_TOLERANCE, _SLOWDOWN = 2.0, 2.0
 """Beyond 2 pixels, each pixel between agent and line brings the target position 2 pixels closer."""
 _MAX_BLOCK_SHIFT, _MAX_BLOCK_ROTATION, _MAX_LINE_DISTANCE = 3.0, 0.05, 6.0
@@ -69,7 +69,7 @@ class PushTExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not self._pushing and np.linalg.norm(agent - push.start) < _START_RADIUS:
             self._pushing, self._steps = True, 0
         if self._pushing:
-            # Continuous in the agent's position: an expert that stops at the start of a push is hard to imitate.
+            # The target depends continuously on the agent's position: policies hardly learn to stop before a push.
             distance, line_distance = push.project(agent + _LINE_LOOKAHEAD_S * np.array(state.agent.velocity))
             target_distance = distance + _PUSH_TARGET_DISTANCE - _SLOWDOWN * max(0.0, line_distance - _LINE_TOLERANCE)
             target = push.start + push.direction * float(np.clip(target_distance, 0.0, push.length))
@@ -147,7 +147,7 @@ def _place_outline(table: PushTable, pose: DoubleArray) -> shapely.Polygon:
 
 
 def _find_path_around(block: shapely.Polygon, start: DoubleArray, end: DoubleArray) -> DoubleArray:
-    """Return the shortest path [P, 2] around the block, by a visibility graph; a straight line if there is none."""
+    """Return the shortest path [P, 2] around the block, by a visibility graph; a straight line if there is no path."""
     corners = np.array(block.buffer(RADIUS + _MARGIN, join_style="mitre").exterior.coords)[:-1]
     corners = corners[((corners > RADIUS + 3) & (corners < 512 - RADIUS - 3)).all(1)]
     points = np.concatenate([start[None], end[None], corners])

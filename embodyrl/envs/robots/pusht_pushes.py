@@ -19,14 +19,16 @@ from embodyrl.types import BoolArray, DoubleArray, IntArray
 RADIUS = 15.0
 """Radius of the agent."""
 GAP, _DEPTH, _STEP_LENGTH = 6.0, 150.0, 2.0
-"""Distance between block and agent before a push, longest push, and agent motion per physics step."""
+"""Distance between block and agent before a push, maximum length of a push, and agent motion per physics step."""
 _SPACING, _CORNER_MARGIN = 10.0, 3.0
 """Distance between contact points, and from a contact point to the next corner."""
 _MIN_POSITION, _MAX_POSITION, _WALL_MARGIN = 21.0, 491.0, 8.0
-"""Range of agent positions during pushes, and smallest distance between block and the window's edge."""
+"""Range of the agent's x and y during pushes, and minimum distance between the block and the edge of the window."""
 _BEAM_WIDTH, _MAX_PUSHES, _MAX_CANDIDATES = 40, 4, 2000
+"""Sequences in the beam, pushes of a sequence, and best candidates that are compared for the next beam."""
 _STEP_COST, _EXTRA_STEPS, _TRAVEL_MOTION, _PUSH_MOTION = 0.02, 5.0, 22.5, 13.0
-"""Cost of an env step in the search; env steps per push without motion; agent motion per step around and on pushes."""
+"""Cost of an env step in the search, additional env steps per push, and agent motion per env step between pushes and
+during pushes."""
 _CELL_SIZE = np.array([6.0, 6.0, 0.1])
 """Poses in the same cell (pixels, pixels, rad) count as equal in the beam."""
 
@@ -80,7 +82,7 @@ class PushTable:
             for offset in np.linspace(_CORNER_MARGIN, length - _CORNER_MARGIN, max(2, round(length / _SPACING))):
                 contact = first + along * offset
                 start = contact - inward * (RADIUS + GAP)
-                # Excludes contacts next to the inner corners, which the agent touches on two sides.
+                # Exclude contacts next to the inner corners, where the agent would touch two edges.
                 if block.distance(shapely.Point(*start)) > RADIUS + GAP - 0.1:
                     starts.append(start)
                     directions.append(inward)

@@ -15,7 +15,7 @@ _LOAD_S, _STEP_S = 300.0, 120.0
 
 
 class RobosuiteEnv(gymnasium.Env[Any, np.ndarray]):
-    """Environment of one robosuite task with a Panda arm; success ends an episode.
+    """Environment of one robosuite task with a Panda arm; success terminates an episode.
 
     The requirements of robosuite 1.5 (numpy 1.26, mink) conflict with LIBERO, which needs robosuite 1.4.
     """

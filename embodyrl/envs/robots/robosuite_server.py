@@ -153,7 +153,7 @@ def compute_door_action(observation: Any) -> Any:
 
 
 def get_tilt(quaternion: Any) -> float:
-    """Return the angle in rad of the gripper about the x axis; 0: it points down. Quaternion: x, y, z, w."""
+    """Return the rotation in rad of the gripper about the x axis (0: pointing down); `quaternion` is (x, y, z, w)."""
     x, y, z, w = quaternion
     return float(np.arctan2(2 * (x * w - y * z), 2 * (x * x + y * y) - 1))
 
@@ -178,7 +178,7 @@ def approach_and_grasp(observation: Any, cube: Any) -> Any:
 
 def build_action(offset: Any, gripper: float, turn: Any = (0.0, 0.0, 0.0)) -> Any:
     """Return the action that moves the gripper by `offset` [3] in meters, and rotates it by the vector `turn` [3]."""
-    # The controller lags behind, so that small actions do not move the arm.
+    # The gain compensates for the controller, which hardly moves the arm for small actions.
     moves = np.clip(_GAIN * np.array(offset) / _REACH, -1.0, 1.0), np.clip(np.array(turn) / _TURN, -1.0, 1.0)
     return np.array([*np.concatenate(moves), gripper], np.float32)
 

@@ -43,7 +43,7 @@ class RobotSettings(GymSettings):
         elif self.python is not None and not self.preset.process:
             yield f"env.python={self.python}: {self.robot} always runs in this interpreter. Remove env.python."
         if "python" in self.kwargs:
-            yield "env.kwargs.python: use env.python, which a saved config may set only with trust=true."
+            yield "env.kwargs.python: set env.python instead. In a saved config, env.python needs trust=true."
         if self.id is not None:
             yield "env.id is set by env.robot. Remove env.id, or use env=gym."
 

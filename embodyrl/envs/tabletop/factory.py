@@ -32,7 +32,7 @@ MIN_IMAGE_SIZE = 32
 
 
 TASK_IDS = {f"Tabletop-{task}-v0": ("tabletop", f"env.eval.task_ids=[{task}]") for task in range(len(TASKS))}
-"""Config overrides that select a single task, by Gymnasium id."""
+"""Environment preset and config override that select a single task, by Gymnasium id."""
 
 
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):

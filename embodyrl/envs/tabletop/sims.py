@@ -1,4 +1,4 @@
-"""Simulators and scripted expert of the tabletop environment, in plain Python (a few microseconds per step)."""
+"""Simulators and scripted expert of the tabletop environment, in Python (a few microseconds per step)."""
 
 import copy
 import math
@@ -76,7 +76,7 @@ def _plan_push(world: World) -> Command:
     if is_low and lateral_distance < 0.75 * PUSH_RADIUS and 0.0 < along < PUSH_RADIUS + 2 * STEP:
         gap = max(along - PUSH_RADIUS, 0.0)
         dx, dy = dx + gap * ux, dy + gap * uy
-        # Without rotation: it would lose the block.
+        # Scale all axes by the same factor, because a push in another direction would lose the block.
         scale = min(1.0, STEP / max(abs(dx), abs(dy), 1e-6))
         return scale * dx, scale * dy, -world.z, CLOSED
     behind = block[0] - _PUSH_GAP * ux, block[1] - _PUSH_GAP * uy
@@ -87,8 +87,8 @@ def _move_down_to(world: World, point: Point, gripper: float) -> Command:
     """Return the next command towards a point: move at travel height, and descend when the gripper is above it."""
     radius = _DESCENT_RADIUS if gripper == CLOSED and world.held_block is None else _OPEN_DESCENT_RADIUS
     height = 0.0 if world.distance(point) < radius else TRAVEL_HEIGHT
-    # Far away and low: rise and move in the same step, which shortens episodes. Axes are independent and in half steps:
-    # few distinct numbers are easier to learn for a small policy than diagonal motions.
+    # A low gripper rises and moves in the same step, which shortens episodes. Each axis is rounded to half steps,
+    # because a small policy learns few distinct numbers more easily than arbitrary directions.
     delta = np.array((point[0] - world.x, point[1] - world.y, height - world.z))
     dx, dy, dz = np.round(delta / _HALF_STEP) * _HALF_STEP
     return float(dx), float(dy), float(dz), gripper
@@ -123,7 +123,7 @@ class TabletopSims(SequentialSimulators):
     def reset_env(self, env_index: int, reset_id: int, seed: int) -> None:
         """Place the gripper and the objects as in initial state `reset_id`; the seed has no effect."""
         task, _ = self.spec.task_of(reset_id)
-        # The same tables in every variation: reset ids of other suites are offset.
+        # All variations have the same tables; the reset ids of additional suites start at an offset.
         table = reset_id % self.spec.get_reset_ids(len(TASKS) - 1).stop
         self._worlds[env_index] = create_world(TASKS[task % len(TASKS)], table, get_axis(self.spec.get_suite(task)))
         self.record_solved_start(env_index, solved=self._worlds[env_index].success())

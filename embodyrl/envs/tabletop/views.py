@@ -53,7 +53,7 @@ _FINGER_OPEN, _FINGER_HOLDING, _FINGER_CLOSED = 0.046, 0.035, 0.008
 
 _INDICES = np.arange(MAX_SIZE, dtype=np.float32)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-"""Preallocated constants, because numpy's overhead dominates for shapes of few pixels."""
+"""Preallocated arrays and constants, because numpy's overhead dominates for shapes of few pixels."""
 
 
 @dataclass(frozen=True, slots=True)

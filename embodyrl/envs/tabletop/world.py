@@ -92,6 +92,7 @@ class World:
     y: float
     z: float
     closed: bool = False
+    """True if the gripper is closed."""
     held_block: int | None = None
     """Index of the block between the closed fingers; None: no block."""
     was_lifted: bool = False
@@ -112,7 +113,7 @@ class World:
         if self.held_block is not None:
             self.blocks[self.held_block] = self.x, self.y
         if close and not self.closed:
-            # Only at the moment of closing: closed fingers push blocks.
+            # A block is grasped only at the moment of closing; closed fingers push blocks.
             self.held_block = self._find_grasped_block()
             self.was_lifted |= self.held_block == self.task.block
         elif not close:

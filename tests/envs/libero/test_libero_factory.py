@@ -9,7 +9,7 @@ from settings import env_of
 from embodyrl.controls import get_neutral_action, inputs_to_action
 from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FACTORY, PHYSICS_S
+from embodyrl.envs.libero.factory import ALL_AXES, AXES, EGL_RENDER_S, FACTORY, PHYSICS_S, RENDER_S
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
@@ -216,7 +216,7 @@ def test_chunk_cost_depends_on_physics_and_rendering(gl, monkeypatch):
     for profile in (full, lean):
         assert chunk_s(profile, False) - chunk_s(profile, True) == pytest.approx(saved)
     assert (chunk_s(full, None), chunk_s(lean, None)) == (chunk_s(full, False), chunk_s(lean, True))
-    assert chunk_s(full, True) - PHYSICS_S[True] == (pytest.approx(EGL_DRAW_S if gl == "egl" else DRAW_S[full]))
+    assert chunk_s(full, True) - PHYSICS_S[True] == (pytest.approx(EGL_RENDER_S if gl == "egl" else RENDER_S[full]))
 
 
 @pytest.mark.sim

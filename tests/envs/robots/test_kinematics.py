@@ -39,7 +39,7 @@ def arm(kinematics: ModuleType):
 
 def test_straight_arm_reaches_its_full_length_along_x(arm):
     arm, data = arm
-    pose = arm.pose(data)
+    pose = arm.compute_pose(data)
     np.testing.assert_allclose(pose.position, [1.1, 0, 0], atol=1e-12)
     np.testing.assert_allclose(pose.rotation, np.eye(3), atol=1e-12)
 
@@ -50,15 +50,17 @@ def test_solved_joint_angles_reach_the_pose(arm):
     for _ in range(10):
         start = np.array([0.0, -0.9, 1.1, 0.2, -0.8, 0.1])
         data.qpos[:] = start + rng.uniform(-0.2, 0.2, 6)
-        goal = arm.pose(data)
+        goal = arm.compute_pose(data)
         data.qpos[:] = start
-        data.qpos[:] = arm.solve(data, goal)
-        assert arm.pose(data).is_near(goal, 1e-3, 1e-3)
+        data.qpos[:] = arm.solve_joint_angles(data, goal)
+        assert arm.compute_pose(data).is_near(goal, 1e-3, 1e-3)
 
 
 def test_solved_joint_angles_respect_the_limits(kinematics, arm):
     arm, data = arm
-    angles = arm.solve(data, kinematics.Pose(np.array([-1.1, 0.0, 0.0]), kinematics.rotation_matrix((0, 0, 1), np.pi)))
+    angles = arm.solve_joint_angles(
+        data, kinematics.Pose(np.array([-1.1, 0.0, 0.0]), kinematics.rotation_matrix((0, 0, 1), np.pi))
+    )
     assert np.abs(angles).max() <= 2
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.factory import EGL_DRAW_S, PHYSICS_S, chunk_name
+from embodyrl.envs.libero.factory import EGL_RENDER_S, PHYSICS_S, chunk_name
 from embodyrl.envs.settings import RenderProfile
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
@@ -68,7 +68,7 @@ def _measure(parts: GpuParts, *, fast: bool, on_gpu: bool) -> str:
     parts.record(f"{name}: CPU seconds of the physics of {_CHUNK} actions", round(physics, 4))
     parts.record(f"{name}: CPU and wall seconds of a frame", [round(frame_cpu, 4), round(frame, 4)])
     parts.measured[name] = {"chunk_s": physics + frame}
-    assumed = PHYSICS_S[fast] + EGL_DRAW_S
+    assumed = PHYSICS_S[fast] + EGL_RENDER_S
     if on_gpu and physics + frame > _MAX_RATIO * assumed:
         parts.warnings.append(f"{name}: {physics + frame:.3f} s instead of {assumed:.3f}")
     return f"{name}: {physics:.3f} s of physics and {frame:.3f} s a frame"
