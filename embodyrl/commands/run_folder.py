@@ -33,7 +33,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import find_checkpoint, resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import InputProblem, find_short_limits, find_unknown_instructions, input_problems
+from embodyrl.policies.inputs import InputProblem, find_input_problems, find_short_limits, find_unknown_instructions
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
@@ -449,4 +449,4 @@ def _check_weights(cfg: Config, env: EnvSpec, folder: Path, source: str) -> None
 def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[InputProblem]:
     """Return the differences between the environment's observations and the policy inputs in training."""
     spec = POLICIES.get(model.model_type).spec(model, env, 0)
-    return input_problems(folder, spec, env, getattr(model, "cameras", None))
+    return find_input_problems(folder, spec, env, getattr(model, "cameras", None))

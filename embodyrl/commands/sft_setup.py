@@ -34,7 +34,7 @@ from embodyrl.plan.build import count_ranks, mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import open_checked_rows
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import describe_gripper, input_problems
+from embodyrl.policies.inputs import describe_gripper, find_input_problems
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.specs import image_names
 from embodyrl.text.conversation import TextRow, join_pair
@@ -200,7 +200,7 @@ def _input_warnings(model: ModelSettings, spec: PolicySpec, env: EnvSpec) -> lis
     """Return warnings about differences between the inputs in the data and the inputs of the initial weights."""
     if model.weights is None:
         return []
-    problems = input_problems(resolve_asset(model.weights), spec, env, getattr(model, "cameras", None))
+    problems = find_input_problems(resolve_asset(model.weights), spec, env, getattr(model, "cameras", None))
     return [f"{problem.difference} SFT adapts the weights to the inputs of data.path." for problem in problems]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import ByteArray
 
 BRIGHTNESS = 0.2
@@ -60,8 +60,8 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
     Returns:
         New frames of the same shape and type.
     """
-    frames = on_device(np.ascontiguousarray(images), device).flatten(0, 1)
-    draws = on_device(draws.flatten(1), device)
+    frames = to_device(np.ascontiguousarray(images), device).flatten(0, 1)
+    draws = to_device(draws.flatten(1), device)
     # A CPU cache holds the intermediate results of one frame; a batch takes twice the time. A GPU needs large batches.
     parts = zip(frames.split(size := 1 if device.type == "cpu" else len(frames)), draws.split(size, 1), strict=True)
     return (

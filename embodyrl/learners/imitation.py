@@ -17,7 +17,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator
 from embodyrl.policies.protocol import Policy, TextPolicy
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.text.messages import Message, join_messages, split_messages
 from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation
 
@@ -156,7 +156,7 @@ class ImitationLearner(Learner):
     def _compute_success_loss(self, obs: Observation, records: IntArray) -> ImitationLoss:
         """Return the cross-entropy loss of the success classifier, whose logit is the value of the observation."""
         value = self._compute_values(obs)
-        label = on_device(self._arena[Record.success][records, 0], value.device)
+        label = to_device(self._arena[Record.success][records, 0], value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
         return ImitationLoss(loss=loss, accuracy=((value > 0) == label).float())
 

@@ -15,7 +15,7 @@ from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, average_metrics, order_by_prompt
 from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
-from embodyrl.policies.tensors import get_peak_memory, on_device
+from embodyrl.policies.tensors import get_peak_memory, to_device
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
@@ -222,7 +222,7 @@ class PolicyGradientLearner(Learner):
     def _loss(self, scores: PolicyScores, part: _MicroBatch) -> tuple[torch.Tensor, MetricInputs]:
         inputs, device = part.inputs, scores.logprob.device
         if device.type != "cpu":
-            inputs = replace(inputs, **{name: on_device(value, device) for name, value in inputs.tensors().items()})
+            inputs = replace(inputs, **{name: to_device(value, device) for name, value in inputs.tensors().items()})
         return self._algorithm.loss(scores, inputs)
 
     def _build_inputs(

@@ -16,7 +16,7 @@ from embodyrl.plan.episodes import groups_per_step
 from embodyrl.plan.memory_plan import GIB, MemoryPlan
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.policies.protocol import policy_costs
+from embodyrl.policies.protocol import estimate_policy_costs
 from embodyrl.types import ROWS_AT_A_TIME, ActionKind, PolicyCosts
 
 MIB = 2**20
@@ -210,7 +210,7 @@ def _second_model_costs(run_plan: RunPlan, path: str | None) -> PolicyCosts | No
     if path is None:
         return None
     model = run_plan.cfg.model
-    return policy_costs(model.without_adapters(path), run_plan.env, 0)
+    return estimate_policy_costs(model.without_adapters(path), run_plan.env, 0)
 
 
 def _estimate_reference(run_plan: RunPlan, own_bytes: int) -> int:

@@ -13,7 +13,7 @@ from embodyrl.envs.protocol import EnvContext, env_costs
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.plan.memory_plan import MemoryPlan
 from embodyrl.plan.schema import Config
-from embodyrl.policies.protocol import policy_costs
+from embodyrl.policies.protocol import estimate_policy_costs
 from embodyrl.types import EnvCosts, EnvSpec, PolicyCosts, PolicySpec
 
 
@@ -80,7 +80,7 @@ class RunPlan:
     @property
     def policy_costs(self) -> PolicyCosts:
         """Estimated number of parameters, memory and compute of the policy."""
-        return policy_costs(self.cfg.model, self.env, self.policy.value_dim)
+        return estimate_policy_costs(self.cfg.model, self.env, self.policy.value_dim)
 
     @property
     def env_costs(self) -> EnvCosts:

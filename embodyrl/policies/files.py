@@ -14,7 +14,7 @@ ADAPTER_FIELDS = (
     *("revision", "target_modules", "task_type", "use_rslora"),
 )
 """Fields of peft's `adapter_config.json` that are read, or that do not change the meaning of the saved factors."""
-PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+BASE_PRESERVING_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Adapter initializations (`init_lora_weights`) that leave the base weights unchanged, unlike PiSSA and OLoRA."""
 
 

@@ -144,7 +144,9 @@ class InputProblem:
         return f"{self.difference} {self.fix}"
 
 
-def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequence[str] | None) -> list[InputProblem]:
+def find_input_problems(
+    folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequence[str] | None
+) -> list[InputProblem]:
     """Return the differences between the inputs that a policy was trained on and those of an environment.
 
     Args:

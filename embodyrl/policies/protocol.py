@@ -233,7 +233,7 @@ POLICIES: Registry[PolicyFactory[Any]] = Registry(
 )
 
 
-def policy_costs(cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
+def estimate_policy_costs(cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
     """Return the estimated costs of a policy; zeros if its factory has no estimate."""
     estimate = getattr(POLICIES.get(cfg.model_type), "costs", None)
     return PolicyCosts() if estimate is None else estimate(cfg, env, value_dim)

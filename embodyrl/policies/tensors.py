@@ -47,13 +47,13 @@ def get_best_device() -> str:
     if gpus := visible_gpus():
         raise ConfigError(
             f"GPU {', '.join(gpus)} is visible (CUDA_VISIBLE_DEVICES), but torch {torch.__version__} cannot use it: "
-            f"{cuda_problem()}. Install a build of torch for the GPU's driver (`embodyrl doctor`), or set "
+            f"{get_cuda_problem()}. Install a build of torch for the GPU's driver (`embodyrl doctor`), or set "
             "CUDA_VISIBLE_DEVICES= to run on the CPU."
         )
     return "cpu"
 
 
-def cuda_problem() -> str:
+def get_cuda_problem() -> str:
     """Return torch's reason for not using CUDA."""
     try:
         torch.cuda.init()
@@ -65,14 +65,14 @@ def cuda_problem() -> str:
 def compute_cdf(probability: Tensor) -> Tensor:
     """Return cumulative sums of probabilities along the last dimension.
 
-    In deterministic mode on a GPU, the sums are those of `integer_sums`: torch's sum of floats is not deterministic
-    there and raises an error.
+    In deterministic mode on a GPU, the sums are those of `compute_integer_sums`, because torch's sum of floats is not
+    deterministic there and raises an error.
     """
     exact = probability.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
-    return integer_sums(probability) if exact else probability.cumsum(-1)
+    return compute_integer_sums(probability) if exact else probability.cumsum(-1)
 
 
-def integer_sums(probability: Tensor) -> Tensor:
+def compute_integer_sums(probability: Tensor) -> Tensor:
     """Return cumulative sums, computed with integers (units of 2^-53) to be independent of the summation order."""
     return ((probability.double() * 2**53).long().cumsum(-1).double() / 2**53).to(probability.dtype)
 
@@ -92,7 +92,7 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
     return category.clamp_(max=scaled.shape[-1] - 1)
 
 
-def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
+def compute_categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability and the entropy of categories, both [...], in nats.
 
     Args:
@@ -123,7 +123,7 @@ def standard_normal(noise: Tensor) -> Tensor:
     return torch.special.ndtri(noise.double().clamp(1e-6, 1 - 1e-6)).float()
 
 
-def on_device(data: Any, device: torch.device | str) -> Tensor:
+def to_device(data: Any, device: torch.device | str) -> Tensor:
     """Copy an array, a tensor or a list to a device; on the CPU the memory may be shared.
 
     A plain copy to a GPU waits for all earlier work on the GPU. A copy from pinned memory is queued, so that the host

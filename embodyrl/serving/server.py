@@ -21,8 +21,8 @@ from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.protocol import Policy
 from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.policies.remote.wire_formats import (
+    FieldNames,
     MessageError,
-    Names,
     encode_openpi_array,
     encode_vla_eval_array,
     import_optional,
@@ -37,7 +37,7 @@ from embodyrl.version import __version__
 class ObservationHandler:
     """Computes greedy actions for the observations of clients, which send upright images."""
 
-    def __init__(self, policy: Policy, env: EnvSpec, names: Names) -> None:
+    def __init__(self, policy: Policy, env: EnvSpec, names: FieldNames) -> None:
         self._policy, self._env, self._names = policy, env, names
 
     def __call__(self, message: object) -> FloatArray:

@@ -14,7 +14,7 @@ from embodyrl.policies.flow.small.config import read_bounds
 from embodyrl.policies.flow.vla.folder import read_normalizer
 from embodyrl.policies.lerobot.config import Feature
 from embodyrl.policies.lerobot.files import _read_sft_statistics
-from embodyrl.policies.lerobot.units import Normalizer
+from embodyrl.policies.lerobot.normalization import Normalizer
 from embodyrl.policies.openvla_oft.config import Statistics, normalize, unnormalize
 from embodyrl.types import ActionSpec, EnvSpec
 

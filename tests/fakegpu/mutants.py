@@ -40,12 +40,12 @@ class Bug:
 
 BUGS = {
     "a batch stays on the host": Bug(
-        "placement", "embodyrl.learners.policy_gradient", "on_device(value, device)", "torch.as_tensor(value)"
+        "placement", "embodyrl.learners.policy_gradient", "to_device(value, device)", "torch.as_tensor(value)"
     ),
     "noise is drawn on the host": Bug(
         "placement",
         "embodyrl.policies.openvla_oft.discrete",
-        "on_device(noise, inputs.prompt_ids.device)",
+        "to_device(noise, inputs.prompt_ids.device)",
         "torch.as_tensor(noise)",
     ),
     "the first device instead of its own": Bug(
@@ -147,7 +147,7 @@ BUGS = {
     "an unordered sum": Bug(
         "order",
         "embodyrl.policies.tensors",
-        "return integer_sums(probability) if exact else probability.cumsum(-1)",
+        "return compute_integer_sums(probability) if exact else probability.cumsum(-1)",
         "return probability.cumsum(-1)",
         check="policy",
     ),

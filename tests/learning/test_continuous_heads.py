@@ -12,7 +12,7 @@ from toy_runs import TOY_OFT, resume_toy, rows, train_toy
 
 from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain
 from embodyrl.policies.openvla_oft import FACTORY
-from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, ddim_schedule, time_embedding
+from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, build_ddim_schedule, time_embedding
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings, get_chunk_record
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import Precision
@@ -52,7 +52,7 @@ def test_denoising_chain_learns_the_bandit(steps: str) -> None:
     count, rng = 64, np.random.default_rng(0)
     chosen = {"num_diffusion_steps_inference": 3, "stochastic_steps": Stochastic(steps)}
     cfg = OftSettings(model_type="openvla_oft", num_action_chunks=1).updated(chosen)
-    noisy, plain = ddim_schedule(3, 1.0), ddim_schedule(3)
+    noisy, plain = build_ddim_schedule(3, 1.0), build_ddim_schedule(3)
     chain = DenoisingChain(
         get_chunk_record(cfg), noisy, plain, every_step=cfg.every_step, min_std=cfg.diffusion_min_std
     )

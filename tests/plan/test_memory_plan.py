@@ -35,7 +35,7 @@ from embodyrl.plan.memory_limits import require_memory, resource_banner_lines
 from embodyrl.plan.memory_plan import GIB, MemoryPlan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
-from embodyrl.policies.protocol import PolicyRequest, policy_costs
+from embodyrl.policies.protocol import PolicyRequest, estimate_policy_costs
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import suggest_fewer_records
@@ -206,7 +206,7 @@ def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
     assert apart.optimizer - alone.optimizer == 8 * (own + 1_000)
     assert apart.activations > alone.activations
     kl = ("algorithm.kl_beta=0.1", "model.precision=fp32")
-    assert plan(*kl).reference == 4 * policy_costs(cfg, ASKING, 0).num_parameters
+    assert plan(*kl).reference == 4 * estimate_policy_costs(cfg, ASKING, 0).num_parameters
     assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
 
 

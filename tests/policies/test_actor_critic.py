@@ -16,7 +16,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.actor_critic.policy import GaussianHead, RunningMoments
-from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest, policy_costs
+from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest, estimate_policy_costs
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, Observation
 
 SPACES = {
@@ -52,7 +52,7 @@ def build(name: str = "mlp", space: str = "discrete", **request: Any) -> Policy:
     )
     defaults: dict[str, Any] = {"value_dim": 1, "temperature": 1.0, "device": "cpu", "seed": 3}
     policy = POLICIES.get(name).build(cfg, PolicyRequest(env=env, **(defaults | request)))
-    policy.costs = policy_costs(cfg, env, (defaults | request)["value_dim"])
+    policy.costs = estimate_policy_costs(cfg, env, (defaults | request)["value_dim"])
     return policy
 
 

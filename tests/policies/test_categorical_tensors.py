@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embodyrl.policies.tensors import categorical_scores, sample_inverse_cdf
+from embodyrl.policies.tensors import compute_categorical_scores, sample_inverse_cdf
 
 SMALL, LARGE = 500, 2000
 """Batch sizes below and above the size from which few categories are normalized together."""
@@ -17,7 +17,7 @@ def logits(count: int) -> torch.Tensor:
 
 def scores(scaled: torch.Tensor, choice: torch.Tensor) -> tuple[torch.Tensor, ...]:
     leaf = scaled.clone().requires_grad_()
-    logprob, entropy = categorical_scores(leaf, choice)
+    logprob, entropy = compute_categorical_scores(leaf, choice)
     (logprob + 3 * entropy).sum().backward()
     assert leaf.grad is not None
     return logprob.detach(), entropy.detach(), leaf.grad

@@ -11,10 +11,10 @@ import pytest
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.inputs import (
     INPUTS_FILE,
+    find_input_problems,
     find_missing_weights,
     find_short_limits,
     find_unknown_instructions,
-    input_problems,
     write_inputs,
 )
 from embodyrl.types import (
@@ -51,7 +51,7 @@ def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed
     cameras, action = (
         replace(part, **env.pop(name, {})) for name, part in (("cameras", ENV.cameras), ("action", ENV.action))
     )
-    found = input_problems(tmp_path, shown, replace(ENV, cameras=cameras, action=action, **env), renamed)
+    found = find_input_problems(tmp_path, shown, replace(ENV, cameras=cameras, action=action, **env), renamed)
     return [str(problem) for problem in found]
 
 
@@ -94,9 +94,9 @@ def test_different_policy_inputs_are_reported(
 
 
 def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) -> None:
-    assert input_problems(tmp_path, POLICY, ENV, None) == []
-    assert input_problems(tmp_path, POLICY, ENV, ["front", "wrist"]) == []
-    assert len(input_problems(tmp_path, POLICY, ENV, ["top", "wrist"])) == 1
+    assert find_input_problems(tmp_path, POLICY, ENV, None) == []
+    assert find_input_problems(tmp_path, POLICY, ENV, ["front", "wrist"]) == []
+    assert len(find_input_problems(tmp_path, POLICY, ENV, ["top", "wrist"])) == 1
     write_inputs(tmp_path, POLICY, replace(ENV, action=replace(ENV.action, kind=ActionKind.text)))
     assert not (tmp_path / INPUTS_FILE).exists()
 
@@ -104,7 +104,7 @@ def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) ->
 def test_error_names_the_damaged_inputs_file(tmp_path: Path) -> None:
     (tmp_path / INPUTS_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match=r"embodyrl_inputs.json is damaged"):
-        input_problems(tmp_path, POLICY, ENV, None)
+        find_input_problems(tmp_path, POLICY, ENV, None)
 
 
 @pytest.mark.parametrize(

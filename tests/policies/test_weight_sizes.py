@@ -11,7 +11,7 @@ from torch import nn
 from embodyrl.policies.lerobot.config import Feature
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
 from embodyrl.policies.lerobot.diffusion.network import Diffusion
-from embodyrl.policies.vla.weights import weight_sizes
+from embodyrl.policies.vla.weights import get_weight_sizes
 
 NETWORK = "embodyrl.policies.lerobot.diffusion.network:Diffusion"
 CONFIG = DiffusionConfig(
@@ -22,15 +22,15 @@ CONFIG = DiffusionConfig(
 DRIVER = f"""
 import sys
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
-from embodyrl.policies.vla.weights import weight_sizes
-found = weight_sizes({NETWORK!r}, DiffusionConfig.model_validate_json(sys.argv[1]))
+from embodyrl.policies.vla.weights import get_weight_sizes
+found = get_weight_sizes({NETWORK!r}, DiffusionConfig.model_validate_json(sys.argv[1]))
 assert "torch" not in sys.modules
 print({{name: tuple(size) for name, size in found.items()}})
 """
 
 
 def test_weight_sizes_match_the_module():
-    module, found = Diffusion(CONFIG), weight_sizes(NETWORK, CONFIG)
+    module, found = Diffusion(CONFIG), get_weight_sizes(NETWORK, CONFIG)
     assert {name: size.shape for name, size in found.items()} == {n: p.shape for n, p in module.named_parameters()}
     layers = [n for n, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d)]
     assert {name for name, size in found.items() if size.adaptable} == {f"{name}.weight" for name in layers}
@@ -51,7 +51,7 @@ def test_weight_sizes_are_measured_once_and_cached(tmp_path):
         (file,) = (tmp_path / "embodyrl" / "weights").iterdir()
         # The second process reads what the first one wrote.
         file.write_text(file.read_text().replace("unet.", "read."))
-    expected = str({name: tuple(size) for name, size in weight_sizes(NETWORK, CONFIG).items()})
+    expected = str({name: tuple(size) for name, size in get_weight_sizes(NETWORK, CONFIG).items()})
     assert told == [expected + "\n", expected.replace("unet.", "read.") + "\n"]
 
 
@@ -64,7 +64,8 @@ def test_weight_sizes_are_measured_again_if_a_module_changes(tmp_path):
     network = "from torch.nn import Linear\nfrom somewhere.sizes import WIDTH\ndef build(): return Linear(2, WIDTH)\n"
     (package / "nets" / "network.py").write_text(network)
     driver = (
-        "from embodyrl.policies.vla.weights import weight_sizes; print(weight_sizes('somewhere.nets.network:build'))"
+        "from embodyrl.policies.vla.weights import get_weight_sizes as sizes; "
+        "print(sizes('somewhere.nets.network:build'))"
     )
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": paths}

@@ -37,7 +37,7 @@ def probe_torch() -> Finding:
     try:
         import torch
 
-        from embodyrl.policies.tensors import cuda_problem
+        from embodyrl.policies.tensors import get_cuda_problem
     except (ImportError, OSError) as error:
         reason = str(error).splitlines()[0]
         return Finding("torch", "FAIL", f"cannot be imported: {reason}", "pip install --upgrade torch")
@@ -45,7 +45,10 @@ def probe_torch() -> Finding:
     if not torch.cuda.is_available():
         if gpus:
             return Finding(
-                "torch", "FAIL", f"{torch.__version__} detects none of {len(gpus)} GPUs: {cuda_problem()}", TORCH_FIX
+                "torch",
+                "FAIL",
+                f"{torch.__version__} detects none of {len(gpus)} GPUs: {get_cuda_problem()}",
+                TORCH_FIX,
             )
         return Finding("torch", "ok", f"{torch.__version__}, CPU only")
     if len(gpus) != (count := torch.cuda.device_count()):

@@ -19,7 +19,7 @@ from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UNCHANGED, UpdateGenerator, summarize_updates
 from embodyrl.policies.protocol import LearnsStatistics, Policy, mark_weights_changed
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import ROWS_AT_A_TIME, ImitationLoss, IntArray, Observation
 
 CRITICS = "critics"
@@ -62,7 +62,7 @@ class IqlLearner(Learner):
         with torch.no_grad():
             features = _compute_features(self._policy, self._demos)
         chunks = self._demos.chunks(np.arange(len(self._demos.action)), spec.num_action_chunks)
-        actions = on_device(chunks.reshape(len(chunks), -1), features.device)
+        actions = to_device(chunks.reshape(len(chunks), -1), features.device)
         self._values = IqlValues(features, actions, settings, context.trainer.cfg.optim, context.seed)
         self._device = features.device
 
@@ -107,7 +107,7 @@ class IqlLearner(Learner):
         """
         steps = self._steps
         parts = (steps.start[indices], steps.after[indices], steps.reward[indices], steps.discount[indices])
-        result = self._values.update(*(on_device(part, self._device) for part in parts))
+        result = self._values.update(*(to_device(part, self._device) for part in parts))
         if isinstance(result, str):
             return result
         advantage, metrics = result

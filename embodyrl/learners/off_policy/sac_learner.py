@@ -22,7 +22,7 @@ from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
 from embodyrl.learners.protocol import LearnerContext
 from embodyrl.learners.training import UpdateGenerator, backward, update_targets
 from embodyrl.policies.soft_actor.protocol import SoftActor
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import FloatArray, IntArray, Observation
 
 OPEN = "open"
@@ -81,7 +81,7 @@ class SacLearner(CriticLearner[SoftActor, ReplaySettings]):
         next_observations = [self._get_observations(batch, batch.after) for batch in batches]
         features = torch.cat([self._compute_features(batch) for batch in observations])
         action, reward, discount = (
-            on_device(np.concatenate(parts), features.device)
+            to_device(np.concatenate(parts), features.device)
             for parts in (
                 [batch.buffer["action"][batch.indices] for batch in batches],
                 [batch.reward for batch in batches],
@@ -140,7 +140,7 @@ class SacLearner(CriticLearner[SoftActor, ReplaySettings]):
         """Return the features [B, F] of observations; stored features are returned unchanged."""
         if isinstance(observations, Observation):
             return self._policy.features(observations)
-        return on_device(observations, self._device)
+        return to_device(observations, self._device)
 
     def _get_observations(self, transitions: Transitions, indices: IntArray) -> Observation | FloatArray:
         """Return the observations at the buffer indices `indices`, with relabeled goals and random image shifts.

@@ -18,7 +18,7 @@ from embodyrl.learners.off_policy.critic_learner import CriticLearner
 from embodyrl.learners.protocol import LearnerContext
 from embodyrl.learners.training import UpdateGenerator, backward, update_targets
 from embodyrl.policies.soft_actor.protocol import RegressionActor
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import ImitationLoss, IntArray
 
 SUCCESS = "success"
@@ -56,7 +56,7 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
             self._encoded = yield from self._encode()
         features, proposed = self._encoded
         batch = self._replay.transitions(self._sample(rng, 0.5))
-        normal = on_device(rng.standard_normal((self._batch_size, self._policy.width), np.float32), self._device)
+        normal = to_device(rng.standard_normal((self._batch_size, self._policy.width), np.float32), self._device)
         next_action = smooth_actions(proposed[batch.after], normal, self._settings.target_noise)
         metrics = self._update_critics(batch, features, next_action, self._choose_target_critics(rng))
         if metrics and updates_policy:
@@ -90,7 +90,7 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
     ) -> dict[str, float]:
         """Update critics and target critics; return metrics (empty: not updated)."""
         action, reward, discount = (
-            on_device(part, self._device)
+            to_device(part, self._device)
             for part in (self._replay["action"][batch.indices], batch.reward, batch.discount)
         )
         with torch.no_grad():
@@ -109,8 +109,8 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
 
     def _update_policy(self, rows: IntArray, features: Tensor, step: int) -> UpdateGenerator[dict[str, float] | None]:
         """Take one optimizer step of the policy on the buffer indices `rows` [B]; return metrics or None."""
-        targets = on_device(self._replay["action"][rows], self._device)
-        imitated = on_device(self._replay[SUCCESS][rows], self._device).float()
+        targets = to_device(self._replay["action"][rows], self._device)
+        imitated = to_device(self._replay[SUCCESS][rows], self._device).float()
         with torch.no_grad():
             scale = self._critics(features[rows], targets).mean(0).abs().mean().clamp(min=1e-6)
         self._critics.requires_grad_(False)

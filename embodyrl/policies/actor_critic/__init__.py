@@ -45,7 +45,7 @@ class ActorCriticFactory:
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
             differentiable=shape.squashed,
             rates=True,
-            warnings=_range_warnings(shape),
+            warnings=_find_range_warnings(shape),
         )
 
     def costs(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
@@ -94,7 +94,7 @@ class ActorCriticFactory:
         )
 
 
-def _range_warnings(shape: NetShape) -> tuple[str, ...]:
+def _find_range_warnings(shape: NetShape) -> tuple[str, ...]:
     """Return a warning if squashed actions lack a lower or upper bound, so that the policy assumes a range."""
     bounds = zip(shape.low, shape.high, strict=True)
     unbounded = [index for index, (low, high) in enumerate(bounds) if low is None or high is None]

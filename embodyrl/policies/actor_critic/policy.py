@@ -20,7 +20,7 @@ from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, WEIGHTS_FILE, NetShape
 from embodyrl.policies.actor_critic.tanh import Tanh
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf, standard_normal
+from embodyrl.policies.tensors import compute_categorical_scores, sample_inverse_cdf, standard_normal, to_device
 from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -59,7 +59,7 @@ class CategoricalHead(nn.Module):
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies [B, K, A] of category ids [B, K, A]."""
-        return categorical_scores(self._logits(outputs, temperature), choice)
+        return compute_categorical_scores(self._logits(outputs, temperature), choice)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
         """Flatten category ids [B, K, A] to tokens [B, L], L = K A."""
@@ -284,7 +284,7 @@ class ActorCriticPolicy:
         scale = temperature or self._temperature
         uniform = None
         if noise is not None:
-            uniform = on_device(noise, self._device).view(-1, *self._chunk)
+            uniform = to_device(noise, self._device).view(-1, *self._chunk)
         choice = self._net.head.choose(outputs, uniform, scale)
         logprob, _ = self._net.head.score(outputs, choice, scale)
         return PolicyOutput(
@@ -303,28 +303,28 @@ class ActorCriticPolicy:
         """Return log-probabilities, entropies and values of tokens [B, L] from `act` (see `Policy.score`)."""
         features = self.features(obs)
         outputs, value = self._net.outputs(features), self._net.value(features)
-        choice = on_device(self._net.head.to_choice(tokens), self._device).view(-1, *self._chunk)
+        choice = to_device(self._net.head.to_choice(tokens), self._device).view(-1, *self._chunk)
         logprob, entropy = self._net.head.score(outputs, choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=value)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the negative log-likelihood and the accuracy or error of actions [B, K, A] (see `Policy.imitate`)."""
         outputs = self._net.outputs(self.features(obs))
-        choice = on_device(self._net.head.from_actions(actions), self._device)
+        choice = to_device(self._net.head.from_actions(actions), self._device)
         logprob, _ = self._net.head.score(outputs, choice, 1.0)
         greedy = self._net.head.choose(outputs.detach(), None, 1.0)
         correct = (greedy == choice).float().flatten(1).mean(1)
         error = None
         if greedy.is_floating_point():
             distance = np.abs(self._net.head.to_actions(greedy.cpu().numpy()) - actions).reshape(len(actions), -1)
-            error = on_device(distance.mean(1, dtype=np.float32), self._device)
+            error = to_device(distance.mean(1, dtype=np.float32), self._device)
         return ImitationLoss(loss=-logprob.flatten(1).mean(1), accuracy=correct, error=error)
 
     @torch.no_grad()
     def update_statistics(self, obs: Observation) -> None:
         """Update the observation statistics with the states of a batch (see `LearnsStatistics`)."""
         if self._net.states is not None and len(obs):
-            self._net.states.update(on_device(np.ascontiguousarray(obs.state), self._device))
+            self._net.states.update(to_device(np.ascontiguousarray(obs.state), self._device))
 
     def save(self, folder: Path) -> None:
         """Write `model.safetensors` and `config.json`."""
@@ -342,12 +342,12 @@ class ActorCriticPolicy:
 
     def features(self, obs: Observation) -> Tensor:
         """Return features [B, F] of observations, the inputs of the policy and value networks, with gradients."""
-        shape, state = self._shape, on_device(np.ascontiguousarray(obs.state), self._device)
+        shape, state = self._shape, to_device(np.ascontiguousarray(obs.state), self._device)
         if not shape.num_images:
             return self._net.features(None, state)
         # Slicing avoids a copy of unused images and channels.
         images = obs.images[:, : shape.num_images, ..., : 1 if shape.grey else 3]
-        return self._net.features(on_device(images, self._device), state)
+        return self._net.features(to_device(images, self._device), state)
 
 
 def _build_mlp(widths: tuple[int, ...], activation: str, init: _Initialize, *, gain: float) -> nn.Sequential:

@@ -9,7 +9,7 @@ from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.soft_actor.head import SquashedHead
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
@@ -42,12 +42,12 @@ class SquashedPolicy(ActorCriticPolicy):
 
     def tokens_to_chunks(self, tokens: IntArray) -> Tensor:
         """Convert tokens to chunks [B, L] in -1..1 (see `SoftActor.tokens_to_chunks`)."""
-        return on_device(self._net.head.to_choice(tokens), self._device).tanh()
+        return to_device(self._net.head.to_choice(tokens), self._device).tanh()
 
     def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:
         """Convert environment actions [B, K, A] to chunks [B, L] in -1..1 (see `SoftActor.normalize`)."""
         assert isinstance(self._net.head, SquashedHead)
-        return on_device(self._net.head.normalize(actions), self._device).flatten(1)
+        return to_device(self._net.head.normalize(actions), self._device).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Build critics with the sizes of the policy's network (see `SoftActor.build_critics`)."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from embodyrl.config.paths import cache_dir
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.policies.causal_lm.sampling import ROUNDING, allocate_outputs, get_reply_seeds, to_vllm_params
+from embodyrl.policies.causal_lm.sampling import LOGPROB_TOLERANCE, allocate_outputs, derive_reply_seeds, to_vllm_params
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
@@ -129,7 +129,7 @@ class VllmEngine:
         (output,) = self._run([probe], [self._engine_sampling(temperature=0.0, max_tokens=1, logprobs=0)])
         token = output.token_ids[0]
         difference = abs(output.logprobs[0][token].logprob - logprob(probe, token))
-        if not difference <= ROUNDING[self._dtype]:
+        if not difference <= LOGPROB_TOLERANCE[self._dtype]:
             raise EmbodyError(
                 f"vLLM does not have the actor's weights after the first update: log-probabilities differ by "
                 f"{difference:.3g}. Likely cause: a model whose weights vLLM cannot reload in place. Use "
@@ -149,7 +149,7 @@ class VllmEngine:
         """
         seeds: list[int | None] = [None] * len(prompts)
         if noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()):
-            seeds = [*get_reply_seeds(noise)]
+            seeds = [*derive_reply_seeds(noise)]
         params = [
             self._engine_sampling(
                 temperature=0.0 if noise is None else temperature,

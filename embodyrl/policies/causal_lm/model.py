@@ -26,7 +26,7 @@ from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
 from embodyrl.files import inside, read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
-from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, find_merged_adapter_problem
+from embodyrl.policies.files import ADAPTER_FIELDS, BASE_PRESERVING_INITS, check_keys, find_merged_adapter_problem
 from embodyrl.policies.vla.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from embodyrl.policies.weights import check_weights
 
@@ -39,7 +39,7 @@ _MERGED_FIELDS = (
     "use_dora",
     "use_qalora",
 )
-_SUPPORTED_VALUES = {"peft_type": ("LORA",), "init_lora_weights": (*PLAIN_INITS, "pissa", "olora")}
+_SUPPORTED_VALUES = {"peft_type": ("LORA",), "init_lora_weights": (*BASE_PRESERVING_INITS, "pissa", "olora")}
 """Supported values of adapter fields. `_MERGED_FIELDS` are further fields that peft merges; all others are rejected."""
 
 logging.getLogger("transformers").setLevel(logging.ERROR)

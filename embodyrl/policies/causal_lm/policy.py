@@ -41,7 +41,7 @@ from embodyrl.policies.causal_lm.sampling import (
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.shared_prompts import compute_hidden_states, is_sharing_cheaper
 from embodyrl.policies.protocol import PolicyRequest, get_weights_version, mark_weights_changed
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class CausalLMPolicy:
             logits, value = self._net(ids, mask, positions, 1, cache, **image_inputs)
         rows = torch.arange(count, device=self._device)
         source_index = {row: i for i, row in enumerate(source)}
-        row_index = rows if deterministic else on_device([source_index[first[id(p)]] for p in prompts], self._device)
+        row_index = rows if deterministic else to_device([source_index[first[id(p)]] for p in prompts], self._device)
         if not deterministic:
             cache.reorder_cache(row_index)  # type: ignore[arg-type]
         logits, value = logits[row_index, 0], value[row_index, 0]
@@ -238,8 +238,8 @@ class CausalLMPolicy:
         used_tokens = mark_prompt_tokens(ids[row_index], mask, logits, self._sampling)
         # `rows` are the unfinished replies. All arrays except `out`, `top_tokens` and `uniform` have only these rows.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
-        top_tokens = on_device(allocate_top_tokens(count, limit, self._request.top), self._device)
-        uniform = None if noise is None else on_device(noise, self._device)
+        top_tokens = to_device(allocate_top_tokens(count, limit, self._request.top), self._device)
+        uniform = None if noise is None else to_device(noise, self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
             forbidden = self._get_forbidden_tokens(t)
@@ -291,7 +291,7 @@ class CausalLMPolicy:
 
     def _find_cut_off_replies(self, tokens: np.ndarray) -> np.ndarray:
         """Return a mask [B] of replies [B, K] that reached the maximum length without an end token."""
-        ids = on_device(tokens, self._device)
+        ids = to_device(tokens, self._device)
         last = ids.shape[1] - 1
         ended = torch.isin(ids[:, last], self.end_tokens) | self._contains_stop_string(ids, last)
         return ((ids[:, last] >= 0) & ~ended).cpu().numpy()
@@ -313,7 +313,7 @@ class CausalLMPolicy:
             logprob, entropy, value, is_best = (torch.cat(numbers) for numbers in zip(*scored, strict=True))
             return logprob, entropy, value, is_best
         replies, prompts = [row[row >= 0].tolist() for row in tokens], self.reader(obs)
-        length, longest = on_device([*map(len, replies)], self._device), max(1, *map(len, replies))
+        length, longest = to_device([*map(len, replies)], self._device), max(1, *map(len, replies))
         checkpointing = torch.is_grad_enabled() and self._checkpointing
         reuses_prompts = (
             self._plain_head and not checkpointing and not dropout and is_sharing_cheaper(self._net, prompts, longest)
@@ -355,7 +355,7 @@ class CausalLMPolicy:
         logprob, _, _, is_best = self._score(
             obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0
         )
-        count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)
+        count = to_device((tokens >= 0).sum(1).clip(min=1), self._device)
         return ImitationLoss(loss=-logprob.sum(1) / count, accuracy=is_best.sum(1) / count)
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:

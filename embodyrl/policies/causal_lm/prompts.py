@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.text.chat import ChatTemplate, control_tokens, get_opened_tag, read_template, remove_control_tokens
 from embodyrl.text.messages import Message, split_images, split_messages
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
@@ -180,8 +180,8 @@ def _format_message(message: Message) -> str:
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad token id lists on the left; return ids and attention mask, both [B, longest]."""
     width = max(map(len, rows))
-    ids = on_device([[pad] * (width - len(r)) + list(r) for r in rows], device)
-    mask = on_device([[0] * (width - len(r)) + [1] * len(r) for r in rows], device)
+    ids = to_device([[pad] * (width - len(r)) + list(r) for r in rows], device)
+    mask = to_device([[0] * (width - len(r)) + [1] * len(r) for r in rows], device)
     return ids, mask
 
 
@@ -204,7 +204,7 @@ def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device:
                 )
                 for p, n in zip(prompts, replies, strict=True)
             ]
-            joined[name] = on_device(torch.stack(rows), device)
+            joined[name] = to_device(torch.stack(rows), device)
             continue
         parts = [p.image_inputs[name] for p in prompts if name in p.image_inputs]
         sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
@@ -212,7 +212,7 @@ def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device:
             nn.functional.pad(p, [x for d in range(p.ndim - 1, 0, -1) for x in (0, sizes[d - 1] - p.shape[d])])
             for p in parts
         ]
-        joined[name] = on_device(torch.cat(padded), device)
+        joined[name] = to_device(torch.cat(padded), device)
     return joined
 
 

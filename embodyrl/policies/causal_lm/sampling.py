@@ -77,7 +77,7 @@ def find_stop(text: str, start: int, stops: Sequence[str]) -> int | None:
     return min(positions, default=None)
 
 
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
+LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Maximum difference between two computations of a log-probability (nat), by dtype of the weights."""
 
 
@@ -95,7 +95,7 @@ def to_vllm_params(params: SamplingSettings, top: int) -> dict[str, Any]:
     }
 
 
-def get_reply_seeds(noise: FloatArray) -> list[int]:
+def derive_reply_seeds(noise: FloatArray) -> list[int]:
     """Return one seed per reply, derived from the first column of uniform noise [B, K]."""
     return [int(float(first) * 2**31) for first in noise[:, 0]]
 

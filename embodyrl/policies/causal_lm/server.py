@@ -17,7 +17,7 @@ import torch
 from embodyrl.errors import EmbodyError, format_reason
 from embodyrl.files import read_stream
 from embodyrl.policies.causal_lm.prompts import PromptReader
-from embodyrl.policies.causal_lm.sampling import ROUNDING, allocate_outputs, get_reply_seeds, to_vllm_params
+from embodyrl.policies.causal_lm.sampling import LOGPROB_TOLERANCE, allocate_outputs, derive_reply_seeds, to_vllm_params
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
 REPLY_TIMEOUT_S = 300.0
@@ -138,7 +138,7 @@ class ServerEngine(_Server):
                 self._send("unload_lora_adapter", {"lora_name": old})
         tokens, logprobs = _parse_reply(self._complete(self._build_request(probe, 1, temperature=0.0)))
         difference = abs(logprobs[0] - logprob(probe, tokens[0])) if tokens else math.inf
-        if not difference <= ROUNDING[self._dtype]:
+        if not difference <= LOGPROB_TOLERANCE[self._dtype]:
             raise EmbodyError(
                 f"The model '{self._model}' at {self._url} differs from the actor: a log-probability differs by "
                 f"{difference:.3g}. Serve the folder of model.path (or of ckpt) in the same precision, or use "
@@ -157,7 +157,7 @@ class ServerEngine(_Server):
         Top tokens have the layout of `allocate_top_tokens`.
         """
         options = to_vllm_params(self._sampling, top) | {"return_tokens_as_token_ids": top > 0}
-        seeds = [{}] * len(prompts) if noise is None else [{"seed": seed} for seed in get_reply_seeds(noise)]
+        seeds = [{}] * len(prompts) if noise is None else [{"seed": seed} for seed in derive_reply_seeds(noise)]
         scale = 0.0 if noise is None else temperature
         requests = [
             self._build_request(prompt, limit, temperature=scale) | options | seed

@@ -9,7 +9,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from embodyrl.policies.causal_lm.model import LanguageModel
 from embodyrl.policies.causal_lm.prompts import Prompt, pad_left
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.specs import PolicyCosts
 
 
@@ -38,13 +38,13 @@ def compute_hidden_states(
 ) -> tuple[Tensor, Tensor]:
     """Return the hidden states [B, L, D] that predict each token of the left-aligned replies, and the tokens [B, L]."""
     prompt_index: dict[int, int] = {}
-    rows = on_device([prompt_index.setdefault(id(p), len(prompt_index)) for p in prompts], device)
+    rows = to_device([prompt_index.setdefault(id(p), len(prompt_index)) for p in prompts], device)
     ids, mask = pad_left(list({id(p): p for p in prompts}.values()), pad, device)
     positions, cache = net.positions(ids, mask, {}), DynamicCache(config=net.lm.config)
     hidden = net.hidden(ids, mask, positions, cache)[rows, -1:]
     longest = max(1, *map(len, replies))
-    reply_tokens = on_device([[*reply, *[pad] * (longest - len(reply))] for reply in replies], device)
-    is_token = torch.arange(longest, device=device) < on_device([*map(len, replies)], device)[:, None]
+    reply_tokens = to_device([[*reply, *[pad] * (longest - len(reply))] for reply in replies], device)
+    is_token = torch.arange(longest, device=device) < to_device([*map(len, replies)], device)[:, None]
     if longest > 1:
         cache.reorder_cache(rows)  # type: ignore[arg-type]
         full_mask = torch.cat([mask[rows], is_token[:, :-1].to(mask.dtype)], 1)

@@ -98,22 +98,22 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, rope: Rope) -> KeysValues:
         """Return keys and values of tokens [B, T, width]."""
-        return _rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
+        return _rotate(self._split_heads(self.k_proj(x)), rope), self._split_heads(self.v_proj(x))
 
     def project_keys_values(self, memory: KeysValues) -> KeysValues:
         """Return keys and values, projected from the rotated keys and values of a layer of another decoder."""
         keys, values = (x.transpose(1, 2).flatten(2) for x in memory)
-        return self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
+        return self._split_heads(self.k_proj(keys)), self._split_heads(self.v_proj(values))
 
     def attend(self, x: Tensor, rope: Rope, keys_values: KeysValues, mask: Tensor) -> Tensor:
         """Attend from tokens [B, T, width] to keys and values under a mask [B or 1, 1, 1 or T, keys]."""
-        q, (k, v) = _rotate(self._heads(self.q_proj(x)), rope), keys_values
+        q, (k, v) = _rotate(self._split_heads(self.q_proj(x)), rope), keys_values
         # Use the dtype of the memory, which may differ, for example after a frozen decoder in bfloat16.
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(v.dtype), enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 

@@ -56,7 +56,7 @@ def _rename(key: str, pairs: Iterable[tuple[str, str]]) -> str:
     return key
 
 
-def _paligemma(
+def _build_paligemma_layout(
     name: str,
     *,
     vlm: str,
@@ -89,9 +89,9 @@ def _paligemma(
     )
 
 
-def _openpi(name: str, head: str = "", **levels: str) -> Layout:
+def _build_openpi_layout(name: str, head: str = "", **levels: str) -> Layout:
     prefix = f"{head}paligemma_with_expert."
-    return _paligemma(
+    return _build_paligemma_layout(
         name,
         vlm=f"{prefix}paligemma.model.",
         expert=f"{prefix}gemma_expert.model.",
@@ -102,8 +102,8 @@ def _openpi(name: str, head: str = "", **levels: str) -> Layout:
     )
 
 
-def _transformers(name: str, vision_level: str = "", **projections: str) -> Layout:
-    return _paligemma(
+def _build_transformers_layout(name: str, vision_level: str = "", **projections: str) -> Layout:
+    return _build_paligemma_layout(
         name,
         vlm="model.vlm.",
         expert="model.dit.",
@@ -113,16 +113,16 @@ def _transformers(name: str, vision_level: str = "", **projections: str) -> Layo
     )
 
 
-OPENPI = _openpi("openpi")
+OPENPI = _build_openpi_layout("openpi")
 """Layout of openpi's PyTorch checkpoints, and of RLinf's checkpoints with RL heads."""
-LEROBOT = _openpi("lerobot", "model.")
-TRANSFORMERS = _transformers("transformers")
+LEROBOT = _build_openpi_layout("lerobot", "model.")
+TRANSFORMERS = _build_transformers_layout("transformers")
 """Layout of `PI0ForConditionalGeneration` in recent versions of transformers (5.2x)."""
-TRANSFORMERS_OLD = _transformers("transformers (older)", "vision_model.")
+TRANSFORMERS_OLD = _build_transformers_layout("transformers (older)", "vision_model.")
 _TRANSFORMERS_SAVED = (
-    _openpi("transformers (saved fresh)", vision_level="", language_level="model."),
-    _transformers("transformers (saved again)", head="model."),
-    _transformers("transformers (older, saved again)", "vision_model.", head="model."),
+    _build_openpi_layout("transformers (saved fresh)", vision_level="", language_level="model."),
+    _build_transformers_layout("transformers (saved again)", head="model."),
+    _build_transformers_layout("transformers (older, saved again)", "vision_model.", head="model."),
 )
 """Layouts written by transformers 5.23, whose `save_pretrained` reverts the renaming done while loading."""
 _SMOL = "model.vlm_with_expert."

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likelihood, get_chunk_record
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, SampledChunks, normals, uniforms
+from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, SampledChunks, sample_normals, sample_uniforms
 from embodyrl.types import IntArray
 
 NoiseStd = Callable[[Tensor], Tensor]
@@ -122,7 +122,7 @@ class FpoLikelihood:
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> SampledChunks:
         """Integrate the ODE from sampled noise (see `GaussianChain.sample`)."""
         size = (self._shape.horizon, self._shape.width)
-        x = integrate_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
+        x = integrate_ode(velocity, sample_normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
         tokens = self.record.layout.pack(seeds[:, None], x.flatten(1).cpu().numpy())
         return SampledChunks(state=x, tokens=tokens, logprob=self._compute_negative_loss(velocity, x, seeds))
 
@@ -130,16 +130,16 @@ class FpoLikelihood:
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Return negative flow-matching losses as log-probabilities (see `GaussianChain.score`); entropies are 0."""
-        whole, floats = self.record.layout.unpack(tokens)
-        x = on_device(floats, device).unflatten(1, (self._shape.horizon, self._shape.width))
-        logprob = self._compute_negative_loss(velocity, x, whole[:, 0])
+        integers, floats = self.record.layout.unpack(tokens)
+        x = to_device(floats, device).unflatten(1, (self._shape.horizon, self._shape.width))
+        logprob = self._compute_negative_loss(velocity, x, integers[:, 0])
         return logprob, torch.zeros_like(logprob)
 
     def _compute_negative_loss(self, velocity: Velocity, x: Tensor, seeds: IntArray) -> Tensor:
         """Return negative flow-matching losses [B, K, 1] of chunks [B, H, D], averaged over the pairs."""
         shape, count = self._shape, self._cfg.fpo_pairs
-        noise = normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
-        t = on_device(uniforms(seeds, TIMES, count).astype(np.float32), x.device)
+        noise = sample_normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
+        t = to_device(sample_uniforms(seeds, TIMES, count).astype(np.float32), x.device)
         losses = [
             flow_matching_error(velocity, x, noise[:, i], t[:, i])[:, : shape.executed, : shape.action_dim].mean(2)
             for i in range(count)

@@ -18,8 +18,8 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, integrate_ode
 from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, get_steering_shape
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import HeadedModule
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.steering.actor import ModuleWithHeads
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.chains import Velocity
 from embodyrl.policies.vla.folder import reject_advantage_suffix
 from embodyrl.policies.vla.records import ChunkShape
@@ -31,8 +31,8 @@ from embodyrl.policies.vla.sampling import (
     get_observation_seeds,
     get_seeds,
     get_varying_dimensions,
-    normals,
-    uniforms,
+    sample_normals,
+    sample_uniforms,
 )
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -113,7 +113,7 @@ class WeightIO(Protocol):
         ...
 
 
-class FlowModule(HeadedModule):
+class FlowModule(ModuleWithHeads):
     """Module with all parameters of a flow policy: the network, and heads added by RL.
 
     The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. `encode_prefix(obs)` encodes B
@@ -208,7 +208,7 @@ class FlowPolicy:
         noise and time are the same in every call, and `accuracy` is the fraction of action elements whose greedy
         prediction is within 0.1 of the target, both in -1..1; training does not compute the accuracy.
         """
-        target = on_device(self._scale.from_actions(actions, obs), self._device)
+        target = to_device(self._scale.from_actions(actions, obs), self._device)
         velocity = partial(self._velocity, self._prefix(obs))
         # The prefix is encoded once; each further pair of noise and time needs only one pass of the small expert.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
@@ -225,11 +225,11 @@ class FlowPolicy:
         seeds = np.arange(len(target))
         if torch.is_grad_enabled():
             seeds = torch.randint(2**47, (len(target),)).numpy()
-        noise = normals(seeds, START, self._size, self._device)
+        noise = sample_normals(seeds, START, self._size, self._device)
         # If u is uniform, u^(1/a) has the distribution Beta(a, 1).
-        beta_sample = uniforms(seeds, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
+        beta_sample = sample_uniforms(seeds, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
         t = (0.001 + 0.999 * beta_sample).astype(np.float32)
-        return flow_matching_error(velocity, target, noise, on_device(t, self._device)).flatten(1).mean(1)
+        return flow_matching_error(velocity, target, noise, to_device(t, self._device)).flatten(1).mean(1)
 
     def save(self, folder: Path) -> None:
         """Write the weights and all files needed to load them."""
@@ -256,7 +256,7 @@ class FlowPolicy:
         """Return the initial noise of greedy actions, [B, H, D]."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
-        return normals(get_observation_seeds(obs), START, self._size, self._device)
+        return sample_normals(get_observation_seeds(obs), START, self._size, self._device)
 
     def _encode_for_inference(self, obs: Observation) -> tuple[Any, Velocity]:
         """Return the prefix and the velocity function for inference."""

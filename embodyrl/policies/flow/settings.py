@@ -134,5 +134,7 @@ def get_chunk_record(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
     The tokens of an actor for a frozen flow are those of `SteeringShape`.
     """
     if cfg.likelihood is Likelihood.fpo:
-        return ChunkRecord(shape=shape, layout=TokenLayout(whole=1, floats=shape.horizon * shape.width), per_action=1)
+        return ChunkRecord(
+            shape=shape, layout=TokenLayout(integers=1, floats=shape.horizon * shape.width), per_action=1
+        )
     return ChunkRecord.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)

@@ -96,7 +96,7 @@ class SmolVlaSpec(FlowSpec):
         return self.vision.patches // self.shuffle**2
 
 
-def expert_mlp(width: int) -> int:
+def compute_expert_mlp_width(width: int) -> int:
     """Return the width of SmolVLA's expert MLP: 4 * 2/3 of the width, rounded up to a multiple of 256."""
     return -(-4 * int(2 * width / 3) // 256) * 256
 
@@ -112,7 +112,7 @@ SMOL_TEXT = LayersSpec(width=960, depth=16, mlp=2560, heads=15, kv_heads=5, head
 SMOLVLA = SmolVlaSpec(
     vision=VisionSpec(image_size=512, patch_size=16, width=768, depth=12, heads=12, mlp=3072),
     language=SMOL_TEXT,
-    expert=replace(SMOL_TEXT, width=720, mlp=expert_mlp(720)),
+    expert=replace(SMOL_TEXT, width=720, mlp=compute_expert_mlp_width(720)),
     vocab=49280,
 )
 
@@ -238,9 +238,9 @@ def _read_transformers(config: Mapping[str, Any], where: Path) -> Pi0Spec:
     for name, stack in (("text_config", text), ("vision_config", vision), ("dit_config", config["dit_config"])):
         check_keys(stack, f"{where}: {name}", ignored=_STACK, only=_SUPPORTED_STACK_VALUES)
     return Pi0Spec(
-        vision=VisionSpec(**_sizes(vision, "image_size", "patch_size")),
-        language=_layers(text),
-        expert=_layers(config["dit_config"]),
+        vision=VisionSpec(**_read_sizes(vision, "image_size", "patch_size")),
+        language=_read_layers(text),
+        expert=_read_layers(config["dit_config"]),
         vocab=int(text["vocab_size"]),
         horizon=int(config["chunk_size"]),
         action_dim=int(config["max_action_dim"]),
@@ -253,7 +253,7 @@ _TRANSFORMERS_NAMES = {
 }  # fmt: skip
 
 
-def _sizes(raw: Mapping[str, Any], *same_names: str) -> dict[str, Any]:
+def _read_sizes(raw: Mapping[str, Any], *same_names: str) -> dict[str, Any]:
     """Return sizes in a transformers config by field name of the specs; `same_names` are equal in both."""
     return {
         local_name: int(raw[external_name])
@@ -261,9 +261,9 @@ def _sizes(raw: Mapping[str, Any], *same_names: str) -> dict[str, Any]:
     }
 
 
-def _layers(raw: Mapping[str, Any]) -> LayersSpec:
+def _read_layers(raw: Mapping[str, Any]) -> LayersSpec:
     return LayersSpec(
-        **_sizes(raw, "head_dim"),
+        **_read_sizes(raw, "head_dim"),
         kv_heads=int(raw["num_key_value_heads"]),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
     )
@@ -290,7 +290,7 @@ def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
     return replace(
         SMOLVLA,
         language=language,
-        expert=replace(language, width=width, mlp=expert_mlp(width)),
+        expert=replace(language, width=width, mlp=compute_expert_mlp_width(width)),
         horizon=int(config["chunk_size"]),
         action_dim=int(config["max_action_dim"]),
         state_dim=int(config["max_state_dim"]),

@@ -13,9 +13,9 @@ from embodyrl.policies.flow.likelihood import flow_sde, get_step_times, integrat
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
 from embodyrl.policies.steering.actor import FrozenOutputs, ResidualPolicy, SteeredPolicy
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.chains import Velocity
-from embodyrl.policies.vla.sampling import STEP, normals
+from embodyrl.policies.vla.sampling import STEP, sample_normals
 from embodyrl.types import FloatArray, IntArray, Observation
 
 
@@ -34,7 +34,7 @@ class SteeredFlowPolicy(SteeredPolicy, FlowPolicy):
 
     def _normalize_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         rows = self._scale.from_actions(actions, obs)[:, :, : self._shape.action_dim]
-        return on_device(rows, self._device)
+        return to_device(rows, self._device)
 
 
 class NoiseSteeredFlowPolicy(SteeredFlowPolicy):
@@ -59,7 +59,7 @@ class NoiseSteeredFlowPolicy(SteeredFlowPolicy):
             for k in range(steps):
                 t, end = get_step_times(torch.full((len(x),), k, device=x.device), steps)
                 step = flow_sde(x, velocity(x, t.flatten())[0], t, end, level)
-                x = step.mean + step.std * temperature * normals(seeds, STEP + k, x.shape[1:], x.device)
+                x = step.mean + step.std * temperature * sample_normals(seeds, STEP + k, x.shape[1:], x.device)
         return self._to_actions(x[:, : self._shape.executed], obs)
 
 
@@ -79,7 +79,7 @@ class ResidualFlowPolicy(ResidualPolicy, SteeredFlowPolicy):
         return torch.cat([hidden[0].mean(1), proposed.flatten(1)], 1)
 
 
-def policy_class(cfg: FlowSettings) -> type[FlowPolicy]:
+def select_policy_class(cfg: FlowSettings) -> type[FlowPolicy]:
     """Return the policy class for the settings."""
     if cfg.is_residual:
         return ResidualFlowPolicy

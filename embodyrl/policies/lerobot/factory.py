@@ -20,7 +20,7 @@ from embodyrl.policies.steering.settings import SteeringShape, add_steering, add
 from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE, has_random_init
 from embodyrl.policies.vla.processors import find_camera_order_problem
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.policies.vla.weights import count, weight_sizes
+from embodyrl.policies.vla.weights import count_parameters, get_weight_sizes
 from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 S = TypeVar("S", bound=LeRobotSettings)
@@ -45,7 +45,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
     """Class of the network, as package.module:class; the constructor's only argument is the config."""
 
     @abstractmethod
-    def features(self, config: C) -> int:
+    def num_features(self, config: C) -> int:
         """Return the number of input features of value heads and actors."""
 
     @abstractmethod
@@ -145,7 +145,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         """Return the number of parameters and of forward passes per chunk."""
         config = self.plan(cfg, env)
         costs = PolicyCosts(
-            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.num_passes(config)
+            num_parameters=count_parameters(get_weight_sizes(self.network, config)), act_passes=self.num_passes(config)
         )
         return add_steering_costs(costs, self.steering(cfg, config))
 
@@ -153,7 +153,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         """Return the sizes of the actor for a frozen network; None if the network itself is trained."""
         if not cfg.is_steered:
             return None
-        features = self.features(config)
+        features = self.num_features(config)
         if cfg.is_residual:
             return SteeringShape.for_residual(cfg, features, config.action_dim)
         num_values = self.num_actor_values(cfg, config)
@@ -185,8 +185,8 @@ class LeRobotFactory(ABC, Generic[S, C]):
         import torch
 
         from embodyrl.policies.lerobot.files import read_files
+        from embodyrl.policies.lerobot.normalization import Normalizer
         from embodyrl.policies.lerobot.policy import LeRobotModule
-        from embodyrl.policies.lerobot.units import Normalizer
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), self.folder(cfg)
         config = self.plan(cfg, request.env)
@@ -195,8 +195,8 @@ class LeRobotFactory(ABC, Generic[S, C]):
         files = read_files(folder, config, self.kind, policy_class.prefix, cfg)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(request.seed)
-            network, units = pkgutil.resolve_name(self.network)(config), Normalizer(config, files.eps)
-            module = LeRobotModule(network, units, self.features(config), request.value_dim, steering)
+            network, normalizer = pkgutil.resolve_name(self.network)(config), Normalizer(config, files.eps)
+            module = LeRobotModule(network, normalizer, self.num_features(config), request.value_dim, steering)
         policy = policy_class(spec, cfg, config, module, files, request)
         if not has_random_init(folder):
             policy.load_weights(folder)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization, read_config
+from embodyrl.policies.lerobot.normalization import CLIP, Statistics
 from embodyrl.policies.lerobot.settings import LeRobotSettings
-from embodyrl.policies.lerobot.units import CLIP, Statistics
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     RANDOM_INIT_KEY,

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
-from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
-from embodyrl.policies.lerobot.units import Inputs, Normalizer
+from embodyrl.policies.lerobot.normalization import Inputs, Normalizer
+from embodyrl.policies.lerobot.settings import LeRobotSettings, get_chunk_shape
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import FrozenOutputs, HeadedModule, ResidualPolicy, SteeredPolicy
+from embodyrl.policies.steering.actor import FrozenOutputs, ModuleWithHeads, ResidualPolicy, SteeredPolicy
 from embodyrl.policies.steering.settings import SteeringShape
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.sampling import SampledChunks, build_scores, get_seeds, get_varying_dimensions
 from embodyrl.types import (
@@ -34,14 +34,14 @@ from embodyrl.types import (
 )
 
 
-class LeRobotModule(HeadedModule):
+class LeRobotModule(ModuleWithHeads):
     """Module with all parameters: the network, the normalization statistics, and heads added by RL."""
 
     def __init__(
-        self, network: nn.Module, units: Normalizer, features: int, value_dim: int, steering: SteeringShape | None
+        self, network: nn.Module, normalizer: Normalizer, features: int, value_dim: int, steering: SteeringShape | None
     ) -> None:
         super().__init__(network)
-        self.units = units
+        self.normalizer = normalizer
         self.add_value_head(features, value_dim)
         if steering is not None:
             self.add_actor(steering)
@@ -76,10 +76,10 @@ class LeRobotPolicy(ABC):
         request: PolicyRequest,
     ) -> None:
         self.spec = spec
-        self._cfg, self._config, self._files, self._shape = cfg, config, files, chunk_shape(config)
+        self._cfg, self._config, self._files, self._shape = cfg, config, files, get_chunk_shape(config)
         self._temperature, self._rotation_deg = request.temperature, request.env.cameras.rotation_deg
         self._device = torch.device(request.device)
-        module.units.set_statistics(files.statistics, cfg.path)
+        module.normalizer.set_statistics(files.statistics, cfg.path)
         self._module = module.to(self._device).requires_grad_(request.trainable)
         if module.steering_actor is not None:
             # Features of a frozen network can be stored in the replay buffer.
@@ -143,7 +143,7 @@ class LeRobotPolicy(ABC):
         self._files.load(self._module, folder)
         if (folder / CONFIG_FILE).is_file():
             self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg)
-            self._module.units.set_statistics(self._files.statistics, folder)
+            self._module.normalizer.set_statistics(self._files.statistics, folder)
             self._update_scored_dimensions()
 
     def _value(self, encoding: EncodedObservations) -> Tensor:
@@ -154,19 +154,19 @@ class LeRobotPolicy(ABC):
 
     def _inputs(self, obs: Observation) -> Inputs:
         """Return normalized observations. In `obs`, state and cameras contain all history steps, oldest first."""
-        config, steps, units = self._config, self._config.n_obs_steps, self._module.units
-        numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
+        config, steps, normalizer = self._config, self._config.n_obs_steps, self._module.normalizer
+        numbers = to_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
         state = environment = images = None
         first, end = config.state_dim, config.state_dim + config.environment_dim
         if config.state_dim:
-            state = units.normalize(STATE, numbers[:, :, :first])
+            state = normalizer.normalize(STATE, numbers[:, :, :first])
         if config.environment_dim:
-            environment = units.normalize(config.environment_name, numbers[:, :, first:end])
+            environment = normalizer.normalize(config.environment_name, numbers[:, :, first:end])
         if config.cameras:
             frames = rotate_upright(obs.images[:, : steps * len(config.cameras)], self._rotation_deg)
-            pixels = on_device(np.ascontiguousarray(frames), self._device).permute(0, 1, 4, 2, 3)
+            pixels = to_device(np.ascontiguousarray(frames), self._device).permute(0, 1, 4, 2, 3)
             views = pixels.float().div(255.0).unflatten(1, (steps, -1)).unbind(2)
-            images = torch.stack([units.normalize(*pair) for pair in zip(config.cameras, views, strict=True)], 2)
+            images = torch.stack([normalizer.normalize(*pair) for pair in zip(config.cameras, views, strict=True)], 2)
         return Inputs(state=state, environment=environment, images=images)
 
     def _select_executed(self, chunk: Tensor) -> Tensor:
@@ -176,15 +176,15 @@ class LeRobotPolicy(ABC):
 
     def _to_actions(self, rows: Tensor, obs: Observation | None = None) -> FloatArray:
         """Convert normalized actions [B, K, A] to environment actions, which do not depend on the observations."""
-        return self._module.units.unnormalize(ACTION, rows).cpu().numpy()
+        return self._module.normalizer.unnormalize(ACTION, rows).cpu().numpy()
 
     def _from_actions(self, actions: FloatArray) -> Tensor:
-        rows = on_device(np.ascontiguousarray(actions, np.float32), self._device)
-        return self._module.units.normalize(ACTION, rows)
+        rows = to_device(np.ascontiguousarray(actions, np.float32), self._device)
+        return self._module.normalizer.normalize(ACTION, rows)
 
     def _update_scored_dimensions(self) -> None:
         """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
-        varying_mask, self._varying = self._module.units.get_varying_mask(), None
+        varying_mask, self._varying = self._module.normalizer.get_varying_mask(), None
         if self._by_dimension and varying_mask is not None:
             self._varying = get_varying_dimensions(varying_mask.cpu().numpy())
             self.spec = replace(self.spec, scored=len(self._varying))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, EXPANSION, PLAIN, WIDTHS
+from embodyrl.policies.lerobot.resnet_sizes import BASIC_BLOCK_RESNETS, DEPTHS, EXPANSION, WIDTHS
 
 NORM_EPS = 1e-5
 START_SCALE = 0.3
@@ -39,23 +39,23 @@ class FrozenBatchNorm(nn.Module):
         return x * scale[:, None, None] + shift[:, None, None]
 
 
-def group_norm(channels: int) -> nn.Module:
+def build_group_norm(channels: int) -> nn.Module:
     """Return a group norm with groups of 16 channels."""
     return nn.GroupNorm(channels // 16, channels)
 
 
-def _conv(inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
+def _build_conv(inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, size, stride, size // 2 * dilation, dilation, bias=False)
 
 
-class PlainBlock(nn.Module):
+class BasicBlock(nn.Module):
     """Basic residual block: two 3x3 convolutions."""
 
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
-        self.conv1, self.bn1 = _conv(inputs, width, 3, stride), norm(width)
-        self.conv2, self.bn2 = _conv(width, width, 3), norm(width)
-        self.downsample = _shortcut(inputs, width, stride, norm)
+        self.conv1, self.bn1 = _build_conv(inputs, width, 3, stride), norm(width)
+        self.conv2, self.bn2 = _build_conv(width, width, 3), norm(width)
+        self.downsample = _build_shortcut(inputs, width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, C, H, W] to the next feature map."""
@@ -70,10 +70,10 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int, norm: Norm, dilation: int = 1) -> None:
         super().__init__()
         outputs = EXPANSION * width
-        self.conv1, self.bn1 = _conv(inputs, width, 1), norm(width)
-        self.conv2, self.bn2 = _conv(width, width, 3, stride, dilation), norm(width)
-        self.conv3, self.bn3 = _conv(width, outputs, 1), norm(outputs)
-        self.downsample = _shortcut(inputs, outputs, stride, norm)
+        self.conv1, self.bn1 = _build_conv(inputs, width, 1), norm(width)
+        self.conv2, self.bn2 = _build_conv(width, width, 3, stride, dilation), norm(width)
+        self.conv3, self.bn3 = _build_conv(width, outputs, 1), norm(outputs)
+        self.downsample = _build_shortcut(inputs, outputs, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, C, H, W] to the next feature map."""
@@ -83,13 +83,13 @@ class Bottleneck(nn.Module):
         return F.relu(self.bn3(self.conv3(x)) + skip)
 
 
-def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential | None:
+def _build_shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential | None:
     if stride == 1 and inputs == outputs:
         return None
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), norm(outputs))
+    return nn.Sequential(_build_conv(inputs, outputs, 1, stride), norm(outputs))
 
 
-def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict[str, nn.Module]:
+def build_resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict[str, nn.Module]:
     """Build the modules of a ResNet; return them in order, by torchvision's names.
 
     Args:
@@ -106,8 +106,8 @@ def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict
         for block in range(blocks):
             dilates = dilated and index == 3
             stride = 2 if block == 0 and index and not dilates else 1
-            if name in PLAIN:
-                layer.append(PlainBlock(inputs, width, stride, norm))
+            if name in BASIC_BLOCK_RESNETS:
+                layer.append(BasicBlock(inputs, width, stride, norm))
                 inputs = width
             else:
                 layer.append(Bottleneck(inputs, width, stride, norm, 2 if dilates and block else 1))

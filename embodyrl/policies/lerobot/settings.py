@@ -26,7 +26,7 @@ class LeRobotSettings(ResidualSettings):
     """With likelihood=dsrl: bound of the noise or latent that the actor chooses, -noise_bound..noise_bound."""
 
 
-def chunk_shape(config: LeRobotConfig) -> ChunkShape:
+def get_chunk_shape(config: LeRobotConfig) -> ChunkShape:
     """Return the chunk sizes of a config: predicted actions, executed actions and action dimension."""
     width = config.action_dim
     return ChunkShape(horizon=config.horizon_length, width=width, executed=config.n_action_steps, action_dim=width)

@@ -13,26 +13,26 @@ from embodyrl.policies.openvla_oft.settings import (
     ImagePipeline,
     OftSettings,
     OpenVlaSettings,
-    as_oft,
     get_chunk_record,
+    to_oft_settings,
 )
-from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
+from embodyrl.policies.openvla_oft.sizes import count_value_parameters, estimate_oft_costs
 from embodyrl.policies.protocol import Policy, PolicyRequest, find_env_problems
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
-from embodyrl.policies.vla.adapter import adapter_problems
+from embodyrl.policies.vla.adapter import find_adapter_problems
 from embodyrl.policies.vla.folder import CONFIG_FILE, TOKENIZER_FILE, Clip, compute_clip_range, find_missing_files
 from embodyrl.types import EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
-TRY_NOW = "To start without a download, use model=openvla_oft_tiny."
-PUBLIC_LAYOUT = (
+NO_DOWNLOAD_HINT = "To start without a download, use model=openvla_oft_tiny."
+LAYOUT_DESCRIPTION = (
     "a local folder, or owner/name on the hub, in the published OpenVLA-OFT layout (config.json, "
     "preprocessor_config.json, tokenizer.json, dataset_statistics.json, model*.safetensors)"
 )
-NO_PATH = (
-    f"model.path is not set. Set it to {PUBLIC_LAYOUT}. Suitable checkpoints have discrete action tokens: "
+NO_PATH_ERROR = (
+    f"model.path is not set. Set it to {LAYOUT_DESCRIPTION}. Suitable checkpoints have discrete action tokens: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
     "RLinf/RLinf-OpenVLAOFT-LIBERO-130, or L1 regression (moojink/openvla-7b-oft-finetuned-libero-*) with "
-    f"model=openvla_oft_official. {TRY_NOW}"
+    f"model=openvla_oft_official. {NO_DOWNLOAD_HINT}"
 )
 
 
@@ -47,14 +47,14 @@ class OpenVlaOftFactory:
 
     def validate(self, cfg: OpenVlaSettings) -> list[str]:
         """Return config errors with fixes, one line each."""
-        cfg = as_oft(cfg)
+        cfg = to_oft_settings(cfg)
         problems = []
         if self.autoregressive and cfg.num_action_chunks != 1:
             problems.append(
                 f"model.num_action_chunks={cfg.num_action_chunks}: OpenVLA predicts one action per inference; set "
                 "model.num_action_chunks=1."
             )
-        return problems + adapter_problems(cfg) + _folder_problems(cfg)
+        return problems + find_adapter_problems(cfg) + _find_folder_problems(cfg)
 
     def spec(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec, read from the checkpoint's JSON files.
@@ -63,11 +63,11 @@ class OpenVlaOftFactory:
             ConfigError: the checkpoint and the environment do not fit.
             CheckpointError: a JSON file is missing or malformed.
         """
-        cfg = as_oft(cfg)
-        config = read_config(_folder(cfg))
-        if problems := _mismatches(cfg, config, env):
+        cfg = to_oft_settings(cfg)
+        config = read_config(_get_folder(cfg))
+        if problems := _find_mismatches(cfg, config, env):
             raise ConfigError(problems)
-        options = self._options(cfg, env, value_dim)
+        options = self._build_options(cfg, env, value_dim)
         is_diffusion = cfg.action_head == ActionHead.diffusion
         spec = PolicySpec(
             inputs=InputSpec(
@@ -90,15 +90,15 @@ class OpenVlaOftFactory:
 
     def costs(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters, memory and FLOPs from the checkpoint's JSON files."""
-        cfg = as_oft(cfg)
-        config, options = read_config(_folder(cfg)), self._options(cfg, env, value_dim)
-        steering, num_other_trained = _get_steering_shape(cfg, config), value_parameters(config, options)
-        return add_steering_costs(oft_costs(config, options), steering, num_other_trained=num_other_trained)
+        cfg = to_oft_settings(cfg)
+        config, options = read_config(_get_folder(cfg)), self._build_options(cfg, env, value_dim)
+        steering, num_other_trained = _get_steering_shape(cfg, config), count_value_parameters(config, options)
+        return add_steering_costs(estimate_oft_costs(config, options), steering, num_other_trained=num_other_trained)
 
     def describe_checkpoint(self, cfg: OpenVlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
-        cfg = as_oft(cfg)
-        config = read_config(_folder(cfg))
+        cfg = to_oft_settings(cfg)
+        config = read_config(_get_folder(cfg))
         key = config.statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
         crop = "JPEG, lanczos, crop of 0.9" if cfg.image_pipeline == "official" else "bicubic, no crop"
         return [
@@ -109,18 +109,18 @@ class OpenVlaOftFactory:
 
     def state_limits(self, cfg: OpenVlaSettings, env: EnvSpec) -> Clip | None:
         """Return the range of plausible states (see `PolicyFactory.state_limits`)."""
-        cfg = as_oft(cfg)
+        cfg = to_oft_settings(cfg)
         if not cfg.use_proprio:
             return None
-        statistics = read_config(_folder(cfg)).statistics
+        statistics = read_config(_get_folder(cfg)).statistics
         key = statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
         bounds = statistics.bounds(key, "proprio", cfg.action_normalization)
         return compute_clip_range({"min": bounds.low, "max": bounds.high})
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the sizes of model and actor match a folder (see `PolicyFactory.compare`)."""
-        cfg, saved = as_oft(cfg), read_config(folder)
-        base_config = read_config(_folder(cfg))
+        cfg, saved = to_oft_settings(cfg), read_config(folder)
+        base_config = read_config(_get_folder(cfg))
         if (saved.towers, saved.llama) != (base_config.towers, base_config.llama):
             raise CheckpointError(
                 f"{folder} and model.path={cfg.path} contain models of different sizes. "
@@ -142,13 +142,13 @@ class OpenVlaOftFactory:
         from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
         from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 
-        cfg = as_oft(cfg)
+        cfg = to_oft_settings(cfg)
         spec = self.spec(cfg, request.env, request.value_dim)
-        options = self._options(cfg, request.env, request.value_dim)
+        options = self._build_options(cfg, request.env, request.value_dim)
         policy_class = ResidualOftPolicy if cfg.is_residual else OpenVlaOftPolicy
-        return policy_class(read_config(_folder(cfg)), spec, options, request)
+        return policy_class(read_config(_get_folder(cfg)), spec, options, request)
 
-    def _options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:
+    def _build_options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:
         state_dim = env.state_dim if cfg.use_proprio else 0
         return OftOptions(cfg=cfg, autoregressive=self.autoregressive, state_dim=state_dim, value_dim=value_dim)
 
@@ -157,7 +157,7 @@ def _get_steering_shape(cfg: OftSettings, config: OftConfig) -> SteeringShape | 
     return SteeringShape.for_residual(cfg, config.llama.hidden_size, cfg.action_dim) if cfg.is_residual else None
 
 
-def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
+def _find_mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
     if problems := find_env_problems("OpenVLA", env):
         return problems
     data_set = config.statistics.find(cfg.unnorm_key, env.benchmark.unnorm_key)
@@ -178,20 +178,20 @@ def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
     return problems
 
 
-def _folder(cfg: OftSettings) -> Path:
+def _get_folder(cfg: OftSettings) -> Path:
     if cfg.path is None:
-        raise ConfigError(NO_PATH)
+        raise ConfigError(NO_PATH_ERROR)
     return resolve_asset(cfg.path)
 
 
-def _folder_problems(cfg: OftSettings) -> list[str]:
+def _find_folder_problems(cfg: OftSettings) -> list[str]:
     if cfg.path is None:
-        return [NO_PATH]
+        return [NO_PATH_ERROR]
     folder = resolve_asset(cfg.path)
     if not folder.is_dir():
-        return [f"model.path: {folder} is not a folder. Set it to {PUBLIC_LAYOUT}. {TRY_NOW}"]
+        return [f"model.path: {folder} is not a folder. Set it to {LAYOUT_DESCRIPTION}. {NO_DOWNLOAD_HINT}"]
     if not (folder / CONFIG_FILE).exists():
-        return [f"model.path: {folder} has no {CONFIG_FILE}. Use {PUBLIC_LAYOUT}. {TRY_NOW}"]
+        return [f"model.path: {folder} has no {CONFIG_FILE}. Use {LAYOUT_DESCRIPTION}. {NO_DOWNLOAD_HINT}"]
     try:
         read_config(folder)
     except CheckpointError as error:

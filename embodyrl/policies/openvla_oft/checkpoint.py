@@ -54,7 +54,7 @@ def get_component(key: str) -> str:
     return key.partition(".")[0]
 
 
-def side_components(keys: Iterable[str]) -> list[str]:
+def list_separate_components(keys: Iterable[str]) -> list[str]:
     """Return the components of a model (given its state-dict keys) that are stored in separate files."""
     present = {get_component(key) for key in keys}
     return [name for name in COMPONENTS if name in present]
@@ -161,7 +161,7 @@ def load_model(
     optional = {*RL_COMPONENTS, *SFT_COMPONENTS} if fresh_heads else {*RL_COMPONENTS}
     files = _map_components(target, components_folder or folder, optional)
     # Published shards may also contain components; the separate files are used, because they are trained further.
-    separate_components = set(side_components(target)) - {VALUE_HEAD}
+    separate_components = set(list_separate_components(target)) - {VALUE_HEAD}
     for path in shards:
         files[path] = {
             k: tensor for k, tensor in map_weights(path).items() if get_component(k) not in separate_components
@@ -176,7 +176,7 @@ def load_components(module: nn.Module, folder: Path) -> None:
         CheckpointError: a component is missing (except optional RL components), or its shapes differ.
     """
     state = module.state_dict()
-    names = side_components(state)
+    names = list_separate_components(state)
     target = {key: tensor for key, tensor in state.items() if get_component(key) in names}
     _copy(target, _map_components(state, folder, {*RL_COMPONENTS}), folder, {*RL_COMPONENTS})
 
@@ -196,7 +196,7 @@ def save_model(module: nn.Module, folder: Path, side_files: Mapping[str, bytes])
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
     save_components(state, folder)
-    separate_components = side_components(state)
+    separate_components = list_separate_components(state)
     shards = {key: tensor for key, tensor in state.items() if get_component(key) not in separate_components}
     save_torch_state_dict(shards, folder, max_shard_size=SHARD_BYTES)
     save_side_files(folder, side_files)
@@ -204,7 +204,7 @@ def save_model(module: nn.Module, folder: Path, side_files: Mapping[str, bytes])
 
 def save_components(state: Mapping[str, Tensor], folder: Path) -> None:
     """Write each component of a state dict to its own file."""
-    for name in side_components(state):
+    for name in list_separate_components(state):
         part = {key: tensor.detach().contiguous() for key, tensor in state.items() if get_component(key) == name}
         save_file(part, folder / f"{name}.safetensors", metadata={"format": "pt"})
 
@@ -223,7 +223,7 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 
 def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str]) -> dict[Path, dict[str, Tensor]]:
     files: dict[Path, dict[str, Tensor]] = {}
-    for name in side_components(state):
+    for name in list_separate_components(state):
         path = find_component(folder, name)
         if path is not None:
             files[path] = read_pt(path, name) if path.suffix == ".pt" else map_weights(path)

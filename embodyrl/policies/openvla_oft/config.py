@@ -23,7 +23,7 @@ from embodyrl.policies.vla.folder import (
 from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 
-NUMBERS = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
+STATISTIC_NAMES = ("mean", "std", "min", "max", "q01", "q10", "q50", "q90", "q99")
 NORMALIZATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 """Two statistics that map to -1 and 1, by `model.action_normalization`. LIBERO and Bridge use q99, ALOHA min/max."""
 
@@ -71,7 +71,9 @@ class Statistics:
         where = f"{self.folder / STATISTICS_FILE}: data set '{data_set}'"
         try:
             entry = self.sets[data_set][part]
-            check_keys(entry, f"{where}: {part}", ignored=(*NUMBERS, "count", *(["mask"] if part == "action" else [])))
+            check_keys(
+                entry, f"{where}: {part}", ignored=(*STATISTIC_NAMES, "count", *(["mask"] if part == "action" else []))
+            )
             low, high = (tuple(map(float, entry[name])) for name in (low_name, high_name))
             mask = tuple(map(bool, entry.get("mask", [True] * len(low)))) if part == "action" else (True,) * len(low)
             limits = {
@@ -293,27 +295,27 @@ def _parse(folder: Path) -> OftConfig:
     if isinstance(kind := config.get("type"), str):
         model_name = kind if kind in POLICIES.names() else "lerobot"
         raise CheckpointError(f"{where} describes a LeRobot policy of type '{kind}'. Set model={model_name}.")
-    ids = _field(config, "timm_model_ids", where)
-    sizes = _field(config, "image_sizes", where)
+    ids = _get_field(config, "timm_model_ids", where)
+    sizes = _get_field(config, "image_sizes", where)
     if len(ids) != 2 or len(set(sizes)) != 1:
         raise CheckpointError(
             f"{where} has timm_model_ids {ids} and image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
             f"size (DINOv2 and SigLIP). This is another model; use an OpenVLA-OFT checkpoint."
         )
     check_keys(config, where, ignored=tuple(name for name in _FIELDS if name != "model_type"), only=_SUPPORTED_VALUES)
-    llama = _read_llama(_field(config, "text_config", where), where)
+    llama = _read_llama(_get_field(config, "text_config", where), where)
     statistics = folder / STATISTICS_FILE
     # Fine-tuned checkpoints have a separate file; the base model's statistics are in config.json.
-    raw = _read_json(statistics) if statistics.exists() else _field(config, "norm_stats", where)
+    raw = _read_json(statistics) if statistics.exists() else _get_field(config, "norm_stats", where)
     return OftConfig(
         folder=folder,
         towers=(_read_vit(ids[0], sizes[0], folder), _read_vit(ids[1], sizes[1], folder)),
         pixel_norms=_read_pixel_norms(folder),
         llama=llama,
-        pad_token_id=int(_field(config, "pad_token_id", where)),
+        pad_token_id=int(_get_field(config, "pad_token_id", where)),
         # The embedding table is padded; action ids count down from the end of the real vocabulary.
-        action_vocab_end=llama.vocab_size - int(_field(config, "pad_to_multiple_of", where)),
-        n_bins=int(_field(config, "n_action_bins", where)),
+        action_vocab_end=llama.vocab_size - int(_get_field(config, "pad_to_multiple_of", where)),
+        n_bins=int(_get_field(config, "n_action_bins", where)),
         statistics=Statistics(raw, folder),
         random_init=config.get(RANDOM_INIT_KEY) in ("random", RANDOM_ON_DEVICE),
         random_on_device=config.get(RANDOM_INIT_KEY) == RANDOM_ON_DEVICE,
@@ -335,7 +337,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
+def _get_field(data: Mapping[str, Any], name: str, where: Path) -> Any:
     if name not in data:
         raise CheckpointError(
             f"{where} has no field '{name}'.{closest(name, data)} The file is truncated or not from an OpenVLA-OFT "
@@ -395,8 +397,8 @@ def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
     only = _RESIZE | {"interpolations": (["bicubic", "bicubic"],)}
     check_keys(data, where, ignored=_PREPROCESSOR_FIELDS, only=only)
     params = data.get("tvf_normalize_params")
-    means = [p["mean"] for p in params] if params else _field(data, "means", where)
-    stds = [p["std"] for p in params] if params else _field(data, "stds", where)
+    means = [p["mean"] for p in params] if params else _get_field(data, "means", where)
+    stds = [p["std"] for p in params] if params else _get_field(data, "stds", where)
     if [len(x) for x in (*means, *stds)] != [3] * 4:
         raise CheckpointError(
             f"{where} must contain mean and std of three channels for two towers. Download the file again."

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
-from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, ddim_schedule
-from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, noisy_hidden, predict_noise
+from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, build_ddim_schedule
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, compute_noisy_hidden, predict_noise
 from embodyrl.policies.openvla_oft.settings import OftSettings, get_chunk_record
-from embodyrl.policies.tensors import on_device, standard_normal
+from embodyrl.policies.tensors import standard_normal, to_device
 from embodyrl.policies.vla.chains import Transition, Velocity
-from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_seeds, normals, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_seeds, sample_normals, sample_uniforms
 from embodyrl.types import FloatArray, ImitationLoss, IntArray
 
 
@@ -37,7 +37,7 @@ class L1Gaussian:
         distribution, value = self._get_distribution(inputs, temperature)
         if noise is None:
             return SampledChunks.from_greedy(distribution.mean), value
-        normal = standard_normal(on_device(noise, value.device)).view_as(distribution.mean)
+        normal = standard_normal(to_device(noise, value.device)).view_as(distribution.mean)
         actions = distribution.mean + distribution.std * normal
         bits = actions.flatten(1).cpu().numpy().view(np.int32).astype(np.int64)
         return SampledChunks(state=actions, tokens=bits, logprob=distribution.log_prob(actions)), value
@@ -51,7 +51,7 @@ class L1Gaussian:
     @staticmethod
     def unpack_samples(tokens: IntArray, device: torch.device) -> Tensor:
         """Return the normalized actions [B, L] in tokens [B, L]."""
-        return on_device(tokens.astype(np.int32).view(np.float32), device)
+        return to_device(tokens.astype(np.int32).view(np.float32), device)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """Return values [B, V]."""
@@ -65,7 +65,7 @@ class L1Gaussian:
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
         """Return the mean absolute error (L1 loss) of normalized actions [B, K, A], as in the official training."""
         mean, _ = self._forward(inputs)
-        loss = (mean - on_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
+        loss = (mean - to_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
         return ImitationLoss(loss=loss, accuracy=compute_bin_accuracy(mean.detach(), target, self._tokenizer))
 
     def _get_distribution(self, inputs: ModelInputs, temperature: float) -> tuple[Transition, Tensor]:
@@ -81,10 +81,10 @@ class Diffusion:
     def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
         self._model, self._cfg, self._tokenizer = model, cfg, tokenizer
         steps = cfg.num_diffusion_steps_inference
-        self._deterministic_schedule = ddim_schedule(steps)
+        self._deterministic_schedule = build_ddim_schedule(steps)
         self._chain = DenoisingChain(
             get_chunk_record(cfg),
-            ddim_schedule(steps, cfg.diffusion_eta),
+            build_ddim_schedule(steps, cfg.diffusion_eta),
             self._deterministic_schedule,
             every_step=cfg.every_step,
             min_std=cfg.diffusion_min_std,
@@ -103,7 +103,7 @@ class Diffusion:
         """Return the hidden states [B, L, D] of the first denoising step, and the greedy actions [B, K, A]."""
         prefix = self._model.prefix(inputs)
         timestep = torch.full((len(prefix),), int(self._deterministic_schedule.timesteps[0]), device=prefix.device)
-        hidden = noisy_hidden(self._model, inputs, prefix, self._get_initial_noise(inputs), timestep)
+        hidden = compute_noisy_hidden(self._model, inputs, prefix, self._get_initial_noise(inputs), timestep)
         return hidden, self._denoise(inputs, prefix)
 
     def _denoise(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Diffusion:
         """Return the initial noise [B, K, A]."""
         shape = self._cfg.num_action_chunks, self._cfg.action_dim
         uniform = torch.rand(shape, generator=torch.Generator().manual_seed(0)).flatten()
-        start = on_device(standard_normal(uniform).view(shape), inputs.prompt_ids.device)
+        start = to_device(standard_normal(uniform).view(shape), inputs.prompt_ids.device)
         return start.expand(len(inputs.prompt_ids), *shape)
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,9 +137,9 @@ class Diffusion:
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
         device = inputs.prompt_ids.device
-        noise = normals(rows, START, target.shape[1:], device)
-        timestep = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
-        noisy = self._deterministic_schedule.add_noise(on_device(target, device).float(), noise, timestep)
+        noise = sample_normals(rows, START, target.shape[1:], device)
+        timestep = to_device((sample_uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
+        noisy = self._deterministic_schedule.add_noise(to_device(target, device).float(), noise, timestep)
         prefix = self._model.prefix(inputs)
         error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, timestep), noise, reduction="none")
         predicted = torch.full_like(noise, torch.nan) if trains else self._denoise(inputs, prefix)
@@ -164,11 +164,11 @@ class Diffusion:
         with torch.no_grad():
             zero_actions = torch.zeros(count, self._cfg.num_action_chunks, self._cfg.action_dim, device=prefix.device)
             timestep = torch.full((count,), TRAIN_STEPS - 1, device=prefix.device)
-            hidden = noisy_hidden(self._model, inputs, prefix, zero_actions, timestep)[:, 0]
+            hidden = compute_noisy_hidden(self._model, inputs, prefix, zero_actions, timestep)[:, 0]
         return head(hidden)
 
 
 def compute_bin_accuracy(predicted: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
     """Return the fraction [B] of normalized actions [B, K, A] in the same bins as the targets; NaN matches no bin."""
     same = tokenizer.encode(predicted.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
-    return (on_device(same, predicted.device) & ~predicted.isnan()).flatten(1).float().mean(1)
+    return (to_device(same, predicted.device) & ~predicted.isnan()).flatten(1).float().mean(1)

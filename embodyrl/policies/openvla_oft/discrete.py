@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
-from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
+from embodyrl.policies.tensors import compute_categorical_scores, sample_inverse_cdf, to_device
 from embodyrl.policies.vla.sampling import SampledChunks
 from embodyrl.types import FloatArray, ImitationLoss, IntArray
 
@@ -41,7 +41,7 @@ class DiscreteTokens:
 
         Tokens are sampled with uniform `noise` [B, L]; None: greedy.
         """
-        uniform = None if noise is None else on_device(noise, inputs.prompt_ids.device)
+        uniform = None if noise is None else to_device(noise, inputs.prompt_ids.device)
 
         def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
             return logits.argmax(dim=-1) if noise is None else sample_inverse_cdf(logits / temperature, noise)
@@ -61,7 +61,7 @@ class DiscreteTokens:
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens, and values [B, V]."""
-        ids = on_device(tokens, inputs.prompt_ids.device)
+        ids = to_device(tokens, inputs.prompt_ids.device)
         logits, value = self._forward(inputs, ids)
         return *self._compute_scores(logits, ids - self._columns.start, temperature), value
 
@@ -79,7 +79,7 @@ class DiscreteTokens:
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
         """Return the cross-entropy, over the whole vocabulary, of the tokens of actions [B, K, A] and of STOP."""
-        tokens = on_device(self._tokenizer.encode(target), inputs.prompt_ids.device).flatten(1)
+        tokens = to_device(self._tokenizer.encode(target), inputs.prompt_ids.device).flatten(1)
         logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
         ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
         # Flattened, because CUDA's cross-entropy of three dimensions is not deterministic.
@@ -90,7 +90,7 @@ class DiscreteTokens:
     def _compute_scores(self, logits: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         # Computed outside of autocast, so that acting and scoring give the same numbers.
         with torch.autocast(logits.device.type, enabled=False):
-            logprob, entropy = categorical_scores(logits / temperature, choice)
+            logprob, entropy = compute_categorical_scores(logits / temperature, choice)
         return logprob.unflatten(1, self._chunk), entropy.unflatten(1, self._chunk)
 
     def _decode(self, tokens: IntArray) -> Tensor:

@@ -17,10 +17,10 @@ from embodyrl.policies.openvla_oft.model import ModelInputs
 Forward = Callable[[ModelInputs], tuple[Tensor, Tensor]]
 
 
-def bucket(count: int) -> int:
+def round_up_batch_size(count: int) -> int:
     """Round a batch size up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... (at most 1.5 times larger).
 
-    >>> [bucket(count) for count in (1, 3, 5, 9, 17, 64, 65)]
+    >>> [round_up_batch_size(count) for count in (1, 3, 5, 9, 17, 64, 65)]
     [1, 3, 6, 12, 24, 64, 96]
     """
     power = 1 << (count - 1).bit_length()
@@ -31,16 +31,18 @@ def pad_batch(inputs: ModelInputs, count: int) -> ModelInputs:
     """Pad a batch to `count` rows with copies of its first row."""
     return replace(
         inputs,
-        **{name: torch.cat([x, x[:1].expand(count - len(x), *x.shape[1:])]) for name, x in _tensors(inputs).items()},
+        **{
+            name: torch.cat([x, x[:1].expand(count - len(x), *x.shape[1:])]) for name, x in _get_tensors(inputs).items()
+        },
     )
 
 
-def _tensors(inputs: ModelInputs) -> dict[str, Tensor]:
+def _get_tensors(inputs: ModelInputs) -> dict[str, Tensor]:
     return {f.name: x for f in fields(inputs) if (x := getattr(inputs, f.name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _CapturedGraph:
     graph: Any
     inputs: ModelInputs
     """Input buffers, into which each batch is copied before the replay."""
@@ -57,39 +59,39 @@ class GraphedForward:
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
-        self._recordings: dict[tuple[Any, ...], _Recording] = {}
+        self._graphs: dict[tuple[Any, ...], _CapturedGraph] = {}
         self._pool: Any = None
         self._enabled = True
 
     def __call__(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return logits and values of the forward pass."""
         count = len(inputs.prompt_ids)
-        padded = pad_batch(inputs, bucket(count))
+        padded = pad_batch(inputs, round_up_batch_size(count))
         try:
-            recording = self._recording(padded) if self._enabled else None
+            captured = self._get_graph(padded) if self._enabled else None
         except torch.OutOfMemoryError:
             raise  # the plain forward pass would raise this error too
         except RuntimeError as error:
             self._enabled = False
-            recording = None
+            captured = None
             warnings.warn(
                 f"model.cuda_graphs is ignored, because a forward pass cannot be captured: {error}", stacklevel=2
             )
-        if recording is None:
+        if captured is None:
             return self._forward(inputs)
-        for name, x in _tensors(recording.inputs).items():
+        for name, x in _get_tensors(captured.inputs).items():
             x.copy_(getattr(padded, name))
-        recording.graph.replay()
-        logits, values = recording.outputs
+        captured.graph.replay()
+        logits, values = captured.outputs
         return logits[:count], values[:count]
 
-    def _recording(self, inputs: ModelInputs) -> _Recording:
-        key = tuple((name, x.shape, x.dtype) for name, x in _tensors(inputs).items())
-        if key not in self._recordings:
-            self._recordings[key] = self._record(inputs)
-        return self._recordings[key]
+    def _get_graph(self, inputs: ModelInputs) -> _CapturedGraph:
+        key = tuple((name, x.shape, x.dtype) for name, x in _get_tensors(inputs).items())
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(inputs)
+        return self._graphs[key]
 
-    def _record(self, inputs: ModelInputs) -> _Recording:
+    def _capture(self, inputs: ModelInputs) -> _CapturedGraph:
         # A graph captured with cached casts would keep using the weights at the time of the capture.
         assert not (torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled())
         graph = torch.cuda.CUDAGraph()
@@ -101,4 +103,4 @@ class GraphedForward:
         torch.cuda.current_stream().wait_stream(side_stream)
         with torch.cuda.graph(graph, pool=self._pool):
             outputs = self._forward(inputs)
-        return _Recording(graph, inputs, outputs)
+        return _CapturedGraph(graph, inputs, outputs)

@@ -91,7 +91,7 @@ def time_embedding(step: Tensor, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
-def ddim_schedule(steps: int, eta: float = 0.0) -> Schedule:
+def build_ddim_schedule(steps: int, eta: float = 0.0) -> Schedule:
     """Return a schedule of `steps` DDIM steps as in the published recipe: cosine, clean estimates clipped to -1..1.
 
     With `eta` 0, the steps are deterministic; with 1, they add the same noise as DDPM.

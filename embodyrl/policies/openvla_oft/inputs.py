@@ -19,7 +19,7 @@ from torch import Tensor
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.openvla_oft.config import PixelNorm
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.tokens import compute_padded_width, pad_right, read_tokenizer
 from embodyrl.types import ByteArray, IntArray
 
@@ -55,13 +55,13 @@ def preprocess(
     # Pixels must be the same for acting and training; inside autocast, resizing would run in bfloat16.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if pipeline == "official":
-            resized = official_pixels(frames, size, device)
+            resized = resize_as_official(frames, size, device)
         else:
             assert pipeline == "rlinf", pipeline
-            resized = rlinf_pixels(frames, size, device)
+            resized = resize_as_rlinf(frames, size, device)
         unit, towers = resized.div_(255.0), resized.new_empty(len(resized), 6, size, size)
         for tower, norm in zip(towers.split(3, dim=1), norms, strict=True):
-            mean, std = (on_device(torch.tensor(x), device)[:, None, None] for x in (norm.mean, norm.std))
+            mean, std = (to_device(torch.tensor(x), device)[:, None, None] for x in (norm.mean, norm.std))
             torch.sub(unit, mean, out=tower)
             tower.div_(std)
         return towers.reshape(batch, 6 * cameras, size, size)
@@ -74,31 +74,31 @@ def resize(images: ByteArray, *, rotation_deg: int, size: int, device: torch.dev
     """
     frames = rotate_upright(images.reshape(-1, *images.shape[2:]), rotation_deg)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        resized = rlinf_pixels(frames, size, device).permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
+        resized = resize_as_rlinf(frames, size, device).permute(0, 2, 3, 1).to(torch.uint8).cpu().numpy()
     return rotate_upright(resized, rotation_deg).reshape(*images.shape[:2], size, size, 3)
 
 
-def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
+def resize_as_rlinf(frames: ByteArray, size: int, device: torch.device) -> Tensor:
     """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in RLinf's processor.
 
     Bicubic interpolation with antialiasing in float32, then clamping and rounding half to even. The same call on uint8
     uses a fixed-point kernel whose result differs by up to 9 levels.
     """
     # On a CPU, contiguous channels-first pixels take less than half the time, and transposing bytes is cheaper.
-    pixels = on_device(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)), device).float()
+    pixels = to_device(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)), device).float()
     if pixels.shape[-2:] == (size, size):
         return pixels
     resized = F.interpolate(pixels, size=(size, size), mode="bicubic", align_corners=False, antialias=True)
     return resized.clamp_(0.0, 255.0).round_()
 
 
-def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
+def resize_as_official(frames: ByteArray, size: int, device: torch.device) -> Tensor:
     """Resize images [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in OpenVLA-OFT's evaluation.
 
     The steps are a JPEG round trip (on the CPU), lanczos3 resizing, and a center crop to 0.9 of the area.
     """
     decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
-    pixels = on_device(decoded, device).permute(0, 3, 1, 2).float()
+    pixels = to_device(decoded, device).permute(0, 3, 1, 2).float()
     return center_crop(lanczos_resize(pixels, size))
 
 
@@ -115,8 +115,8 @@ def jpeg_round_trip(frame: ByteArray) -> ByteArray:
 
 def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
     """Resize [N, 3, H, W] (0..255) to [N, 3, S, S]: antialiased lanczos3, rows first, rounded half to even."""
-    rows = on_device(_lanczos_matrix(pixels.shape[2], size), pixels.device)
-    columns = on_device(_lanczos_matrix(pixels.shape[3], size), pixels.device)
+    rows = to_device(_lanczos_matrix(pixels.shape[2], size), pixels.device)
+    columns = to_device(_lanczos_matrix(pixels.shape[3], size), pixels.device)
     return ((rows @ pixels) @ columns.T).round_().clamp_(0.0, 255.0)
 
 
@@ -126,7 +126,7 @@ def center_crop(pixels: Tensor) -> Tensor:
     The formula is that of TensorFlow's `crop_and_resize`: bilinear between corner pixels, without antialiasing.
     """
     size = pixels.shape[-1]
-    low, high, weight = (on_device(t, pixels.device) for t in _crop_coordinates(size))
+    low, high, weight = (to_device(t, pixels.device) for t in _crop_coordinates(size))
     unit = pixels * torch.tensor(1.0 / 255.0, dtype=torch.float32)
     left, right = unit[..., low], unit[..., high]
     across = left + (right - left) * weight

@@ -44,11 +44,11 @@ def apply_adapted_linears(layers: Sequence[Any], x: Tensor, residual: Tensor | N
         scales.append(layer.scaling[name])
         parts += [base.weight, base.bias, low.to(x.dtype), high.to(x.dtype)]
     start = None if residual is None else residual.flatten(0, -2)
-    rows = _Adapted.apply(x.flatten(0, -2), start, tuple(scales), *parts)
+    rows = _AdaptedLinears.apply(x.flatten(0, -2), start, tuple(scales), *parts)
     return [out.unflatten(0, x.shape[:-1]) for out in rows]
 
 
-class _Adapted(torch.autograd.Function):
+class _AdaptedLinears(torch.autograd.Function):
     """Autograd function that computes `residual + W x + b + s B A x` for several LoRA layers with the same input.
 
     W [out, in] and b [out] are frozen; A [r, in] and B [out, r] are the factors of the adapter.
@@ -151,7 +151,7 @@ class _Rotation(torch.autograd.Function):
         return _rotate_halves(grads[0], cos, sin, -1.0), None, None
 
 
-def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+def select_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Select the rows with indices `rows` [B, R] from each batch entry of x [B or 1, T, ...]; return [B, R, ...]."""
     if len(x) == 1:
         return x[0][rows]
@@ -162,8 +162,8 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.flatten(0, 1).index_select(0, (begin * x.shape[1] + rows).flatten()).unflatten(0, rows.shape)
 
 
-def _pick_positions(table: Tensor, rows: Tensor) -> Tensor:
-    return pick_rows(table[:, 0], rows)[:, None]
+def _select_positions(table: Tensor, rows: Tensor) -> Tensor:
+    return select_rows(table[:, 0], rows)[:, None]
 
 
 class KeyValueCache(dict[int, tuple[Tensor, Tensor]]):
@@ -260,20 +260,20 @@ class LlamaAttention(nn.Module):
         """Return `residual` plus the attention output of tokens x [B, T, D], or only of the tokens at `rows` [B, R]."""
         rope, mask = plan.rope, plan.mask
         if rows is not None:  # queries of other tokens are skipped, but keys and values of all tokens are needed
-            (q,) = apply_linears([self.q_proj], pick_rows(x, rows))
+            (q,) = apply_linears([self.q_proj], select_rows(x, rows))
             k, v = apply_linears([self.k_proj, self.v_proj], x)
-            rope = (_pick_positions(rope[0], rows), _pick_positions(rope[1], rows))
+            rope = (_select_positions(rope[0], rows), _select_positions(rope[1], rows))
             if mask.shape[2] > 1:  # a separate mask for every query
-                mask = pick_rows(mask[:, 0], rows)[:, None]
+                mask = select_rows(mask[:, 0], rows)[:, None]
         else:
             q, k, v = apply_linears([self.q_proj, self.k_proj, self.v_proj], x)
-        q, k, v = _rotate(self._heads(q), rope), _rotate(self._heads(k), plan.rope), self._heads(v)
+        q, k, v = _rotate(self._split_heads(q), rope), _rotate(self._split_heads(k), plan.rope), self._split_heads(v)
         if plan.cache is not None:
             k, v = plan.cache.extend(self.layer, k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return apply_linears([self.o_proj], out.transpose(1, 2).flatten(2), residual)[0]
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
@@ -304,7 +304,7 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Map hidden states [B, T, D] to [B, T, D], or to [B, R, D] if only the positions `rows` [B, R] are needed."""
-        x = self.self_attn(self.input_layernorm(x), x if rows is None else pick_rows(x, rows), plan, rows)
+        x = self.self_attn(self.input_layernorm(x), x if rows is None else select_rows(x, rows), plan, rows)
         return self.mlp(self.post_attention_layernorm(x), x)
 
 
@@ -363,7 +363,7 @@ class LlamaModel(nn.Module):
                 else layer(x, layer_plan, layer_rows)
             )
             if repeated is not None and layer_plan is first:
-                x = pick_rows(x, repeated.distinct_index)
+                x = select_rows(x, repeated.distinct_index)
         return self.norm(x)
 
     def _rope(self, positions: Tensor, embeddings: Tensor) -> Rope:

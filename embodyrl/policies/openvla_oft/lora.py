@@ -114,7 +114,7 @@ def build_merge_transform(adapter: Path, known: Container[str], base: Path, pref
     return lambda key, tensor: loaded.merge(prefix + key, tensor)
 
 
-def inject(
+def inject_adapters(
     module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, prefixes: tuple[str, ...] = ADAPTABLE_MODULES
 ) -> None:
     """Add adapters to the selected linear layers and patch embeddings.

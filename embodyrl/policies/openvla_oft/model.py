@@ -256,7 +256,7 @@ class OpenVlaOft(nn.Module):
             if module_name.partition(".")[0] not in parts:
                 continue
             for name, parameter in module.named_parameters(recurse=False):
-                std = _init_std(module, module_name, name, parameter, depth)
+                std = _get_init_std(module, module_name, name, parameter, depth)
                 if std is None:
                     parameter.fill_(0.0 if name == "bias" else 1.0)
                 else:
@@ -264,7 +264,7 @@ class OpenVlaOft(nn.Module):
                     parameter.copy_(noise * std)
 
 
-def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor, depth: int) -> float | None:
+def _get_init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor, depth: int) -> float | None:
     """Return the standard deviation of initial weights; None for biases (all 0), norms and layer scales (all 1)."""
     if name == "bias" or isinstance(module, nn.LayerNorm | RmsNorm | LayerScale):
         return None
@@ -325,10 +325,10 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: ChooseBin) -> 
 def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
     """Return the predicted noise [B, K, A] in noisy chunks at diffusion timesteps [B], with the prefix of `embed`."""
     assert model.action_head is not None
-    return model.action_head(noisy_hidden(model, inputs, prefix, noisy, step)).float()
+    return model.action_head(compute_noisy_hidden(model, inputs, prefix, noisy, step)).float()
 
 
-def noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
+def compute_noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
     """Return hidden states [B, L, D] that predict the noise in chunks [B, K, A] at diffusion timesteps [B]."""
     assert model.noisy_action_projector is not None
     # Each noisy number is projected to the embedding of its action placeholder.

@@ -43,7 +43,7 @@ from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.steering.settings import WIDTHS
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.adapter import find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
 from embodyrl.policies.vla.sampling import build_scores
@@ -155,7 +155,7 @@ class OpenVlaOftPolicy:
 
     def normalize(self, actions: FloatArray, obs: Observation | None) -> Tensor:
         """Return normalized actions [B, L] in -1..1 (see `RegressionActor.normalize`)."""
-        return on_device(normalize(actions, self._bounds).astype(np.float32), self._device).flatten(1)
+        return to_device(normalize(actions, self._bounds).astype(np.float32), self._device).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Build critics for the inputs that `propose` returns (see `RegressionActor.build_critics`)."""
@@ -263,12 +263,12 @@ class OpenVlaOftPolicy:
             norms=self._config.pixel_norms,
             device=self._device,
         )
-        ids, lengths = (on_device(x, self._device) for x in self._prompts.batch(obs.instructions))
+        ids, lengths = (to_device(x, self._device) for x in self._prompts.batch(obs.instructions))
         state = None
         if self._state_bounds is not None:
             # Constant dimensions of the state are not set to 0, unlike those of actions, as in the published code.
             normalized = normalize(obs.state, self._state_bounds, flat_to_zero=False)
-            state = on_device(normalized, self._device).to(self._input_dtype)
+            state = to_device(normalized, self._device).to(self._input_dtype)
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 
@@ -316,9 +316,9 @@ def _load_initial_weights(module: OpenVlaOft, cfg: OftSettings, config: OftConfi
     elif not config.random_init:
         load_model(module, config.folder, fresh_heads=request.fresh_heads)
     if trains_adapter:
-        from embodyrl.policies.openvla_oft.lora import inject, load_adapter
+        from embodyrl.policies.openvla_oft.lora import inject_adapters, load_adapter
 
-        inject(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
+        inject_adapters(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
         if adapter is not None:
             load_adapter(module, adapter)
 

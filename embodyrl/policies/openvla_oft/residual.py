@@ -11,7 +11,7 @@ from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions, normaliz
 from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import FrozenOutputs, SteeredPolicy, SteeringActor
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
@@ -48,14 +48,14 @@ class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
         raise ConfigError(f"{self._key} has no action tokens. Fix: remove model.likelihood.")
 
     def _normalize_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
-        return on_device(normalize(actions, self._bounds).astype(np.float32), self._device)
+        return to_device(normalize(actions, self._bounds).astype(np.float32), self._device)
 
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
         """Run the model; the features are the mean hidden state of the action predictions and the greedy actions."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()
-            greedy_actions = on_device(proposed.astype(np.float32), self._device).flatten(1)
+            greedy_actions = to_device(proposed.astype(np.float32), self._device).flatten(1)
             features = torch.cat([hidden.float().mean(1), greedy_actions], 1)
         return FrozenOutputs(features, self._model.value(hidden), proposed)
 

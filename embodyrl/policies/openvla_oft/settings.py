@@ -88,7 +88,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
         return self.stochastic_steps is Stochastic.all
 
 
-def as_oft(cfg: OpenVlaSettings) -> OftSettings:
+def to_oft_settings(cfg: OpenVlaSettings) -> OftSettings:
     """Return the settings of OpenVLA as settings of OpenVLA-OFT."""
     if isinstance(cfg, OftSettings):
         return cfg

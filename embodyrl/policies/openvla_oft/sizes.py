@@ -6,7 +6,7 @@ from dataclasses import replace
 from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.settings import ActionHead
 from embodyrl.policies.vla.adapter import get_lora_spec
-from embodyrl.policies.vla.weights import WeightSize, count, weight_sizes
+from embodyrl.policies.vla.weights import WeightSize, count_parameters, get_weight_sizes
 from embodyrl.types import PolicyCosts
 
 PROMPT_TOKENS = 40
@@ -19,7 +19,7 @@ _LAYERS = "language_model.model.layers."
 _VOCABULARY = ("language_model.model.embed_tokens.", "language_model.lm_head.")
 
 
-def _sample_costs(
+def _estimate_sample_costs(
     config: OftConfig, weights: Mapping[str, WeightSize], *, images: int, tokens: int, uses_bf16: bool, adapters: bool
 ) -> PolicyCosts:
     """Return the memory and FLOPs of one sample, counted tensor by tensor.
@@ -45,7 +45,7 @@ def _sample_costs(
         blocks.append(images * (vit.num_patches + vit.num_prefix) * (block if uses_bf16 else 4 * (8 * w + 2 * hidden)))
     inputs = sum(stream * v.depth * images * (v.num_patches + v.num_prefix) * v.width for v in towers)
     matrices = {name: weight for name, weight in weights.items() if weight.adaptable and weight.trained}
-    language, vision = count(matrices, _LAYERS), count(matrices, "vision_backbone.", "projector.")
+    language, vision = count_parameters(matrices, _LAYERS), count_parameters(matrices, "vision_backbone.", "projector.")
     attention = 2 * tokens**2 * d * llama.num_hidden_layers
     return PolicyCosts(
         activation_bytes=llama.num_hidden_layers * tokens * per_token
@@ -53,7 +53,7 @@ def _sample_costs(
         recomputed_bytes=llama.num_hidden_layers * tokens * stream * d + inputs,
         # Includes gradients of gate, SiLU, up, product and the inputs of the adapters or weights.
         largest_layer=(
-            count(matrices, f"{_LAYERS}0."),
+            count_parameters(matrices, f"{_LAYERS}0."),
             max(tokens * (per_token + 12 * m * (1 if uses_bf16 else 2)), *blocks),
         ),
         # Gate, SiLU, up and product; embeddings, stream, a norm's output and the tables of positions.
@@ -62,30 +62,32 @@ def _sample_costs(
     )
 
 
-def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
+def estimate_oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
     """Estimate parameters, memory and FLOPs of a model with the heads of `options`."""
     cfg, images, tokens = options.cfg, options.cfg.num_images_in_input, options.num_action_tokens
     repeated = cfg.action_head == ActionHead.diffusion and (cfg.every_step or cfg.is_residual)
     passes = cfg.num_diffusion_steps_inference if repeated else 1
-    weights = weight_sizes(NETWORK, config, options)
-    sample = _sample_costs(config, weights, images=images, tokens=tokens, uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora)
+    weights = get_weight_sizes(NETWORK, config, options)
+    sample = _estimate_sample_costs(
+        config, weights, images=images, tokens=tokens, uses_bf16=cfg.uses_bf16, adapters=cfg.is_lora
+    )
     body = {name: weight for name, weight in weights.items() if name.startswith(_BODY)}
-    heads = count(weights) - count(body)
+    heads = count_parameters(weights) - count_parameters(body)
     adapter_sides = sum(weight.fan_in_plus_fan_out for weight in body.values() if weight.adaptable and weight.trained)
     return replace(
         sample,
-        num_parameters=count(weights),
+        num_parameters=count_parameters(weights),
         # Adapters on all layers (an upper bound for selected targets), and fully trained heads.
         num_trained=get_lora_spec(cfg).r * adapter_sides + heads if cfg.is_lora else None,
         # A frozen model stores no activations for a backward pass.
         activation_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.activation_bytes,
         recomputed_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.recomputed_bytes,
-        outside_layers=count(body, "projector.", *_VOCABULARY) + heads,
+        outside_layers=count_parameters(body, "projector.", *_VOCABULARY) + heads,
         forward_flops=passes * sample.forward_flops,
         act_passes=cfg.action_dim if options.autoregressive else passes,
     )
 
 
-def value_parameters(config: OftConfig, options: OftOptions) -> int:
+def count_value_parameters(config: OftConfig, options: OftOptions) -> int:
     """Return the number of parameters of the value head."""
-    return count(weight_sizes(NETWORK, config, options), "value_head.")
+    return count_parameters(get_weight_sizes(NETWORK, config, options), "value_head.")

@@ -68,7 +68,7 @@ class RemotePolicy(InferenceOnlyPolicy):
             )
             for row in range(len(obs))
         ]
-        return self.output(np.stack(rows))
+        return self.build_output(np.stack(rows))
 
     def _handshake(self) -> dict[str, Any]:
         """Return the server's metadata, which openpi sends on connection and vla-eval after a first message."""

@@ -8,7 +8,7 @@ from embodyrl.config.settings import Constraint, Count, Seconds, Settings
 from embodyrl.policies.settings import ModelSettings
 
 
-class ConversationSettings(Settings):
+class WireFormatSettings(Settings):
     """Config keys for the wire format and its field names."""
 
     protocol: Literal["openpi", "vla_eval"] = "openpi"
@@ -21,7 +21,7 @@ class ConversationSettings(Settings):
     """Key of the instruction in messages; default: the key that the protocol uses."""
 
 
-class RemoteSettings(ModelSettings, ConversationSettings):
+class RemoteSettings(ModelSettings, WireFormatSettings):
     """Config keys for the address and the wire format of a policy server."""
 
     url: (
@@ -35,7 +35,7 @@ class RemoteSettings(ModelSettings, ConversationSettings):
     """Maximum time in seconds for a reply."""
 
 
-class ServeSettings(ConversationSettings):
+class ServeSettings(WireFormatSettings):
     """Config keys for a policy server."""
 
     host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Constraint("an address")] = "127.0.0.1"

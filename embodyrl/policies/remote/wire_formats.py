@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.policies.remote.settings import ConversationSettings
+from embodyrl.policies.remote.settings import WireFormatSettings
 from embodyrl.types import ByteArray, FloatArray
 
 _KINDS = "biuf"
@@ -104,10 +104,10 @@ class _Reader:
         if "__image__" in content and content.get("format") != "raw":
             return self._decode_image(content)
         if "__image__" in content or "__ndarray__" in content or b"__ndarray__" in content:
-            return _array(content)
+            return _decode_array(content)
         if b"__npgeneric__" not in content:
             return content
-        value = _field(content, "data")
+        value = _get_field(content, "data")
         if not isinstance(value, int | float):
             raise MessageError(f"Values of type {type(value).__name__} are not supported in messages.")
         return value
@@ -124,7 +124,7 @@ class _Reader:
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(_field(content, "data")), formats=("PNG", "JPEG")) as image:
+            with Image.open(io.BytesIO(_get_field(content, "data")), formats=("PNG", "JPEG")) as image:
                 self._pixels += math.prod(image.size) * len(image.getbands())
                 if self._pixels > _MAX_PIXELS:
                     raise MessageError(
@@ -136,14 +136,14 @@ class _Reader:
             raise MessageError(f"An image is neither PNG nor JPEG: {error}.") from error
 
 
-def _array(content: Mapping[Any, Any]) -> np.ndarray:
-    shape, data = _field(content, "shape"), _field(content, "data")
+def _decode_array(content: Mapping[Any, Any]) -> np.ndarray:
+    shape, data = _get_field(content, "shape"), _get_field(content, "data")
     # Checked before the product of the sizes is computed, which could have millions of digits.
     is_shape = isinstance(shape, list | tuple) and len(shape) <= _MAX_DIMENSIONS
     if not is_shape or not all(type(size) is int and abs(size) < 1 << 32 for size in shape):
         raise MessageError(f"An array has an unknown shape: {shape!r:.80}.")
     try:
-        dtype = np.dtype(_field(content, "dtype"))
+        dtype = np.dtype(_get_field(content, "dtype"))
     except (TypeError, ValueError) as error:
         raise MessageError(f"An array has an unknown type: {error}.") from error
     if dtype.kind not in _KINDS:
@@ -154,7 +154,7 @@ def _array(content: Mapping[Any, Any]) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _field(content: Mapping[Any, Any], name: str) -> Any:
+def _get_field(content: Mapping[Any, Any], name: str) -> Any:
     key = name if name in content else name.encode()
     if key not in content:
         raise MessageError(f"An encoded array of the message has no '{name}'. Check the protocol of the sender.")
@@ -173,7 +173,7 @@ class RemoteObservation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class FieldNames:
     """Keys of an observation's fields in messages."""
 
     images: tuple[str, ...]
@@ -221,16 +221,17 @@ class Names:
         return RemoteObservation(images=self._get_images(message, images), state=state, prompt=prompt)
 
     def _get_images(self, message: Mapping[Any, Any], count: int) -> tuple[ByteArray, ...]:
-        held = message.get(self.group) if self.group else message
-        if not isinstance(held, Mapping):
+        image_fields = message.get(self.group) if self.group else message
+        if not isinstance(image_fields, Mapping):
             raise MessageError(f"'{self.group}' must be a mapping of images. {_list_received_fields(message)}")
-        names: Sequence[Any] = list(held) if self.by_position else self.images
-        if len(names) < count or any(name not in held for name in names[:count]):
+        names: Sequence[Any] = list(image_fields) if self.by_position else self.images
+        if len(names) < count or any(name not in image_fields for name in names[:count]):
             missing = f"{count} image{'s' * (count > 1)}" if self.by_position else ", ".join(map(repr, names[:count]))
             raise MessageError(
-                f"The observation lacks {missing}. {_list_received_fields(held)} Fix: list the keys in image_names."
+                f"The observation lacks {missing}. {_list_received_fields(image_fields)} "
+                "Fix: list the keys in image_names."
             )
-        images = tuple(np.asarray(held[name]) for name in names[:count])
+        images = tuple(np.asarray(image_fields[name]) for name in names[:count])
         for name, image in zip(names, images, strict=False):
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3 or 0 in image.shape:
                 raise MessageError(
@@ -243,11 +244,11 @@ class Names:
         return images
 
 
-OPENPI = Names(
+OPENPI = FieldNames(
     images=("observation/image", "observation/wrist_image"), state=("observation/state",), prompt=("prompt",)
 )
 """Field names of openpi's LIBERO policies."""
-VLA_EVAL = Names(
+VLA_EVAL = FieldNames(
     images=("agentview", "wrist"),
     state=("states", "state"),
     prompt=("task_description",),
@@ -257,10 +258,10 @@ VLA_EVAL = Names(
 """Field names of vla-eval's LIBERO benchmark. The servers of vla-eval read images by position."""
 
 
-def get_field_names(cfg: ConversationSettings) -> Names:
+def get_field_names(cfg: WireFormatSettings) -> FieldNames:
     """Return the keys of message fields: the config's keys if set, else the protocol's keys."""
     names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
-    return Names(
+    return FieldNames(
         images=names.images if cfg.image_names is None else tuple(cfg.image_names),
         state=names.state if cfg.state_name is None else (cfg.state_name,),
         prompt=names.prompt if cfg.prompt_name is None else (cfg.prompt_name,),

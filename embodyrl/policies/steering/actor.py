@@ -13,8 +13,8 @@ from embodyrl.errors import ConfigError
 from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
-from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, SampledChunks, build_scores, get_seeds, normals
+from embodyrl.policies.tensors import to_device
+from embodyrl.policies.vla.sampling import START, SampledChunks, build_scores, get_seeds, sample_normals
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 MAX_CORRECTION = 1.0 - 1e-3
@@ -55,7 +55,7 @@ class SteeringActor(nn.Module):
         """Sample one output [rows, n] per seed [B]; return outputs, tokens and log-probabilities [B, K, 1]."""
         outputs = self(features)
         mean, log_std = self.head.get_mean_and_log_std(outputs)
-        choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], features.device)
+        choice = mean + log_std.exp() * temperature * sample_normals(seeds, START, mean.shape[1:], features.device)
         tokens = self.shape.layout.pack(seeds[:, None], choice.flatten(1).cpu().numpy())
         return SampledChunks(state=choice, tokens=tokens, logprob=self._score(outputs, choice, temperature)[0])
 
@@ -65,7 +65,7 @@ class SteeringActor(nn.Module):
 
     def unpack_samples(self, tokens: IntArray, device: torch.device) -> Tensor:
         """Unpack the samples [B, rows, n] from tokens."""
-        return on_device(self.shape.layout.unpack(tokens)[1], device).unflatten(1, (self.shape.rows, -1))
+        return to_device(self.shape.layout.unpack(tokens)[1], device).unflatten(1, (self.shape.rows, -1))
 
     def _score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         pair = self.head.score(outputs, choice, temperature)
@@ -74,7 +74,7 @@ class SteeringActor(nn.Module):
         return logprob, entropy
 
 
-class HeadedModule(nn.Module):
+class ModuleWithHeads(nn.Module):
     """Module that contains a network and the heads that RL adds."""
 
     def __init__(self, network: Any) -> None:
@@ -148,7 +148,7 @@ class SteeredPolicy(ABC):
     frozen = True
     _device: torch.device
     _temperature: float
-    _module: HeadedModule
+    _module: ModuleWithHeads
 
     @property
     def _actor(self) -> SteeringActor:

@@ -122,7 +122,7 @@ class SteeringShape:
     @property
     def layout(self) -> TokenLayout:
         """Token layout of a sampled chunk: a seed, and the actor's sample before squashing."""
-        return TokenLayout(whole=1, floats=self.width)
+        return TokenLayout(integers=1, floats=self.width)
 
     @property
     def tokens(self) -> int:

@@ -38,7 +38,7 @@ class InferenceOnlyPolicy:
             self.reject_training()
         self.module: nn.Module = nn.Module()
 
-    def output(self, actions: FloatArray) -> PolicyOutput:
+    def build_output(self, actions: FloatArray) -> PolicyOutput:
         """Return chunks [B, K, A] whose tokens and log-probabilities are 0."""
         shape = len(actions), self.spec.tokens_per_chunk
         zeros = np.zeros(shape, np.float32)
@@ -86,7 +86,7 @@ class UntrainedPolicy(InferenceOnlyPolicy):
         """Return a chunk for each observation (see `Policy.act`)."""
         shape = len(obs), self.spec.num_action_chunks, self.spec.action_dim
         uniform = np.full(shape, 0.5, np.float32) if noise is None or self.spec.scripted else noise.reshape(shape)
-        return self.output(self._scale_to_actions(uniform))
+        return self.build_output(self._scale_to_actions(uniform))
 
     def _scale_to_actions(self, uniform: FloatArray) -> FloatArray:
         """Map uniform random numbers in [0, 1) to actions [B, K, A]."""

@@ -9,7 +9,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import to_builtin
 from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import read_json
-from embodyrl.policies.files import ADAPTER_FIELDS, PLAIN_INITS, check_keys, find_merged_adapter_problem
+from embodyrl.policies.files import ADAPTER_FIELDS, BASE_PRESERVING_INITS, check_keys, find_merged_adapter_problem
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -17,7 +17,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"
 ALL_LINEAR = "all-linear"
 
-_SUPPORTED_VALUES = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": PLAIN_INITS}
+_SUPPORTED_VALUES = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": BASE_PRESERVING_INITS}
 """Supported values of fields that change the meaning of an adapter; other fields must be off (see `check_keys`)."""
 
 
@@ -69,8 +69,8 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
         raw = read_json(where)
         targets = raw["target_modules"]
         spec = AdapterSpec(
-            r=_number(raw["r"], int),
-            lora_alpha=_number(raw["lora_alpha"], int | float),
+            r=_check_number(raw["r"], int),
+            lora_alpha=_check_number(raw["lora_alpha"], int | float),
             target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(map(str, targets))),
             use_rslora={True: True, False: False, None: False}[raw.get("use_rslora", False)],
         )
@@ -84,7 +84,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
     return spec
 
 
-def _number(value: Any, kind: Any) -> Any:
+def _check_number(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
         raise ValueError(f"{value!r} is not a valid rank or scale")
     return value
@@ -104,7 +104,7 @@ def get_lora_spec(cfg: AdapterSettings) -> AdapterSpec:
     return AdapterSpec(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=targets, use_rslora=lora.use_rslora)
 
 
-def adapter_problems(cfg: AdapterSettings) -> list[str]:
+def find_adapter_problems(cfg: AdapterSettings) -> list[str]:
     """Return errors of adapter keys: keys without effect, and missing adapters."""
     problems = []
     lora = cfg.lora

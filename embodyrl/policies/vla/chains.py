@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.policies.vla.sampling import START, STEP, STEP_INDEX, SampledChunks, normals, uniforms
+from embodyrl.policies.vla.sampling import START, STEP, STEP_INDEX, SampledChunks, sample_normals, sample_uniforms
 from embodyrl.types import IntArray
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -73,13 +73,13 @@ class GaussianChain(ABC):
         """Sample one chunk per seed [B] from noise, without gradients; chunks do not depend on other seeds."""
         size = (self._shape.horizon, self._shape.width)
         # Each chunk samples its own step: one step per batch would make rows depend on the batch composition.
-        step_index = (uniforms(seeds, STEP_INDEX, 1)[:, 0] * self._sampled_steps).astype(np.int64)
-        stochastic_step = on_device(step_index, device)[:, None, None]
-        x = normals(seeds, START, size, device)
-        logprob = self._first_step(x)[0]
+        step_index = (sample_uniforms(seeds, STEP_INDEX, 1)[:, 0] * self._sampled_steps).astype(np.int64)
+        stochastic_step = to_device(step_index, device)[:, None, None]
+        x = sample_normals(seeds, START, size, device)
+        logprob = self._score_initial_noise(x)[0]
         starts, last = [], x
         # The single stochastic step uses this noise; if all steps are stochastic, each has its own noise.
-        noise = normals(seeds, STEP, size, device)
+        noise = sample_normals(seeds, STEP, size, device)
         for k in range(self._num_steps):
             is_stochastic = (
                 torch.full_like(stochastic_step, True, dtype=torch.bool) if self._every_step else stochastic_step == k
@@ -87,7 +87,7 @@ class GaussianChain(ABC):
             # Both steps use the same forward pass; each row uses one of both steps.
             step, deterministic = self._build_step(velocity, x, torch.full((len(x),), k, device=device), temperature)
             if self._every_step and k:
-                noise = normals(seeds, STEP + k, size, device)
+                noise = sample_normals(seeds, STEP + k, size, device)
             after = torch.where(is_stochastic, step.mean + step.std * noise, deterministic.mean)
             logprob = logprob + self._select_executed_step(step).log_prob(self._select_executed(after)) * is_stochastic
             starts.append(x)
@@ -108,19 +108,19 @@ class GaussianChain(ABC):
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, P] of the tokens of `sample`, with gradients."""
-        whole, floats = self.record.layout.unpack(tokens)
-        shape, values = self._shape, on_device(floats, device)
+        integers, floats = self.record.layout.unpack(tokens)
+        shape, values = self._shape, to_device(floats, device)
         last = shape.executed * shape.action_dim
         starts = list(values[:, :-last].unflatten(1, (-1, shape.horizon, shape.width)).unbind(1))
         ends = [values[:, -last:].unflatten(1, (shape.executed, shape.action_dim))]
-        indices = [on_device(whole[:, 0], device)]
+        indices = [to_device(integers[:, 0], device)]
         logprob = entropy = values.new_zeros(())
         if self._every_step:
             ends = [*(self._select_executed(state) for state in starts), *ends]
             # Only the seed of the first state is stored.
-            starts = [normals(whole[:, 0], START, (shape.horizon, shape.width), device), *starts]
+            starts = [sample_normals(integers[:, 0], START, (shape.horizon, shape.width), device), *starts]
             indices = [torch.full((len(values),), k, device=device) for k in range(len(starts))]
-            logprob, entropy = self._first_step(starts[0])
+            logprob, entropy = self._score_initial_noise(starts[0])
         for x, after, index in zip(starts, ends, indices, strict=True):
             step = self._select_executed_step(self._build_step(velocity, x, index, temperature)[0])
             logprob, entropy = logprob + step.log_prob(after), entropy + step.entropy()
@@ -132,7 +132,7 @@ class GaussianChain(ABC):
         step, deterministic = self._step(velocity, x, index)
         return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), deterministic
 
-    def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _score_initial_noise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy [B, K, A] of the initial noise; both 0 if only one step is stochastic."""
         prior = self._select_executed_step(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
         weight = float(self._every_step)

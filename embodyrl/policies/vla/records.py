@@ -14,25 +14,28 @@ Stochastic = StrEnum("Stochastic", ["one", "all"])
 class TokenLayout:
     """Token layout: integers, one per token, followed by bit patterns of float32 numbers, two per token."""
 
-    whole: int
+    integers: int
     floats: int
 
     @property
     def tokens(self) -> int:
         """Number of tokens."""
-        return self.whole + -(-self.floats // 2)
+        return self.integers + -(-self.floats // 2)
 
-    def pack(self, whole: IntArray, floats: FloatArray) -> IntArray:
-        """Pack integers [B, whole] and floats [B, floats] into tokens [B, tokens]."""
-        assert whole.shape[1:] == (self.whole,) and floats.shape[1:] == (self.floats,), (whole.shape, floats.shape)
-        padded = np.zeros((len(floats), 2 * (self.tokens - self.whole)), np.float32)
+    def pack(self, integers: IntArray, floats: FloatArray) -> IntArray:
+        """Pack integers [B, integers] and floats [B, floats] into tokens [B, tokens]."""
+        assert integers.shape[1:] == (self.integers,) and floats.shape[1:] == (self.floats,), (
+            integers.shape,
+            floats.shape,
+        )
+        padded = np.zeros((len(floats), 2 * (self.tokens - self.integers)), np.float32)
         padded[:, : self.floats] = floats
-        return np.concatenate([whole, padded.view(np.int64)], axis=1)
+        return np.concatenate([integers, padded.view(np.int64)], axis=1)
 
     def unpack(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
-        """Unpack tokens [B, T] with T >= `tokens` into integers [B, whole] and floats [B, floats]."""
-        bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
-        return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
+        """Unpack tokens [B, T] with T >= `tokens` into integers [B, integers] and floats [B, floats]."""
+        bits = np.ascontiguousarray(tokens[:, self.integers : self.tokens])
+        return tokens[:, : self.integers], bits.view(np.float32)[:, : self.floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ class ChunkRecord:
     def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
         """Return the token layout for a chain of Gaussian steps; the tokens contain `states` complete states."""
         floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
-        return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
+        return cls(shape=shape, layout=TokenLayout(integers=1, floats=floats), per_action=shape.action_dim)
 
     @property
     def tokens(self) -> int:

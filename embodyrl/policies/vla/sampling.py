@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 START, STEP_INDEX, PAIRS, TIMES, STEP = range(5)
@@ -26,7 +26,7 @@ def get_seeds(noise: FloatArray) -> IntArray:
 
     The first two numbers of a row contribute 24 bits each.
     """
-    # Exact: uniforms of 24 bits are integer multiples of 2^-24, in float64 as well.
+    # Exact: sample_uniforms of 24 bits are integer multiples of 2^-24, in float64 as well.
     bits = (noise[:, :2].astype(np.float64) * 2**24).astype(np.int64)
     return bits[:, 0] << 24 | bits[:, 1]
 
@@ -37,7 +37,7 @@ def get_observation_seeds(obs: Observation) -> IntArray:
     return np.array([zlib.crc32(image.tobytes() + state.tobytes()) for image, state in pairs], np.int64)
 
 
-def uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
+def sample_uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
     """Return uniform random numbers [B, count], float64, strictly between 0 and 1."""
     philox = np.random.Philox(key=0)
     state = cast(Any, philox.state)
@@ -50,10 +50,10 @@ def uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
     return (out + 0.5) * 2.0**-53
 
 
-def normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def sample_normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return standard normal numbers [B, *shape], float32; the same on every device."""
-    flat = uniforms(seeds, stream, int(np.prod(shape)))
-    return on_device(torch.special.ndtri(torch.from_numpy(flat)).float(), device).unflatten(1, shape)
+    flat = sample_uniforms(seeds, stream, int(np.prod(shape)))
+    return to_device(torch.special.ndtri(torch.from_numpy(flat)).float(), device).unflatten(1, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

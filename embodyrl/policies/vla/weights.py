@@ -21,9 +21,9 @@ from embodyrl.files import write_atomically
 _DEADLINE_S = 300.0
 _PROGRAM = f"""
 import json, pickle, sys
-from {__name__} import measure
+from {__name__} import measure_weights
 args, named = pickle.load(sys.stdin.buffer)
-json.dump(measure(sys.argv[1], *args, **named), sys.stdout)
+json.dump(measure_weights(sys.argv[1], *args, **named), sys.stdout)
 """
 _sizes_by_request: dict[str, Mapping[str, "WeightSize"]] = {}
 
@@ -48,12 +48,12 @@ class WeightSize(NamedTuple):
         return self.shape[0] + math.prod(self.shape[1:])
 
 
-def count(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
+def count_parameters(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
     """Return the number of parameters whose names begin with one of the prefixes, or of all parameters."""
     return sum(size.count for name, size in weights.items() if name.startswith(prefixes or ""))
 
 
-def weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, WeightSize]:
+def get_weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, WeightSize]:
     """Return the size and use of each parameter of a network by name.
 
     If this process has not imported torch, a child process measures the sizes; they are cached in a file.
@@ -69,7 +69,7 @@ def weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, Weight
     request = f"{network} {args} {kwargs}"
     if request not in _sizes_by_request:
         if "torch" in sys.modules:
-            _sizes_by_request[request] = measure(network, *args, **kwargs)
+            _sizes_by_request[request] = measure_weights(network, *args, **kwargs)
         else:
             _sizes_by_request[request] = _load_or_measure(request, network, pickle.dumps((args, kwargs)))
     return _sizes_by_request[request]
@@ -111,7 +111,7 @@ def _measure_in_subprocess(network: str, args: bytes) -> bytes:
         raise EmbodyError(f"The weights of {network} cannot be counted: {reason or error}") from error
 
 
-def measure(network: str, *args: Any, **kwargs: Any) -> dict[str, WeightSize]:
+def measure_weights(network: str, *args: Any, **kwargs: Any) -> dict[str, WeightSize]:
     """Build the network on the meta device and return the sizes of its parameters."""
     import torch
     from torch import nn

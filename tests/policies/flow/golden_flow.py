@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from embodyrl.policies.flow.layouts import to_local_names
 from embodyrl.policies.flow.likelihood import flow_matching_error, integrate_ode
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
-from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec, expert_mlp
+from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec, compute_expert_mlp_width
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flow"
@@ -87,7 +87,7 @@ def _smolvla_spec(meta):
             mlp=vision["intermediate_size"],
         ),
         language=language,
-        expert=replace(language, width=width, mlp=expert_mlp(width)),
+        expert=replace(language, width=width, mlp=compute_expert_mlp_width(width)),
         vocab=text["vocab_size"],
         horizon=meta["chunk_size"],
         shuffle=meta["scale_factor"],

@@ -14,7 +14,7 @@ from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, fl
 from embodyrl.policies.flow.policy import NoiseHead
 from embodyrl.policies.flow.settings import FlowSettings, Likelihood
 from embodyrl.policies.vla.records import ChunkShape, TokenLayout
-from embodyrl.policies.vla.sampling import START, STEP, get_seeds, normals, uniforms
+from embodyrl.policies.vla.sampling import START, STEP, get_seeds, sample_normals, sample_uniforms
 
 SHAPE = ChunkShape(horizon=6, width=5, executed=4, action_dim=3)
 CPU = torch.device("cpu")
@@ -152,8 +152,8 @@ def test_mixed_chain_follows_the_ode_except_one_step():
     chances = ChainLikelihood(cfg, SHAPE, None)
     with torch.no_grad():
         chosen = chances.sample(field.over(), many, CPU, 1.0)
-        x = normals(many, START, (SHAPE.horizon, SHAPE.width), CPU)
-        noise = normals(many, STEP, (SHAPE.horizon, SHAPE.width), CPU)
+        x = sample_normals(many, START, (SHAPE.horizon, SHAPE.width), CPU)
+        noise = sample_normals(many, STEP, (SHAPE.horizon, SHAPE.width), CPU)
         places = torch.from_numpy(chosen.tokens[:, 0])
         kept = torch.from_numpy(chosen.tokens[:, 1:].view(np.float32))[:, : SHAPE.horizon * SHAPE.width]
         for k in range(cfg.num_steps):
@@ -178,12 +178,12 @@ def test_joint_logprob_is_sum_or_mean_over_steps():
         mean = likelihood(field, **WAYS["noise mean"]).sample(field.over(), many, CPU, 1.0)
         assert np.array_equal(total.tokens, mean.tokens)
         torch.testing.assert_close(total.logprob / 5, mean.logprob)
-        x = normals(many, START, (SHAPE.horizon, SHAPE.width), CPU)
+        x = sample_normals(many, START, (SHAPE.horizon, SHAPE.width), CPU)
         expected = torch.distributions.Normal(0, 1).log_prob(x)
         for k in range(4):
             v, hidden = field.over()(x, torch.full((8,), 1 - k / 4))
             step = torch.distributions.Normal(x - v / 4, field.noise(hidden))
-            x = step.mean + step.stddev * normals(many, STEP + k, (SHAPE.horizon, SHAPE.width), CPU)
+            x = step.mean + step.stddev * sample_normals(many, STEP + k, (SHAPE.horizon, SHAPE.width), CPU)
             expected = expected + step.log_prob(x)
     torch.testing.assert_close(total.logprob, expected[:, :4, :3], rtol=1e-4, atol=1e-4)
     _, entropy = likelihood(field, **WAYS["noise"]).score(field.over(), total.tokens, CPU, 1.0)
@@ -210,7 +210,7 @@ def test_fpo_ratio_is_the_difference_of_losses():
     with torch.no_grad():
         chosen = average.sample(field.over(), many, CPU, 1.0)
         torch.testing.assert_close(
-            chosen.state, integrate_ode(field.over(), normals(many, START, (6, 5), CPU), 4), rtol=0, atol=0
+            chosen.state, integrate_ode(field.over(), sample_normals(many, START, (6, 5), CPU), 4), rtol=0, atol=0
         )
         field.out.bias += 0.01
         new, entropy = average.score(field.over(), chosen.tokens, CPU, 1.0)
@@ -220,21 +220,21 @@ def test_fpo_ratio_is_the_difference_of_losses():
 
 def test_chain_noise_is_normal_and_depends_on_its_seed():
     many = seeds(200)
-    drawn = normals(many, STEP, (40, 5), CPU)
+    drawn = sample_normals(many, STEP, (40, 5), CPU)
     assert float(drawn.mean()) == pytest.approx(0, abs=0.02)
     assert float(drawn.std()) == pytest.approx(1, abs=0.02)
-    assert torch.equal(normals(many[7:9], STEP, (40, 5), CPU), drawn[7:9])
-    assert not torch.equal(normals(many, STEP + 1, (40, 5), CPU), drawn)
+    assert torch.equal(sample_normals(many[7:9], STEP, (40, 5), CPU), drawn[7:9])
+    assert not torch.equal(sample_normals(many, STEP + 1, (40, 5), CPU), drawn)
     assert len(np.unique(many)) == 200
     assert many.min() >= 0
     assert many.max() < 2**48
     # The first two words of Philox4x64-10 with key (7, 4) and counter 1.
     words = [0x8D423250376698D9, 0x05597D97B5BC61DE]
-    assert uniforms(np.array([7]), 4, 2)[0].tolist() == [((word >> 11) + 0.5) / 2**53 for word in words]
+    assert sample_uniforms(np.array([7]), 4, 2)[0].tolist() == [((word >> 11) + 0.5) / 2**53 for word in words]
 
 
 def test_tokens_round_trip_exactly():
-    layout = TokenLayout(whole=2, floats=5)
+    layout = TokenLayout(integers=2, floats=5)
     floats = np.array([[0.1, -0.0, np.float32(1e-45), 3e38, -1.0]], np.float32)
     whole = np.array([[2**47 + 3, 1]])
     tokens = np.pad(layout.pack(whole, floats), ((0, 0), (0, 3)))  # tokens may be more than are filled

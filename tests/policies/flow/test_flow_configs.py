@@ -13,7 +13,7 @@ from transformers import PI0Config
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA, read_spec
-from embodyrl.policies.flow.vla.folder import find_warnings, read_normalizer, side_files
+from embodyrl.policies.flow.vla.folder import find_warnings, read_normalizer, read_side_files
 
 OPENPI = {
     "action_dim": 32,
@@ -215,7 +215,7 @@ def test_lerobot_units_must_match_the_settings(form, told, keys, match, tmp_path
         entry = {"action": {name: row[:7] for name, row in numbers.items()}, "proprio": numbers}
         (folder / "dataset_statistics.json").write_text(json.dumps({"data": entry}))
         read_normalizer(folder, cfg, 8, 7)
-        config = json.loads(side_files(folder, cfg)["config.json"])
+        config = json.loads(read_side_files(folder, cfg)["config.json"])
         read = {"ACTION": str(cfg.normalization).upper(), "STATE": str(cfg.normalization).upper()}
         assert config["normalization_mapping"] == told["normalization_mapping"] | read
 

@@ -20,7 +20,7 @@ from embodyrl.policies.flow.prompts import (
     PromptFormat,
     format_state,
 )
-from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, side_files, to_deltas
+from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, read_side_files, to_deltas
 from embodyrl.policies.flow.vla.network import compute_fitted_size, pad_centered, pad_left_top
 from embodyrl.policies.flow.vla.statistics import LEROBOT_EPS, FlowStatistics, read_lerobot, read_openpi
 
@@ -249,7 +249,7 @@ def test_sft_statistics_are_written_in_lerobot_format(tmp_path):
     }
     (folder / "dataset_statistics.json").write_text(json.dumps({"table": entry}))
     (name,) = (path.name for path in folder.glob("policy_*"))
-    written = side_files(folder, settings("smolvla", folder))
+    written = read_side_files(folder, settings("smolvla", folder))
     (tmp_path / name).write_bytes(written[name])
     found = read_lerobot(load_file(tmp_path / name), tmp_path)
     assert found["actions"].numbers["mean"] == (3.0,) * 7

@@ -19,7 +19,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, sample_normals, sample_uniforms
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention, Observation
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -211,12 +211,12 @@ def test_validation_loss_uses_fixed_noise(folder, power):
         found = policy.imitate(obs, actions)
         assert torch.equal(policy.imitate(obs, actions).loss, found.loss)
         a = torch.from_numpy(policy._scale.from_actions(actions, obs))
-        noise = normals(np.arange(8), START, (3, 4), torch.device("cpu"))
-        t = torch.from_numpy(uniforms(np.arange(8), TIMES, 1)[:, 0] ** (1 / power) * 0.999 + 0.001).float()
+        noise = sample_normals(np.arange(8), START, (3, 4), torch.device("cpu"))
+        t = torch.from_numpy(sample_uniforms(np.arange(8), TIMES, 1)[:, 0] ** (1 / power) * 0.999 + 0.001).float()
         at = t[:, None, None]
         v, _ = policy._velocity(policy._prefix(obs), at * noise + (1 - at) * a, t)
     torch.testing.assert_close(found.loss, (v - noise + a).square().mean((1, 2)))
-    many = uniforms(np.arange(4000), TIMES, 1)[:, 0] ** (1 / power)
+    many = sample_uniforms(np.arange(4000), TIMES, 1)[:, 0] ** (1 / power)
     assert many.mean() == pytest.approx(power / (power + 1), abs=0.01)  # of Beta(power, 1)
     assert policy.imitate(obs, actions).loss.requires_grad
 

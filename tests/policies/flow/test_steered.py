@@ -22,7 +22,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.policies.flow.likelihood import flow_sde
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.soft_actor.protocol import SoftActor
-from embodyrl.policies.vla.sampling import STEP, get_seeds, normals
+from embodyrl.policies.vla.sampling import STEP, get_seeds, sample_normals
 from embodyrl.scheduler.start import build_policy_init
 from embodyrl.types import FloatArray
 from embodyrl.workers.policy_host import PolicyHost
@@ -74,7 +74,7 @@ def test_dsrl_noise_is_denoised_by_the_sde(folder):  # noqa: F811
         for k in range(4):
             t, end = torch.tensor(1 - k / 4), torch.tensor(0.75 - k / 4)
             step = flow_sde(x, network.velocity(prefix, x, t.expand(6))[0], t, end, torch.tensor(0.7))
-            x = step.mean + 0.6 * step.std * normals(get_seeds(noise), STEP + k, (3, 4), torch.device("cpu"))
+            x = step.mean + 0.6 * step.std * sample_normals(get_seeds(noise), STEP + k, (3, 4), torch.device("cpu"))
     assert np.abs(network.to_actions(x.numpy(), obs) - out.actions).max() < 1e-5
     assert np.abs(out.actions - certain.actions).max() > 0.1
 

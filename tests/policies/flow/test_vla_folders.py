@@ -15,7 +15,7 @@ from tiny_vla import FORMS
 
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.flow.vla.folder import side_files
+from embodyrl.policies.flow.vla.folder import read_side_files
 from embodyrl.policies.flow.vla.statistics import read_lerobot
 from embodyrl.policies.vla.folder import find_data_set
 
@@ -66,7 +66,7 @@ def test_unnorm_key_selects_an_asset_folder(tmp_path: Path) -> None:
     policy = build("pi0", folder, unnorm_key="lab/other")
     policy.save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved/norm_stats.json").read_text())["norm_stats"]["state"]["mean"] == [0.7] * 5
-    found = [side_files(folder, settings("pi0", folder, unnorm_key=f"lab/{name}")) for name in ("robot", "other")]
+    found = [read_side_files(folder, settings("pi0", folder, unnorm_key=f"lab/{name}")) for name in ("robot", "other")]
     assert found[0]["norm_stats.json"] != found[1]["norm_stats.json"]
 
 

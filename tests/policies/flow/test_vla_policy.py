@@ -26,7 +26,7 @@ from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.vla.network import pad_centered, pad_left_top
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, sample_normals, sample_uniforms
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention, Observation
 
 ENV = EnvSpec(
@@ -211,8 +211,8 @@ def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
     network = policy.module.network
     with torch.no_grad():
         found = policy.imitate(obs, actions)
-        noise = normals(np.arange(4), START, (6, 12), torch.device("cpu"))
-        t = torch.from_numpy(0.001 + 0.999 * uniforms(np.arange(4), TIMES, 1)[:, 0] ** (2 / 3)).float()
+        noise = sample_normals(np.arange(4), START, (6, 12), torch.device("cpu"))
+        t = torch.from_numpy(0.001 + 0.999 * sample_uniforms(np.arange(4), TIMES, 1)[:, 0] ** (2 / 3)).float()
         target = torch.from_numpy(network.processor.from_actions(actions, obs))
         prefix = network.model.prefix(network.processor.encode(obs))
         at = t[:, None, None]

@@ -9,10 +9,10 @@ from golden_lerobot import fresh, noise_for, observe, policy_of, toy_env
 
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
 from embodyrl.policies.lerobot.diffusion.network import ImageEncoder
-from embodyrl.policies.lerobot.diffusion.schedule import Schedule, betas
-from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, resnet_parts
-from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, last_channels, map_size
-from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
+from embodyrl.policies.lerobot.diffusion.schedule import Schedule, compute_betas
+from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, build_resnet_parts
+from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, compute_map_size, count_last_channels
+from embodyrl.policies.vla.sampling import START, TIMES, sample_normals, sample_uniforms
 
 STATE, CAMERA = toy_env(5), toy_env(3, ("front",), (24, 40))
 ACT = (
@@ -77,17 +77,17 @@ def test_only_masked_losses_exclude_padding(kind, tmp_path):
 def test_resnets_have_the_published_sizes(name, count):
     """Sizes in torchvision's documentation without the last layer."""
     with torch.device("meta"):
-        found = torch.nn.Sequential(resnet_parts(name, torch.nn.BatchNorm2d))
+        found = torch.nn.Sequential(build_resnet_parts(name, torch.nn.BatchNorm2d))
     assert sum(p.numel() for p in found.parameters()) == count
     assert set(DEPTHS) >= {name}
 
 
 @pytest.mark.parametrize("dilated", [False, True])
 def test_feature_maps_have_the_predicted_size(dilated):
-    parts = torch.nn.Sequential(resnet_parts("resnet50", FrozenBatchNorm, dilated=dilated)).eval()
+    parts = torch.nn.Sequential(build_resnet_parts("resnet50", FrozenBatchNorm, dilated=dilated)).eval()
     with torch.no_grad():
         found = parts(torch.zeros(1, 3, 50, 70)).shape
-    assert found == (1, last_channels("resnet50"), *map_size((50, 70), dilated=dilated))
+    assert found == (1, count_last_channels("resnet50"), *compute_map_size((50, 70), dilated=dilated))
 
 
 def test_crops_are_random_in_training_and_centered_in_evaluation():
@@ -109,7 +109,7 @@ def test_crops_are_random_in_training_and_centered_in_evaluation():
 @pytest.mark.parametrize("kind", ["linear", "scaled_linear", "sigmoid", "squaredcos_cap_v2"])
 def test_noise_schedules_are_increasing(kind):
     config = DiffusionConfig(n_action_steps=4, beta_schedule=kind)
-    found = betas(config)
+    found = compute_betas(config)
     assert found.shape == (100,)
     assert (found.diff() >= -1e-7).all()
     if kind != "squaredcos_cap_v2":
@@ -137,8 +137,10 @@ def test_actions_of_past_steps_are_not_imitated(tmp_path):
     given = np.random.default_rng(0).normal(size=(3, 7, 2)).astype(np.float32)
     target = policy._from_actions(np.concatenate([given[:, :1], given], 1))
     rows = np.arange(3)
-    level = torch.from_numpy((uniforms(rows, TIMES, 1)[:, 0] * policy._config.num_train_timesteps).astype(np.int64))
-    noise = normals(rows, START, policy._size, torch.device("cpu"))
+    level = torch.from_numpy(
+        (sample_uniforms(rows, TIMES, 1)[:, 0] * policy._config.num_train_timesteps).astype(np.int64)
+    )
+    noise = sample_normals(rows, START, policy._size, torch.device("cpu"))
     errors = policy.compute_errors(policy._encode(obs).model, target, noise, level)
     assert (errors[:, 0] > 0).all()
     errors[:, 0] = 0

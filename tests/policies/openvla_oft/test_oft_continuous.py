@@ -13,7 +13,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.openvla_oft import heads
 from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.policies.openvla_oft.settings import get_chunk_record
-from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, sample_normals, sample_uniforms
 from embodyrl.types import BenchmarkSpec, Observation
 
 TINY = resolve_asset("assets/openvla_oft_tiny")
@@ -131,7 +131,7 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
     record, model, inputs = get_chunk_record(policy._cfg), policy.module, policy._inputs(obs)
     _, floats = record.layout.unpack(out.tokens)
     states = torch.from_numpy(floats).view(3, 1, 2, 7)
-    alphas, total = heads.ddim_schedule(3).alphas_cumprod.double(), torch.zeros(1, 2, 7, dtype=torch.float64)
+    alphas, total = heads.build_ddim_schedule(3).alphas_cumprod.double(), torch.zeros(1, 2, 7, dtype=torch.float64)
     prefix = model.prefix(inputs)
     for before, after, (level, lower) in ((states[0], states[1], (16, 0)), (states[1], states[2], (0, None))):
         with torch.no_grad():
@@ -143,9 +143,9 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
         total += torch.distributions.Normal(mean, std).log_prob(after.double())
     first = torch.from_numpy(out.logprob).view(1, 2, -1)[..., :7].double() - total
     # What is left is the first state and the step that leads to the first kept one.
-    assert heads.ddim_schedule(3).timesteps.tolist() == [32, 16, 0]
+    assert heads.build_ddim_schedule(3).timesteps.tolist() == [32, 16, 0]
     chain = policy._head._chain
-    start = normals(out.tokens[:, 0], START, (2, 7), torch.device("cpu"))
+    start = sample_normals(out.tokens[:, 0], START, (2, 7), torch.device("cpu"))
     with torch.no_grad():
         step, _ = chain._step(policy._head._build_velocity(inputs, prefix), start, torch.tensor([0]))
     gaussian = torch.distributions.Normal
@@ -159,9 +159,9 @@ def test_diffusion_sft_loss_is_the_noise_prediction_error(make_policy, env_spec)
     policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])
     model, inputs, rows = policy.module, policy._inputs(observe(3)), np.arange(3)
     target = np.random.default_rng(1).uniform(-1, 1, (3, 2, 7))
-    noise = normals(rows, START, (2, 7), torch.device("cpu"))
-    level = torch.from_numpy((uniforms(rows, TIMES, 1)[:, 0] * 50).astype(np.int64))
-    alpha = heads.ddim_schedule(4).alphas_cumprod[level][:, None, None]
+    noise = sample_normals(rows, START, (2, 7), torch.device("cpu"))
+    level = torch.from_numpy((sample_uniforms(rows, TIMES, 1)[:, 0] * 50).astype(np.int64))
+    alpha = heads.build_ddim_schedule(4).alphas_cumprod[level][:, None, None]
     with torch.no_grad():
         noisy = alpha.sqrt() * torch.from_numpy(target).float() + (1 - alpha).sqrt() * noise
         found = oft_model.predict_noise(model, inputs, model.prefix(inputs), noisy, level)
@@ -177,7 +177,7 @@ def test_diffusion_critic_uses_zero_noise(make_policy, env_spec):
         for parameter in model.value_head.parameters():
             parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
         prefix, middle = model.prefix(inputs), torch.zeros(3, 2, 7)
-        hidden = oft_model.noisy_hidden(model, inputs, prefix, middle, torch.full((3,), 49))[:, 0]
+        hidden = oft_model.compute_noisy_hidden(model, inputs, prefix, middle, torch.full((3,), 49))[:, 0]
         expected = model.value_head(hidden).numpy()
     np.testing.assert_allclose(policy.values(observe(3)), expected, atol=1e-5)
 

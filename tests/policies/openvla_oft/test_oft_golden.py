@@ -22,7 +22,7 @@ from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.policies.openvla_oft.config import normalize, unnormalize
 from embodyrl.policies.openvla_oft.model import ModelInputs
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.policies.tensors import categorical_scores
+from embodyrl.policies.tensors import compute_categorical_scores
 
 FIRST_ACTION_ID, STOP, PAD, EMPTY, TEMPERATURE = 31744, 2, 32000, 29871, 1.6
 TAIL = slice(FIRST_ACTION_ID, None)
@@ -165,7 +165,7 @@ def official_l1_2img_proprio(policies, golden):
 def official_diffusion_2img_proprio(policies, golden):
     policy = policies("diffusion", action_head="diffusion", trainable=False, **TWO_IMAGES)
     want, batch, module = golden("official_diffusion_2img_proprio"), two_images(golden), policy.module
-    schedule = heads.ddim_schedule(10)
+    schedule = heads.build_ddim_schedule(10)
     steps = schedule.timesteps.tolist()
     assert steps == want["timesteps"].tolist()
     golden.close(schedule.alphas_cumprod, want["alphas_cumprod"])
@@ -229,7 +229,9 @@ def simplevla_batch2(policies, golden):
     assert torch.equal(mask, want["llm_attention_mask"].bool())
     golden.close(embeddings[mask], want["llm_inputs_embeds"][mask])
     golden.close(logits, want["logits_last256_unpadded"])
-    logprob, entropy = categorical_scores(logits / want["temperature"], want["sample_token_ids"] - FIRST_ACTION_ID)
+    logprob, entropy = compute_categorical_scores(
+        logits / want["temperature"], want["sample_token_ids"] - FIRST_ACTION_ID
+    )
     golden.close(logprob, want["logprobs"])
     golden.close(entropy, want["entropy"])
     golden.highest(logits, want["greedy_token_ids"] - FIRST_ACTION_ID)
@@ -241,7 +243,7 @@ def simplevla_ppo_grad(policies, golden):
     with torch.enable_grad():
         logits, _ = module(inputs_of(golden, rows=1))
         tokens = golden("simplevla_batch2")["sample_token_ids"][:1] - FIRST_ACTION_ID
-        logprob, _ = categorical_scores(logits / TEMPERATURE, tokens)
+        logprob, _ = compute_categorical_scores(logits / TEMPERATURE, tokens)
         ratio, advantage = (logprob - want["old_logprobs"]).exp(), want["advantages"]
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28)).mean()
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -277,14 +279,16 @@ def rlinf_variant_batch2(policies, golden):
     _, mask, _ = module.embed(module.prefix(batch), batch)
     assert torch.equal(want["position_ids"][theirs], torch.arange(mask.shape[1]).expand_as(mask)[mask])
     logits, value = module(batch)
-    logprob, entropy = categorical_scores(logits / TEMPERATURE, want["action_tokens"].flatten(1) - FIRST_ACTION_ID)
+    logprob, entropy = compute_categorical_scores(
+        logits / TEMPERATURE, want["action_tokens"].flatten(1) - FIRST_ACTION_ID
+    )
     golden.close(logprob, want["logprobs"])
     golden.close(entropy, want["entropy"])
     golden.close(value, want["values"])
     greedy = want["greedy_action_tokens"].flatten(1)
     golden.highest(logits, greedy - FIRST_ACTION_ID)
     np.testing.assert_allclose(chunk_actions(policy, greedy), want["greedy_actions"], atol=1e-6)
-    at_one, _ = categorical_scores(logits, greedy - FIRST_ACTION_ID)
+    at_one, _ = compute_categorical_scores(logits, greedy - FIRST_ACTION_ID)
     golden.close(at_one, want["greedy_prev_logprobs_T1"])
     golden.close(value, want["greedy_prev_values"])
 
@@ -300,7 +304,7 @@ def rlinf_official_variant_batch2(policies, golden):
     # That code counts 57 rows back from the end of 1 + 17 + 31 + 56 + 1, which is no prompt token.
     golden.close(module.value_head(hidden[:, 1 + 17 + 31 + 56 + 1 - 57]), want["values"])
     golden.close(value, module.value_head(hidden[torch.arange(2), last_prompt]))
-    logprob, entropy = categorical_scores(logits / TEMPERATURE, want["action_tokens_relative"])
+    logprob, entropy = compute_categorical_scores(logits / TEMPERATURE, want["action_tokens_relative"])
     golden.close(logprob, want["logprobs"])
     golden.close(entropy, want["entropy"])
 

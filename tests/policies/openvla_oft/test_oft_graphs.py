@@ -10,7 +10,7 @@ from settings import model_of
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
-from embodyrl.policies.openvla_oft.graphs import GraphedForward, bucket, pad_batch
+from embodyrl.policies.openvla_oft.graphs import GraphedForward, pad_batch, round_up_batch_size
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
@@ -40,15 +40,15 @@ def observe(count: int) -> Observation:
 
 
 def test_cuda_graphs_use_a_small_number_of_batch_sizes():
-    sizes = {bucket(count) for count in range(1, 257)}
+    sizes = {round_up_batch_size(count) for count in range(1, 257)}
     assert len(sizes) == 16
-    assert all(count <= bucket(count) <= 1.5 * count for count in range(2, 257))
+    assert all(count <= round_up_batch_size(count) <= 1.5 * count for count in range(2, 257))
 
 
 @torch.no_grad()
 def test_padded_graph_batch_matches_the_unpadded_batch(policy):
     inputs = policy._inputs(observe(5))
-    filled = pad_batch(inputs, bucket(5))
+    filled = pad_batch(inputs, round_up_batch_size(5))
     assert len(filled.pixels) == len(filled.state) == 6
     for whole, part in zip(policy._forward(filled), policy._forward(inputs), strict=True):
         torch.testing.assert_close(whole[:5], part, rtol=1e-5, atol=1e-5)

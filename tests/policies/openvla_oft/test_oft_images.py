@@ -8,10 +8,10 @@ from embodyrl.policies.openvla_oft.inputs import (
     center_crop,
     jpeg_round_trip,
     lanczos_resize,
-    official_pixels,
     preprocess,
     resize,
-    rlinf_pixels,
+    resize_as_official,
+    resize_as_rlinf,
 )
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def levels(tensor):
 def test_rlinf_resize_matches_torchvision(tf_images, golden_dir):
     want = np.load(golden_dir / "expected" / "image_pipeline_rlinf.npz")
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
-    got = levels(rlinf_pixels(upright[None], 224, CPU))
+    got = levels(resize_as_rlinf(upright[None], 224, CPU))
     for path in ("bicubic_224_float_path", "bicubic_224_uint8_cpu"):
         # A rounding on another processor may land on the other side.
         difference = np.abs(got - want[path])
@@ -89,7 +89,7 @@ def test_center_crop_matches_tensorflow(tf_images):
 def test_official_image_pipeline_matches_tensorflow(tf_images, tf_frames):
     """Except for rounding in the resize, which depends on the processor."""
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
-    got = official_pixels(np.concatenate([upright[None], tf_frames["frames"]]), 224, CPU).permute(0, 2, 3, 1).numpy()
+    got = resize_as_official(np.concatenate([upright[None], tf_frames["frames"]]), 224, CPU).permute(0, 2, 3, 1).numpy()
     want = np.concatenate([tf_images["center_crop_224"][None], tf_frames["cropped"]])
     difference = np.abs(got - want)
     assert difference.max() <= 1

@@ -11,7 +11,7 @@ from embodyrl.policies.openvla_oft.config import OftOptions, read_config
 from embodyrl.policies.openvla_oft.llama import RmsNorm
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import OftSettings
-from embodyrl.policies.openvla_oft.sizes import oft_costs
+from embodyrl.policies.openvla_oft.sizes import estimate_oft_costs
 from embodyrl.policies.openvla_oft.vision import PatchEmbed
 
 
@@ -34,7 +34,11 @@ def test_7b_model_has_the_published_keys_and_shapes(golden_dir, checkpoint):
     want = json.loads((golden_dir / "keys_openvla_7b.json").read_text())
     assert {k: list(v.shape) for k, v in module.state_dict().items()} == want
     assert len(want) == 982
-    assert oft_costs(config, options).num_parameters == sum(p.numel() for p in module.parameters()) == 7_541_237_184
+    assert (
+        estimate_oft_costs(config, options).num_parameters
+        == sum(p.numel() for p in module.parameters())
+        == 7_541_237_184
+    )
 
 
 def test_only_used_weights_get_a_gradient(checkpoint, make_policy, golden):

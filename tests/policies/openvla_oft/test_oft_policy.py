@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.tensors import integer_sums, sample_inverse_cdf
+from embodyrl.policies.tensors import compute_integer_sums, sample_inverse_cdf
 from embodyrl.types import BenchmarkSpec, Observation
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -150,7 +150,7 @@ def test_sampled_frequencies_match_the_softmax():
 def test_integer_cumulative_sums_match_float_sums(dtype):
     probability = (torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * 2).to(dtype).softmax(-1)
     probability[:, 100:200] = 0
-    sums = integer_sums(probability)
+    sums = compute_integer_sums(probability)
     assert sums.dtype == dtype
     torch.testing.assert_close(sums, probability.cumsum(-1), rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-12)
     assert (sums[:, 100:200] == sums[:, 99:100]).all()

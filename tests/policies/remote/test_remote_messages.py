@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from embodyrl.policies.inputs import rotate_upright
-from embodyrl.policies.remote.settings import ConversationSettings
+from embodyrl.policies.remote.settings import WireFormatSettings
 from embodyrl.policies.remote.wire_formats import (
     OPENPI,
     VLA_EVAL,
@@ -166,7 +166,7 @@ def test_vla_eval_images_are_read_by_position():
 
 
 def test_message_field_names_are_configurable():
-    cfg = ConversationSettings(image_names=["cam_high"], state_name="state", prompt_name="task")
+    cfg = WireFormatSettings(image_names=["cam_high"], state_name="state", prompt_name="task")
     message = get_field_names(cfg).write(SEEN)
     assert set(message) == {"cam_high", "state", "task"}
     vla = get_field_names(cfg.updated({"protocol": "vla_eval"}))

@@ -7,7 +7,7 @@ import torch
 
 from embodyrl.cli.doctor.probes import TORCH_FIX
 from embodyrl.devices import Gpu, query_gpus, select_visible, visible_gpus
-from embodyrl.policies.tensors import cuda_problem
+from embodyrl.policies.tensors import get_cuda_problem
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
 _GIB = 2**30
@@ -26,7 +26,7 @@ def check_devices() -> GpuResult:
     with parts.part("details of nvidia-smi"):
         parts.record("details", details())
     if not torch.cuda.is_available():
-        parts.failures.append(f"torch {torch.__version__} cannot use {len(visible)} GPUs: {cuda_problem()}")
+        parts.failures.append(f"torch {torch.__version__} cannot use {len(visible)} GPUs: {get_cuda_problem()}")
         return parts.result("", TORCH_FIX)
     with parts.part("devices of CUDA"):
         _compare(parts, visible, listed)

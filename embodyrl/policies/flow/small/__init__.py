@@ -23,7 +23,7 @@ from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
 from embodyrl.policies.vla.folder import CONFIG_FILE, has_random_init
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.policies.vla.weights import count, weight_sizes
+from embodyrl.policies.vla.weights import count_parameters, get_weight_sizes
 from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 _NETWORK_CLASS = "embodyrl.policies.flow.small.network:SmallFlow"
@@ -67,7 +67,7 @@ class SmallFlowFactory:
         Raises:
             CheckpointError: the folder's JSON files are malformed.
         """
-        plan = _plan(cfg, env)
+        plan = _build_plan(cfg, env)
         record = get_chunk_record(cfg, plan.shape)
         spec = PolicySpec(
             inputs=InputSpec(instructions=True, num_images=plan.config.num_images, state=plan.config.state_dim > 0),
@@ -79,15 +79,15 @@ class SmallFlowFactory:
             value_dim=value_dim,
             gripper=get_flow_gripper(env),
         )
-        return add_steering(spec, plan.steering, cfg, _folder(cfg))
+        return add_steering(spec, plan.steering, cfg, _get_folder(cfg))
 
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters and activation memory."""
-        plan = _plan(cfg, env)
-        weights = weight_sizes(_NETWORK_CLASS, plan.config, plan.shape, plan.bounds, min_words=1)
+        plan = _build_plan(cfg, env)
+        weights = get_weight_sizes(_NETWORK_CLASS, plan.config, plan.shape, plan.bounds, min_words=1)
         inferred, stored = _count_activations(plan.config, cfg, env)
         costs = PolicyCosts(
-            num_parameters=count(weights),
+            num_parameters=count_parameters(weights),
             activation_bytes=0 if cfg.is_steered else 4 * stored,
             inference_bytes=4 * inferred,
         )
@@ -95,7 +95,7 @@ class SmallFlowFactory:
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
         """Check that sizes and actor match the weights in a folder (see `PolicyFactory.compare`)."""
-        plan = _plan(cfg, env)
+        plan = _build_plan(cfg, env)
         if differences := list_differences(asdict(SmallConfig.read(folder)), asdict(plan.config)):
             raise CheckpointError(
                 f"{folder / CONFIG_FILE} does not match this run: {differences}. Use the environment and "
@@ -114,31 +114,31 @@ class SmallFlowFactory:
 
         from embodyrl.policies.flow.policy import FlowModule
         from embodyrl.policies.flow.small.network import SmallFlow, SmallFlowWeightIO
-        from embodyrl.policies.flow.steering import policy_class
+        from embodyrl.policies.flow.steering import select_policy_class
 
-        env, folder, plan = request.env, _folder(cfg), _plan(cfg, request.env)
+        env, folder, plan = request.env, _get_folder(cfg), _build_plan(cfg, request.env)
         longest = max((len(task.split()) for task in env.instructions or env.tasks), default=1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(request.seed)
             network = SmallFlow(plan.config, plan.shape, plan.bounds, min_words=max(1, longest))
             module = FlowModule(network, cfg, request.value_dim)
         spec = self.spec(cfg, env, request.value_dim)
-        policy = policy_class(cfg)(spec, cfg, module, network, SmallFlowWeightIO(plan.config), request)
+        policy = select_policy_class(cfg)(spec, cfg, module, network, SmallFlowWeightIO(plan.config), request)
         if folder is not None and not has_random_init(folder):
             policy.load_weights(folder)
         return policy
 
 
-def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
+def _build_plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     config = replace(
-        SmallConfig.read(_folder(cfg)),
+        SmallConfig.read(_get_folder(cfg)),
         num_images=cfg.num_images_in_input,
         state_dim=env.state_dim if cfg.use_proprio else 0,
         action_width=env.action.dim,
     )
     chunk, width = cfg.num_action_chunks, env.action.dim
     shape = ChunkShape(horizon=chunk, width=width, executed=chunk, action_dim=width)
-    bounds = read_bounds(env, get_flow_gripper(env), _folder(cfg))
+    bounds = read_bounds(env, get_flow_gripper(env), _get_folder(cfg))
     return _Plan(config=config, bounds=bounds, shape=shape, steering=get_steering_shape(cfg, shape, config.width))
 
 
@@ -157,7 +157,7 @@ def _count_activations(config: SmallConfig, cfg: SmallFlowSettings, env: EnvSpec
     return images, images + config.layers * config.width * vectors
 
 
-def _folder(cfg: SmallFlowSettings) -> Path | None:
+def _get_folder(cfg: SmallFlowSettings) -> Path | None:
     return None if cfg.path is None else resolve_asset(cfg.path)
 
 

@@ -87,15 +87,15 @@ def read_bounds(env: EnvSpec, gripper: GripperConvention | None, folder: Path | 
     low, high = np.where(unbounded, -1.0, low), np.where(unbounded, 1.0, high)
     state = -np.ones(env.state_dim, np.float32), np.ones(env.state_dim, np.float32)
     if folder is not None and (folder / STATISTICS_FILE).exists():
-        low, high = _bounds(folder, "action", env.action.dim)
-        state = _bounds(folder, "proprio", env.state_dim) if env.state_dim else state
+        low, high = _read_part_bounds(folder, "action", env.action.dim)
+        state = _read_part_bounds(folder, "proprio", env.state_dim) if env.state_dim else state
     if gripper is not None:
         gripper_range = sorted((gripper.open, gripper.closed))
         low[gripper.index], high[gripper.index] = gripper_range
     return NormalizationBounds(action_low=low, action_high=high, state_low=state[0], state_high=state[1])
 
 
-def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]:
+def _read_part_bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]:
     statistics = read_sft_statistics(folder / STATISTICS_FILE).get(part, {})
     low, high = (np.array(statistics.get(name, ()), np.float32) for name in ("q01", "q99"))
     if low.shape != (size,):

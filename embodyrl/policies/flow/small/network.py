@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from embodyrl.policies.flow.layouts import HEADS
 from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import fill_weights
@@ -196,7 +196,7 @@ class SmallFlow(nn.Module):
 
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
         """Encode observations: instructions, images [B, C, h, w, 3] and unnormalized states [B, S]."""
-        ids = on_device(self._word_ids(obs.instructions), self.action_in.weight.device)
+        ids = to_device(self._word_ids(obs.instructions), self.action_in.weight.device)
         words, word_mask = self.word(ids), ids > 0
         token_groups = [words + _embed_positions(ids.shape[1], self.config.width, ids.device)]
         if self.config.num_images:
@@ -204,7 +204,7 @@ class SmallFlow(nn.Module):
             mean = (words * word_mask[..., None]).sum(1) / word_mask.sum(1, keepdim=True)
             token_groups.append(self._encode_images(obs, mean))
         if self.config.state_dim:
-            state = on_device(np.ascontiguousarray(obs.state), ids.device)
+            state = to_device(np.ascontiguousarray(obs.state), ids.device)
             token_groups.append(self.state(self._normalize_state(state))[:, None])
         tokens = torch.cat(token_groups, 1)
         other_mask = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
@@ -248,7 +248,7 @@ class SmallFlow(nn.Module):
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))
 
     def _encode_images(self, obs: Observation, language: Tensor) -> Tensor:
-        images = on_device(np.ascontiguousarray(obs.images[:, : self.config.num_images]), language.device)
+        images = to_device(np.ascontiguousarray(obs.images[:, : self.config.num_images]), language.device)
         pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
         instruction_rows = language.repeat_interleave(self.config.num_images, dim=0)
         return self.eye(pixels, instruction_rows).unflatten(0, (len(obs), -1)) + self.camera

@@ -21,19 +21,19 @@ from embodyrl.policies.flow.vla.sizes import estimate_costs
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest, find_env_problems
 from embodyrl.policies.steering.settings import SteeringShape, add_steering, add_steering_costs
-from embodyrl.policies.vla.adapter import adapter_problems
+from embodyrl.policies.vla.adapter import find_adapter_problems
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, Clip, find_missing_files
 from embodyrl.policies.vla.processors import find_camera_order_problem, read_image_features
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
-PUBLIC_LAYOUT = (
+LAYOUT_DESCRIPTION = (
     "a local folder, or owner/name on the hub, with config.json, model*.safetensors, statistics and the language "
     "model's tokenizer.json, as openpi (PyTorch), lerobot, transformers or RLinf publish it"
 )
 _MAX_STATE = {Normalization.mean_std: 6.0, Normalization.quantiles: 2.0}
 """Largest plausible absolute value of a normalized state."""
-TRY_NOW = "To start without a download, use model=openvla_oft_tiny or model=flow_small."
+NO_DOWNLOAD_HINT = "To start without a download, use model=openvla_oft_tiny or model=flow_small."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class VlaFactory:
 
     def validate(self, cfg: VlaSettings) -> list[str]:
         """Return config errors with fixes, one line each."""
-        return adapter_problems(cfg) + _folder_problems(cfg)
+        return find_adapter_problems(cfg) + _find_folder_problems(cfg)
 
     def spec(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Return the policy spec, read from the checkpoint's config, tokenizer and statistics.
@@ -53,14 +53,14 @@ class VlaFactory:
             ConfigError: the checkpoint and the environment do not fit.
             CheckpointError: a file is missing or malformed.
         """
-        folder = _folder(cfg)
+        folder = _get_folder(cfg)
         model = read_flow_spec(folder, cfg)
-        if problems := _mismatches(cfg, model, env):
+        if problems := _find_mismatches(cfg, model, env):
             raise ConfigError(problems)
         read_normalizer(folder, cfg, env.state_dim, env.action.dim)
         self._check_cameras(cfg, env, folder)
         check_prompts(get_prompt_format(cfg, model, folder), folder, env.instructions or env.tasks, env.state_dim)
-        record = get_chunk_record(cfg, _shape(cfg, model, env))
+        record = get_chunk_record(cfg, _build_chunk_shape(cfg, model, env))
         spec = PolicySpec(
             inputs=InputSpec(
                 instructions=True,
@@ -78,7 +78,7 @@ class VlaFactory:
             gripper=get_flow_gripper(env),
             warnings=find_warnings(folder, cfg),
         )
-        return add_steering(spec, _steering(cfg, model, env), cfg, folder)
+        return add_steering(spec, _get_steering_shape(cfg, model, env), cfg, folder)
 
     def _check_cameras(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the cameras in LeRobot's config.json match the cameras of the environment."""
@@ -90,12 +90,12 @@ class VlaFactory:
 
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate size and memory from the checkpoint's config.json."""
-        model = read_flow_spec(_folder(cfg), cfg)
-        return add_steering_costs(estimate_costs(model, cfg), _steering(cfg, model, env))
+        model = read_flow_spec(_get_folder(cfg), cfg)
+        return add_steering_costs(estimate_costs(model, cfg), _get_steering_shape(cfg, model, env))
 
     def describe_checkpoint(self, cfg: VlaSettings, env: EnvSpec) -> list[tuple[str, str]]:
         """Return (label, text) pairs that describe the checkpoint's files (see `PolicyFactory.describe_checkpoint`)."""
-        folder = _folder(cfg)
+        folder = _get_folder(cfg)
         model = read_flow_spec(folder, cfg)
         size, limit = model.vision.image_size, get_prompt_format(cfg, model, folder).max_tokens
         return [
@@ -106,7 +106,7 @@ class VlaFactory:
 
     def state_limits(self, cfg: VlaSettings, env: EnvSpec) -> Clip | None:
         """Return the range of plausible states (see `PolicyFactory.state_limits`)."""
-        affine = read_normalizer(_folder(cfg), cfg, env.state_dim, env.action.dim).state
+        affine = read_normalizer(_get_folder(cfg), cfg, env.state_dim, env.action.dim).state
         if affine is None:
             return None
         shift, reach = np.array(affine.shift), np.array(affine.scale) * _MAX_STATE[cfg.normalization]
@@ -114,7 +114,7 @@ class VlaFactory:
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the actor matches the actor in the folder (see `PolicyFactory.compare`)."""
-        if (steering := _steering(cfg, read_flow_spec(_folder(cfg), cfg), env)) is not None:
+        if (steering := _get_steering_shape(cfg, read_flow_spec(_get_folder(cfg), cfg), env)) is not None:
             steering.check(folder)
 
     def build(self, cfg: VlaSettings, request: PolicyRequest) -> Policy:
@@ -126,24 +126,24 @@ class VlaFactory:
         """
         from embodyrl.policies.flow.vla.build import build_policy
 
-        folder, env = _folder(cfg), request.env
+        folder, env = _get_folder(cfg), request.env
         model = read_flow_spec(folder, cfg)
         return build_policy(
-            cfg, folder, model, self.spec(cfg, env, request.value_dim), _shape(cfg, model, env), request
+            cfg, folder, model, self.spec(cfg, env, request.value_dim), _build_chunk_shape(cfg, model, env), request
         )
 
 
-def _shape(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> ChunkShape:
+def _build_chunk_shape(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> ChunkShape:
     return ChunkShape(
         horizon=model.horizon, width=model.action_dim, executed=cfg.num_action_chunks, action_dim=env.action.dim
     )
 
 
-def _steering(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> SteeringShape | None:
-    return get_steering_shape(cfg, _shape(cfg, model, env), model.expert.width)
+def _get_steering_shape(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> SteeringShape | None:
+    return get_steering_shape(cfg, _build_chunk_shape(cfg, model, env), model.expert.width)
 
 
-def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
+def _find_mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
     if problems := find_env_problems(cfg.model_type, env):
         return problems
     problems = []
@@ -170,17 +170,17 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
     return problems
 
 
-def _folder(cfg: VlaSettings) -> Path:
+def _get_folder(cfg: VlaSettings) -> Path:
     if cfg.path is None:
-        raise ConfigError(f"model.path is not set. Use {PUBLIC_LAYOUT}. {TRY_NOW}")
+        raise ConfigError(f"model.path is not set. Use {LAYOUT_DESCRIPTION}. {NO_DOWNLOAD_HINT}")
     return resolve_asset(cfg.path)
 
 
-def _folder_problems(cfg: VlaSettings) -> list[str]:
+def _find_folder_problems(cfg: VlaSettings) -> list[str]:
     try:
-        folder = _folder(cfg)
+        folder = _get_folder(cfg)
         if not folder.is_dir():
-            raise ConfigError(f"model.path: {folder} is not a folder. Use {PUBLIC_LAYOUT}.")
+            raise ConfigError(f"model.path: {folder} is not a folder. Use {LAYOUT_DESCRIPTION}.")
         read_flow_spec(folder, cfg)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]

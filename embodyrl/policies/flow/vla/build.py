@@ -29,8 +29,8 @@ from embodyrl.policies.flow.model import BACKBONE
 from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
-from embodyrl.policies.flow.steering import policy_class
-from embodyrl.policies.flow.vla.folder import side_files
+from embodyrl.policies.flow.steering import select_policy_class
+from embodyrl.policies.flow.vla.folder import read_side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.flow.vla.statistics import STATISTIC
@@ -135,7 +135,7 @@ class VlaFiles:
             adapter: spec of the trained adapters, if any.
         """
         self._base, self._processor, self._adapter = base, network.processor, adapter
-        self._side_files = side_files(base, network.processor.cfg)
+        self._side_files = read_side_files(base, network.processor.cfg)
         paligemma = isinstance(network.model.spec, Pi0Spec)
         self._storage: StorageFormat | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
 
@@ -183,7 +183,7 @@ class VlaFiles:
             load_adapter(module, adapter)
             _load_extra_weights(module, folder)
         self._processor.load_statistics(folder)
-        self._side_files = side_files(folder, self._processor.cfg)
+        self._side_files = read_side_files(folder, self._processor.cfg)
 
     def load_merged(self, module: nn.Module, adapter: Path) -> None:
         """Read the weights of `model.path` and merge an adapter into them.
@@ -245,7 +245,7 @@ def build_policy(
     reject_advantage_suffix(folder)
     # Created before the weights are read, because the policy selects the trained weights and `_add_adapters` changes
     # the selection.
-    policy = policy_class(cfg)(spec, cfg, module, processor, files, request)
+    policy = select_policy_class(cfg)(spec, cfg, module, processor, files, request)
     _load_initial_weights(module, files, cfg, folder, request)
     if request.trainable:
         trained = ("expert",) if cfg.train_expert_only else ("expert", *BACKBONE)
@@ -270,8 +270,8 @@ def _load_initial_weights(
 
 
 def _add_adapters(module: nn.Module, cfg: VlaSettings, prefixes: tuple[str, ...], request: PolicyRequest) -> None:
-    from embodyrl.policies.openvla_oft.lora import inject, load_adapter
+    from embodyrl.policies.openvla_oft.lora import inject_adapters, load_adapter
 
-    inject(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, prefixes=prefixes)
+    inject_adapters(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, prefixes=prefixes)
     if (adapter := get_initial_adapter(cfg)) is not None:
         load_adapter(module, adapter)

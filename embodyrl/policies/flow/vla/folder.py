@@ -236,7 +236,7 @@ def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[M
             for part, name in parts.items()
             if part in sft_statistics
         }, OPENPI_EPS
-    if (openpi := _openpi_file(folder, key)) is not None:
+    if (openpi := _find_openpi_file(folder, key)) is not None:
         return read_openpi(openpi), OPENPI_EPS
     if processors.statistics:
         flat = {f"{part}.{name}": row for part, rows in processors.statistics.items() for name, row in rows.items()}
@@ -249,7 +249,7 @@ def _find_statistics(folder: Path, cfg: VlaSettings, action_dim: int) -> tuple[M
     return {}, OPENPI_EPS
 
 
-def _openpi_file(folder: Path, key: str | None) -> Path | None:
+def _find_openpi_file(folder: Path, key: str | None) -> Path | None:
     """Return openpi's statistics file in the folder or in assets/<data set>; `key` selects the data set."""
     if (folder / OPENPI_FILE).exists():
         return folder / OPENPI_FILE
@@ -273,7 +273,7 @@ def _read_statistics(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from error
 
 
-def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
+def read_side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
     """Read configuration, tokenizer, processors and the selected statistics, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     files = {p.name: read_side_file(folder, p.name) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
@@ -281,7 +281,7 @@ def side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
     if STATISTICS_FILE in files:
         files.pop(OPENPI_FILE, None)  # statistics of other data
         return _with_lerobot_statistics(files, MODES[cfg.normalization])
-    if (openpi := _openpi_file(folder, cfg.unnorm_key)) is not None:
+    if (openpi := _find_openpi_file(folder, cfg.unnorm_key)) is not None:
         files[OPENPI_FILE] = read_side_file(folder, openpi.relative_to(folder))
     return files
 

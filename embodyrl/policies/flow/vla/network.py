@@ -30,7 +30,7 @@ from embodyrl.policies.flow.vla.folder import from_deltas, get_prompt_format, pa
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ByteArray, FloatArray, Observation
@@ -202,7 +202,7 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
 
     Uses bilinear interpolation in float32 without antialiasing, as LeRobot's SmolVLA does.
     """
-    pixels = _to_signed_unit_range(on_device(np.array(frames), device or "cpu"))
+    pixels = _to_signed_unit_range(to_device(np.array(frames), device or "cpu"))
     height, width = compute_fitted_size(frames, side)
     # Pixels must be the same for acting and training; inside autocast, resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):
@@ -250,7 +250,7 @@ class VlaProcessor:
         frames = np.ascontiguousarray(frames.reshape(-1, *frames.shape[2:]))
         side = self._spec.vision.image_size
         if isinstance(self._spec, Pi0Spec):
-            pixels = on_device(pad_centered(frames, side), self._device)
+            pixels = to_device(pad_centered(frames, side), self._device)
         else:
             pixels = pad_left_top(frames, side, self._device)
         state = np.asarray(obs.state, np.float32)
@@ -263,10 +263,10 @@ class VlaProcessor:
             images=pixels.unflatten(0, (count, cameras)),
             # Masked cameras are left out: no token attends to a masked camera, and masked tokens have no position.
             image_mask=torch.ones(count, cameras, dtype=torch.bool, device=self._device),
-            tokens=on_device(ids, self._device),
-            token_mask=on_device(token_mask, self._device),
+            tokens=to_device(ids, self._device),
+            token_mask=to_device(token_mask, self._device),
             # Only pi0's and SmolVLA's state is a token, whose size was checked (`VlaFactory.spec`).
-            state=on_device(pad_dims(state[:, : self._spec.state_dim], self._spec.state_dim), self._device),
+            state=to_device(pad_dims(state[:, : self._spec.state_dim], self._spec.state_dim), self._device),
         )
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:

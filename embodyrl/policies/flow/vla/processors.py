@@ -38,7 +38,7 @@ def read_checked_processors(folder: Path, cfg: VlaSettings, action_dim: int) -> 
     names = [f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json"]
     paths = [*(folder / name for name in names), *sorted(folder.glob("policy_*processor*.safetensors"))]
     files = {path.name: read_side_file(folder, path.name) for path in paths if path.is_file()}
-    # After SFT, the normalization is that of the settings, which `side_files` writes into the processors.
+    # After SFT, the normalization is that of the settings, which `read_side_files` writes into the processors.
     mode = None if (folder / STATISTICS_FILE).exists() else MODES[cfg.normalization]
     modes = {"action": mode, "observation.state": mode if reads_state(cfg) else None}
     mapped, extra_preprocessors = cfg.cameras is not None, _STEPS[cfg.model_type]

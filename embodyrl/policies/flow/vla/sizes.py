@@ -3,7 +3,7 @@
 from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.vla.adapter import get_lora_spec
-from embodyrl.policies.vla.weights import count, weight_sizes
+from embodyrl.policies.vla.weights import count_parameters, get_weight_sizes
 from embodyrl.types import PolicyCosts
 
 _NETWORK_MODULE = "embodyrl.policies.flow.vla.network"
@@ -16,18 +16,18 @@ _BYTES_PER_ELEMENT = 2.5
 def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
     """Estimate the number of parameters and the activation memory of a model."""
     expert_only = cfg.train_expert_only
-    weights = weight_sizes(f"{_NETWORK_MODULE}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
-    outside_backbone = count(weights) - count(weights, *_BACKBONE)
+    weights = get_weight_sizes(f"{_NETWORK_MODULE}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
+    outside_backbone = count_parameters(weights) - count_parameters(weights, *_BACKBONE)
     trained = outside_backbone if expert_only else None
     if cfg.is_lora:  # adapters on all layers, and the fully trained projections of the flow
         layers = ("expert.", *(() if expert_only else _BACKBONE))
         adapted = [w for name, w in weights.items() if w.adaptable and name.startswith(layers)]
         adapters = get_lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
-        trained = outside_backbone - count(weights, "expert.") + adapters
+        trained = outside_backbone - count_parameters(weights, "expert.") + adapters
     elements = _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
     activation_bytes = int((_BYTES_PER_ELEMENT if cfg.uses_bf16 else 4) * elements)
     return PolicyCosts(
-        num_parameters=count(weights),
+        num_parameters=count_parameters(weights),
         num_trained=trained,
         activation_bytes=activation_bytes,
         recomputed_bytes=activation_bytes // 6,

@@ -8,7 +8,7 @@ from embodyrl.policies.lerobot.act.config import KIND, ActConfig
 from embodyrl.policies.lerobot.act.settings import ActSettings, Likelihood
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.lerobot.factory import LeRobotFactory
-from embodyrl.policies.lerobot.settings import chunk_shape
+from embodyrl.policies.lerobot.settings import get_chunk_shape
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.types import EnvSpec, PolicySpec
@@ -65,7 +65,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         )
         return replace(spec, warnings=(*spec.warnings, warning))
 
-    def features(self, config: ActConfig) -> int:
+    def num_features(self, config: ActConfig) -> int:
         """Return F, the width of the encoder output, which is averaged over all tokens."""
         return config.dim_model
 
@@ -75,7 +75,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
 
     def record(self, cfg: ActSettings, config: ActConfig) -> ChunkRecord:
         """Return the token layout of a sampled chunk, which stores the executed actions."""
-        return ChunkRecord.chain(chunk_shape(config), 0)
+        return ChunkRecord.chain(get_chunk_shape(config), 0)
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:
         """Return the policy class for a trained or a frozen network (see `LeRobotFactory.policy`)."""

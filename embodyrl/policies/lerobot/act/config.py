@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from embodyrl.policies.lerobot.config import LeRobotConfig, Normalization
-from embodyrl.policies.lerobot.resnet_sizes import PLAIN
+from embodyrl.policies.lerobot.resnet_sizes import BASIC_BLOCK_RESNETS
 
 KIND = "act"
 
@@ -46,7 +46,7 @@ class ActConfig(LeRobotConfig):
             return f"temporal_ensemble_coeff with n_action_steps={self.n_action_steps}; it must be 1"
         if self.dim_model % self.n_heads or (self.cameras and self.dim_model % 4):
             return f"dim_model={self.dim_model} is not a multiple of n_heads={self.n_heads} (with images, also of 4)"
-        if self.replace_final_stride_with_dilation and self.vision_backbone in PLAIN:
+        if self.replace_final_stride_with_dilation and self.vision_backbone in BASIC_BLOCK_RESNETS:
             return f"replace_final_stride_with_dilation with {self.vision_backbone}, which does not support dilation"
         if self.feedforward_activation == "glu":
             return "feedforward_activation=glu is not supported"

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodyrl.policies.lerobot.act.config import ActConfig
-from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, resnet_parts
-from embodyrl.policies.lerobot.resnet_sizes import last_channels
-from embodyrl.policies.lerobot.units import Inputs
+from embodyrl.policies.lerobot.normalization import Inputs
+from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, build_resnet_parts
+from embodyrl.policies.lerobot.resnet_sizes import count_last_channels
 
 TEMPERATURE = 10_000.0
 POSITION_EPS = 1e-6
@@ -168,7 +168,7 @@ class Act(nn.Module):
             self.register_buffer("vae_encoder_pos_enc", table[None])
         if config.cameras:
             dilated = config.replace_final_stride_with_dilation
-            parts = resnet_parts(config.vision_backbone, FrozenBatchNorm, dilated=dilated)
+            parts = build_resnet_parts(config.vision_backbone, FrozenBatchNorm, dilated=dilated)
             self.backbone = nn.Sequential(parts)
         self.encoder, self.decoder = Encoder(config, config.n_encoder_layers), Decoder(config)
         if state:
@@ -177,7 +177,7 @@ class Act(nn.Module):
             self.encoder_env_state_input_proj = nn.Linear(config.environment_dim, width)
         self.encoder_latent_input_proj = nn.Linear(config.latent_dim, width)
         if config.cameras:
-            self.encoder_img_feat_input_proj = nn.Conv2d(last_channels(config.vision_backbone), width, 1)
+            self.encoder_img_feat_input_proj = nn.Conv2d(count_last_channels(config.vision_backbone), width, 1)
         self.encoder_1d_feature_pos_embed = nn.Embedding(1 + bool(state) + bool(config.environment_dim), width)
         self.decoder_pos_embed = nn.Embedding(config.chunk_size, width)
         self.action_head = nn.Linear(width, actions)

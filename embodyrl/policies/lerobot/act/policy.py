@@ -14,10 +14,10 @@ from embodyrl.policies.lerobot.policy import (
     NoiseSteeredLeRobotPolicy,
     ResidualLeRobotPolicy,
 )
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.chains import Transition
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.policies.vla.sampling import START, SampledChunks, normals
+from embodyrl.policies.vla.sampling import START, SampledChunks, sample_normals
 from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput
 
 
@@ -67,14 +67,16 @@ class ActPolicy(LeRobotPolicy):
     def _sample(self, encoding: EncodedObservations, seeds: IntArray, temperature: float) -> SampledChunks:
         """Sample executed actions from a Gaussian around the decoded chunk."""
         distribution = self._get_action_distribution(encoding, temperature)
-        rows = distribution.mean + distribution.std * normals(seeds, START, distribution.mean.shape[1:], self._device)
+        rows = distribution.mean + distribution.std * sample_normals(
+            seeds, START, distribution.mean.shape[1:], self._device
+        )
         tokens = self._record.layout.pack(seeds[:, None], rows.flatten(1).cpu().numpy())
         return SampledChunks(state=rows, tokens=tokens, logprob=distribution.log_prob(rows))
 
     def _score(self, encoding: EncodedObservations, tokens: IntArray) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of sampled actions, both [B, K, A]."""
         distribution = self._get_action_distribution(encoding, self._temperature)
-        rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(distribution.mean)
+        rows = to_device(self._record.layout.unpack(tokens)[1], self._device).view_as(distribution.mean)
         return distribution.log_prob(rows), distribution.entropy()
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationLoss:
@@ -85,13 +87,13 @@ class ActPolicy(LeRobotPolicy):
         Without gradients, the latent is zero (as in `act`), the KL is omitted, and `error` is the mean absolute error
         of the executed actions in the environment's units.
         """
-        target, padded = self._from_actions(actions), on_device(padding, self._device)
+        target, padded = self._from_actions(actions), to_device(padding, self._device)
         if not (torch.is_grad_enabled() and self._config.use_vae):
             encoding = self._encode(obs)
             chunk = self._network.decode(*encoding.model)
             distance = ((chunk - target).abs() * ~padded[..., None]).flatten(1).mean(1)
-            predicted = on_device(self._to_actions(self._select_executed(chunk.detach())), self._device)
-            expert_actions = on_device(actions[:, : self._shape.executed], self._device)
+            predicted = to_device(self._to_actions(self._select_executed(chunk.detach())), self._device)
+            expert_actions = to_device(actions[:, : self._shape.executed], self._device)
             error = (predicted - expert_actions).abs().flatten(1).mean(1)
             return ImitationLoss(loss=distance, accuracy=torch.zeros_like(error), error=error)
         loss = self.loss(obs, target, padded)

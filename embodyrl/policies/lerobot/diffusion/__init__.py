@@ -20,7 +20,7 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
         """Return the config (see `LeRobotFactory.plan`), with sampler and number of steps from the settings."""
         return cfg.apply_sampler(super().plan(cfg, env))
 
-    def features(self, config: DiffusionConfig) -> int:
+    def num_features(self, config: DiffusionConfig) -> int:
         """Return F, the width of the condition of the U-Net."""
         return config.condition_width
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodyrl.policies.lerobot.diffusion.config import FINAL_GROUPS, DiffusionConfig
-from embodyrl.policies.lerobot.resnet import group_norm, resnet_parts
-from embodyrl.policies.lerobot.resnet_sizes import last_channels, map_size
-from embodyrl.policies.lerobot.units import Inputs
+from embodyrl.policies.lerobot.normalization import Inputs
+from embodyrl.policies.lerobot.resnet import build_group_norm, build_resnet_parts
+from embodyrl.policies.lerobot.resnet_sizes import compute_map_size, count_last_channels
 
 
 class SpatialSoftmax(nn.Module):
@@ -37,10 +37,10 @@ class ImageEncoder(nn.Module):
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()
         self._resize_shape, self._crop, self._random = config.resize_shape, config.crop_size, config.crop_is_random
-        norm = group_norm if config.use_group_norm else nn.BatchNorm2d
-        self.backbone = nn.Sequential(*resnet_parts(config.vision_backbone, norm).values())
-        points, channels = config.spatial_softmax_num_keypoints, last_channels(config.vision_backbone)
-        self.pool = SpatialSoftmax(channels, map_size(config.input_size), points)
+        norm = build_group_norm if config.use_group_norm else nn.BatchNorm2d
+        self.backbone = nn.Sequential(*build_resnet_parts(config.vision_backbone, norm).values())
+        points, channels = config.spatial_softmax_num_keypoints, count_last_channels(config.vision_backbone)
+        self.pool = SpatialSoftmax(channels, compute_map_size(config.input_size), points)
         self.out = nn.Linear(2 * points, 2 * points)
 
     def forward(self, images: Tensor) -> Tensor:

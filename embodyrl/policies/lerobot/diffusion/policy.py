@@ -17,8 +17,15 @@ from embodyrl.policies.lerobot.policy import (
     NoiseSteeredLeRobotPolicy,
     ResidualLeRobotPolicy,
 )
-from embodyrl.policies.tensors import on_device
-from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_observation_seeds, normals, uniforms
+from embodyrl.policies.tensors import to_device
+from embodyrl.policies.vla.sampling import (
+    START,
+    TIMES,
+    SampledChunks,
+    get_observation_seeds,
+    sample_normals,
+    sample_uniforms,
+)
 from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation
 
 
@@ -59,7 +66,7 @@ class DiffusionPolicy(LeRobotPolicy):
             start, seeds = torch.zeros(len(obs), *self._size, device=self._device), None
         else:
             seeds = get_observation_seeds(obs)
-            start = normals(seeds, START, self._size, self._device)
+            start = sample_normals(seeds, START, self._size, self._device)
         return self._select_executed(
             self._schedule.denoise(partial(self._network.unet, condition=encoding.model), start, seeds)
         )
@@ -91,16 +98,16 @@ class DiffusionPolicy(LeRobotPolicy):
         target = self._from_actions(actions)
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
-        noise = normals(rows, START, self._size, self._device)
+        noise = sample_normals(rows, START, self._size, self._device)
         count = self._config.num_train_timesteps
-        timestep = on_device((uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
+        timestep = to_device((sample_uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
         encoding = self._encode(obs)
-        included = on_device(~excluded, self._device)[..., None]
+        included = to_device(~excluded, self._device)[..., None]
         loss = (self.compute_errors(encoding.model, target, noise, timestep) * included).flatten(1).mean(1)
         if trains:
             return ImitationLoss(loss=loss, accuracy=torch.zeros_like(loss))
-        predicted = on_device(self._to_actions(self._compute_greedy_actions(obs, encoding)), self._device)
-        error = (predicted - self._select_executed(on_device(actions, self._device))).abs().flatten(1).mean(1)
+        predicted = to_device(self._to_actions(self._compute_greedy_actions(obs, encoding)), self._device)
+        error = (predicted - self._select_executed(to_device(actions, self._device))).abs().flatten(1).mean(1)
         return ImitationLoss(loss=loss, accuracy=torch.zeros_like(error), error=error)
 
     def compute_errors(self, condition: Tensor, target: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:

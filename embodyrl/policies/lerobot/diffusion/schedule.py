@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.policies.vla.sampling import STEP, normals
+from embodyrl.policies.vla.sampling import STEP, sample_normals
 from embodyrl.types import IntArray
 
 MAX_BETA = 0.999
 MIN_VARIANCE = 1e-20
 
 
-def betas(config: DiffusionConfig) -> Tensor:
+def compute_betas(config: DiffusionConfig) -> Tensor:
     """Return the noise variance [T] added at each diffusion timestep of training, in float32."""
     count, first, last = config.num_train_timesteps, config.beta_start, config.beta_end
     match config.beta_schedule:
@@ -27,13 +27,13 @@ def betas(config: DiffusionConfig) -> Tensor:
             return torch.linspace(first**0.5, last**0.5, count) ** 2
         case "sigmoid":
             return torch.sigmoid(torch.linspace(-6, 6, count)) * (last - first) + first
-    signal_fractions = [_cosine(i / count) for i in range(count + 1)]
+    signal_fractions = [_compute_signal_fraction(i / count) for i in range(count + 1)]
     return torch.tensor(
         [min(1 - signal_fractions[i + 1] / signal_fractions[i], MAX_BETA) for i in range(count)], dtype=torch.float32
     )
 
 
-def _cosine(t: float) -> float:
+def _compute_signal_fraction(t: float) -> float:
     return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
 
 
@@ -43,14 +43,14 @@ class Schedule:
     def __init__(self, config: DiffusionConfig, steps: int, sampler: str, eta: float = 0.0) -> None:
         """Build a schedule of `steps` denoising steps: DDPM, or DDIM with `eta` times the noise of DDPM."""
         self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
-        self.alphas_cumprod = torch.cumprod(1.0 - betas(config), 0)
+        self.alphas_cumprod = torch.cumprod(1.0 - compute_betas(config), 0)
         """[T] fraction of signal variance at each diffusion timestep."""
         self._stride = config.num_train_timesteps // steps
         self.timesteps = torch.arange(steps - 1, -1, -1) * self._stride
 
     def add_noise(self, chunk: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """Add `noise` to chunks [B, H, A] with the noise level of diffusion timesteps `timestep` [B]."""
-        alpha_cumprod = on_device(self.alphas_cumprod, chunk.device)[timestep][:, None, None]
+        alpha_cumprod = to_device(self.alphas_cumprod, chunk.device)[timestep][:, None, None]
         return alpha_cumprod.sqrt() * chunk + (1 - alpha_cumprod).sqrt() * noise
 
     def step(self, x: Tensor, predicted: Tensor, timestep: Tensor) -> Transition:
@@ -61,7 +61,7 @@ class Schedule:
             predicted: [B, H, A] network output: the noise, or the chunk (`prediction_type`).
             timestep: [B] diffusion timesteps of the states.
         """
-        alphas_cumprod = on_device(self.alphas_cumprod, x.device)
+        alphas_cumprod = to_device(self.alphas_cumprod, x.device)
         previous_timestep = timestep - self._stride
         alpha = alphas_cumprod[timestep][:, None, None]
         previous_alpha = torch.where(
@@ -99,7 +99,7 @@ class Schedule:
             step = self.step(x, predict(x, timestep), timestep)
             x = step.mean
             if seeds is not None and step.std.any():
-                x = x + step.std * normals(seeds, STEP + index, x.shape[1:], x.device)
+                x = x + step.std * sample_normals(seeds, STEP + index, x.shape[1:], x.device)
         return x
 
 
@@ -127,7 +127,7 @@ class DenoisingChain(GaussianChain):
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
         """Return the stochastic and the deterministic denoising step."""
-        timestep = on_device(self._stochastic_schedule.timesteps, x.device)[index]
+        timestep = to_device(self._stochastic_schedule.timesteps, x.device)[index]
         predicted, _ = velocity(x, timestep)
         step = self._stochastic_schedule.step(x, predicted, timestep)
         greedy_step = self._deterministic_schedule.step(x, predicted, timestep)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from embodyrl.config.settings import Count, Positive, Share
 from embodyrl.policies.lerobot.diffusion.config import DiffusionConfig
-from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
+from embodyrl.policies.lerobot.settings import LeRobotSettings, get_chunk_shape
 from embodyrl.policies.vla.records import ChunkRecord, Stochastic
 
 Likelihood = StrEnum("Likelihood", ["chain", "dsrl", "residual"])
@@ -54,4 +54,4 @@ class DiffusionSettings(LeRobotSettings):
 
 def get_chunk_record(cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
     """Return the token layout of a chunk sampled by the denoising chain."""
-    return ChunkRecord.chain(chunk_shape(config), config.steps - 1 if cfg.every_step else 1)
+    return ChunkRecord.chain(get_chunk_shape(config), config.steps - 1 if cfg.every_step else 1)

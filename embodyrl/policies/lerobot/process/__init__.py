@@ -29,7 +29,7 @@ class LeRobotProcessFactory:
     def validate(self, cfg: LeRobotProcessSettings) -> list[str]:
         """Return config errors with fixes, one line each."""
         try:
-            read_checkpoint(_folder(cfg))
+            read_checkpoint(_get_folder(cfg))
         except (ConfigError, CheckpointError) as error:
             return [str(error)]
         return []
@@ -41,8 +41,8 @@ class LeRobotProcessFactory:
             ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
-        saved = read_checkpoint(_folder(cfg))
-        if problems := _problems(cfg, saved, env):
+        saved = read_checkpoint(_get_folder(cfg))
+        if problems := _find_mismatches(cfg, saved, env):
             raise ConfigError(problems)
         executed, warnings = cfg.num_action_chunks, ()
         if executed < saved.n_action_steps:
@@ -77,7 +77,7 @@ class LeRobotProcessFactory:
         """
         from embodyrl.policies.lerobot.process.policy import LeRobotPolicy
 
-        spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
+        spec, folder = self.spec(cfg, request.env, request.value_dim), _get_folder(cfg)
         saved = read_checkpoint(folder)
         return LeRobotPolicy(cfg, spec, request, folder, saved, find_camera_indices(cfg, saved, request.env))
 
@@ -91,7 +91,7 @@ def find_camera_indices(cfg: LeRobotProcessSettings, saved: Checkpoint, env: Env
     return tuple(range(len(camera_names)))
 
 
-def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> list[str]:
+def _find_mismatches(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> list[str]:
     """Return the mismatches between checkpoint and environment, one line each."""
     steps, problems = saved.n_obs_steps, []
     if cfg.num_action_chunks > saved.n_action_steps:
@@ -129,7 +129,7 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
     return problems
 
 
-def _folder(cfg: LeRobotProcessSettings) -> Path:
+def _get_folder(cfg: LeRobotProcessSettings) -> Path:
     folder = None if cfg.path is None else resolve_asset(cfg.path)
     if folder is None or not folder.is_dir():
         raise ConfigError(

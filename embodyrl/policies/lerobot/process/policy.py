@@ -62,7 +62,7 @@ class LeRobotPolicy(InferenceOnlyPolicy):
         """
         count = self.spec.num_action_chunks
         request = {"tasks": list(obs.instructions), "actions": count, "steps": self._steps(obs)}
-        return self.output(self._request(request, self._timeout_s, "model.answer_timeout_s")["chunk"])
+        return self.build_output(self._request(request, self._timeout_s, "model.answer_timeout_s")["chunk"])
 
     def _steps(self, obs: Observation) -> list[dict[str, Any]]:
         """Return the observation of each step as a dict of LeRobot features, oldest step first."""
