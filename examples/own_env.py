@@ -5,22 +5,22 @@ import numpy as np
 
 
 class Reach(gym.Env):
-    """A point in the plane walks to a goal."""
+    """A point in the plane moves to a goal."""
 
     observation_space = gym.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.place, self.goal = self.np_random.uniform(-1.0, 1.0, (2, 2))
-        return self._look(), {}
+        self.position, self.goal = self.np_random.uniform(-1.0, 1.0, (2, 2))
+        return self._get_obs(), {}
 
     def step(self, action):
-        before = np.linalg.norm(self.goal - self.place)
-        self.place = np.clip(self.place + 0.2 * action, -1.0, 1.0)
-        after = np.linalg.norm(self.goal - self.place)
+        before = np.linalg.norm(self.goal - self.position)
+        self.position = np.clip(self.position + 0.2 * action, -1.0, 1.0)
+        after = np.linalg.norm(self.goal - self.position)
         success = bool(after < 0.15)
-        return self._look(), float(before - after) + success, success, False, {"success": success}
+        return self._get_obs(), float(before - after) + success, success, False, {"success": success}
 
-    def _look(self):
-        return np.concatenate([self.place, self.goal]).astype(np.float32)
+    def _get_obs(self):
+        return np.concatenate([self.position, self.goal]).astype(np.float32)

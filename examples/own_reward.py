@@ -12,7 +12,7 @@ def vowels(prompt: str, response: str, reference: str) -> float:
 
 
 def careful(step: RewardStep) -> float:
-    """Return the success minus a cost of movement."""
+    """Return success (0 or 1) minus a penalty for large actions."""
     return step.success - 0.01 * float((step.action**2).sum())
 
 
