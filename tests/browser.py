@@ -17,7 +17,7 @@ _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
 class Browser:
-    """One window."""
+    """A browser window."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -1,4 +1,4 @@
-"""The toy environment with one seeded fault, selected by `env.kwargs.plant`; see `PLANTS`."""
+"""The toy environment with one seeded fault, selected by `env.kwargs.plant`; see `CHECK_OF_FAULT`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
-PLANTS = {
+CHECK_OF_FAULT = {
     "one_text_instead_of_lines": "factory",
     "heavy_import_in_validate": "light",
     "one_count_too_many": "spec",

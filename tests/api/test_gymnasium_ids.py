@@ -1,4 +1,4 @@
-"""Gymnasium ids of the simulators, and the way back through `env=gym`."""
+"""Gymnasium ids of the simulators, also used with `env=gym`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_vector_environments_start_the_same_episodes(more: dict) -> None:
 
 
 def test_gymnasium_id_runs_with_env_gym() -> None:
-    """Out and in again: the adapter reads the frames and the state that `make_env` returns."""
+    """`env=gym` reads the frames and the state that `make_env` returns."""
     cfg = load_config("eval", ["env=gym", f"env.id=embodyrl.gymnasium:{RED}", "model=random"]).env
     factory = ENVS.get("gym")
     spec = factory.spec(cfg, EnvContext())

@@ -136,7 +136,7 @@ def test_single_task_policy_needs_no_instruction(tmp_path: Path) -> None:
 
 
 def test_loaded_policy_uses_its_sampling_settings() -> None:
-    """Temperature of training; fails if the temperature stays 1 for any run or caller."""
+    """The policy samples at the temperature of its training. Fails if the temperature is always 1."""
     words = ("eval.sampling_params.do_sample=true", "algorithm.sampling_params.temperature=2.0")
     warm = embodyrl.load_policy(CHECKPOINT, *words, device="cpu")
     seen = warm.observe([warm.make_env().reset(seed=0)[0]])

@@ -29,7 +29,7 @@ REGISTRIES = {
 """The tables whose parts have keys, each with its registry and the prefix of the keys."""
 
 OF_COMMANDS = {"convert": get_keys(ConvertSettings)}
-"""Keys of commands that read them aside from a config."""
+"""Keys that commands read without a config."""
 
 
 def key_line(name: str, key: Key) -> str:
@@ -38,7 +38,7 @@ def key_line(name: str, key: Key) -> str:
 
 
 def interface() -> list[str]:
-    """Return the lines of today. A key of parts has a line for each type and default, with the parts that have it."""
+    """Return the interface lines. A key of parts has a line per type and default, with the parts that have it."""
     lines = []
     for name, command in COMMANDS.items():
         lines.append(f"command {name}: {' '.join(command.usage.split())}")

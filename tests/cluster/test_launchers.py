@@ -45,7 +45,7 @@ class EchoWorker:
         yield f"{request}!" if request != "long" else "x" * 2**22
 
     def leave(self) -> list[str]:
-        """Create what a library may leave at the end of its process; return the files, and the ids of processes."""
+        """Create the files and processes that a library may leave behind; return the files and the process ids."""
         self.lock = multiprocessing.RLock()
         self.shared = multiprocessing.Manager()
         self.pool = multiprocessing.Pool(1)

@@ -29,7 +29,7 @@ CASES = {
 
 
 def simulated(case: str, times: int) -> tuple[float, float]:
-    """Return the share of tests that report a difference, and the mean number of episodes."""
+    """Return the fraction of tests that report a difference, and the mean number of episodes."""
     first, second, most = CASES[case]
     rng = np.random.default_rng(7)
     verdicts = []
@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def nameless(folder: Path, *more: str) -> list[str]:
-    """Return the words of an evaluation without the name of the run."""
+    """Return the arguments of an evaluation without the name of the run."""
     words = toy_words(folder, "launcher=inline", "runner.logger.backends=[]", *more, command="eval")
     return [word for word in words if not word.startswith("runner.experiment_name=")]
 

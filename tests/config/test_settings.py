@@ -147,7 +147,7 @@ def test_mutable_defaults_are_not_shared() -> None:
             wrong()
 
 
-def test_union_without_null_does_not_offer_null() -> None:
+def test_expected_values_of_a_union_without_null_do_not_include_null() -> None:
     from embodyrl.envs.settings import ControlSettings
 
     key = get_keys(ControlSettings)["latency_steps"]

@@ -124,7 +124,9 @@ def test_installed_and_missing_modules_have_no_own_source_files(value: str, own:
 
 
 @pytest.mark.integration
-def test_command_sets_pythonpath_only_for_folders_that_need_it(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_command_sets_pythonpath_only_for_folders_that_need_it(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = load_config("train", ["env=tabletop"])
     cfg = plain.updated({"algorithm.loss_type": "pkg.part:LOSS"})
     assert python_path(cfg) == [], "on Python's path without PYTHONPATH, as installed with `pip install -e`"

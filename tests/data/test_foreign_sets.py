@@ -344,7 +344,7 @@ def test_camera_names_cannot_place_files_outside_a_copy(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("place", [".", "episodes"], ids=["data set", "run"])
-def test_data_set_writes_through_no_link_at_any_level(tmp_path: Path, capsys: Any, place: str) -> None:
+def test_dataset_command_does_not_write_through_links_at_any_level(tmp_path: Path, capsys: Any, place: str) -> None:
     root, out = write_set(tmp_path / "theirs", video_files=(0, 0, 0)), tmp_path / "out"
     merge = ["data", "merge", str(out / place), str(root), str(root)]
     assert main(merge) == 0
@@ -390,7 +390,7 @@ def test_non_finite_rows_are_rejected_or_skip_their_episode(
 
 
 @pytest.mark.parametrize("files", [None, (0, 0, 0)])
-def test_skipped_episodes_remove_all_their_data(tmp_path: Path, files: Any) -> None:
+def test_all_data_of_skipped_episodes_is_removed(tmp_path: Path, files: Any) -> None:
     good = numbers(3)
     columns = {"observation.state": numbers(4), "action": lambda e, t: [np.nan] * 3 if e == 1 else good(e, t)}
     root = write_set(

@@ -80,14 +80,14 @@ def test_unused_video_frames_warn_and_episode_timestamps_skip_them(tmp_path: Pat
     assert wrong_frames(load_demonstrations(root)) == 0
 
 
-def test_frames_at_other_times_than_the_steps_are_an_error(tmp_path: Path) -> None:
+def test_video_frames_at_other_times_than_the_steps_are_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     encode(root, 9.7, lambda frames: frames + frames[-3:])
     with pytest.raises(EmbodyError, match=r"24 frames, which is not the number of steps, and step \d of episode 2 at"):
         load_demonstrations(root)
 
 
-def test_missing_frames_in_a_gap_of_the_table_are_an_error(tmp_path: Path) -> None:
+def test_missing_video_frames_in_a_gap_of_the_timestamps_are_an_error(tmp_path: Path) -> None:
     """The file has as many frames as there are steps, but the table says that they are not consecutive."""
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     names = [f"{KEYS[0]}{edge}_timestamp" for edge in ("from", "to")]

@@ -82,7 +82,7 @@ def needs_box() -> gymnasium.Env:
     raise gymnasium.error.DependencyNotInstalled("box is missing, install box")
 
 
-class Knowing(gymnasium.Wrapper):
+class WithExpert(gymnasium.Wrapper):
     """Environment with an expert action."""
 
     def __init__(self, env: gymnasium.Env, right: Any) -> None:
@@ -150,7 +150,7 @@ def test_actions_are_converted_to_the_action_space(action, kind, sent, received)
 
 
 def knowing(action: str, right: Any) -> EnvSettings:
-    return config(COUNTER, kwargs={"action": action}, wrappers=[{"name": "test_gym:Knowing", "right": right}])
+    return config(COUNTER, kwargs={"action": action}, wrappers=[{"name": "test_gym:WithExpert", "right": right}])
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_invalid_settings_are_rejected_without_importing_gymnasium(words, text):
         check_components(load_config("train", ["env=gym", "model=mlp", *words]))
 
 
-class DrawsFirst(gymnasium.Wrapper):
+class SamplesBeforeSeeding(gymnasium.Wrapper):
     """Wrapper that samples before the environment is seeded."""
 
     def reset(self, **options):
@@ -425,7 +425,7 @@ class DrawsFirst(gymnasium.Wrapper):
 
 
 def test_wrapper_randomness_depends_on_the_reset_id():
-    cfg = env_of(env_type="gym", id="CartPole-v1", wrappers=["test_gym:DrawsFirst"], use_rel_reward=False)
+    cfg = env_of(env_type="gym", id="CartPole-v1", wrappers=["test_gym:SamplesBeforeSeeding"], use_rel_reward=False)
     env, drawn = ENVS.get("gym").make(cfg, EnvContext(num_envs=1)), []
     for reset_id in (3, 4, 3):
         env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=9)])

@@ -64,7 +64,7 @@ class CannotClose(Plain):
         raise RuntimeError("the simulator is gone")
 
 
-class Solved(Plain):
+class NumpyBoolSuccess(Plain):
     """Environment that reports success in the second step, as NumPy's bool, and None before."""
 
     def step(self, action):
@@ -73,13 +73,13 @@ class Solved(Plain):
         return seen, reward, solved, False, {**info, "success": np.bool_(True) if solved else None, 7: "a number"}
 
 
-class SolvedArray(Solved):
+class SolvedArray(NumpyBoolSuccess):
     def step(self, action):
         *result, info = super().step(action)
         return (*result, {"success": np.array([bool(info["success"])])})
 
 
-class ResetsAtOnce(Solved):
+class ResetsAtOnce(NumpyBoolSuccess):
     """Environment that resets in the step that ends, with the last observation in the info."""
 
     key = "final_obs"
@@ -97,7 +97,7 @@ class ResetsAsBefore(ResetsAtOnce):
 
 
 def solved(num_envs: int, mode: str = "SAME_STEP", array: bool = False) -> SyncVectorEnv:
-    return SyncVectorEnv([SolvedArray if array else Solved] * num_envs, autoreset_mode=AutoresetMode[mode])
+    return SyncVectorEnv([SolvedArray if array else NumpyBoolSuccess] * num_envs, autoreset_mode=AutoresetMode[mode])
 
 
 class ListBatch(SyncVectorEnv):
@@ -111,21 +111,21 @@ class ListBatch(SyncVectorEnv):
         return (seen, *(result.tolist() for result in results), info)
 
 
-class UnsaidMode(SyncVectorEnv):
+class NoAutoresetMode(SyncVectorEnv):
     """Vector environment without autoreset mode in its metadata."""
 
     declared: Any = None
 
     def __init__(self, num_envs: int) -> None:
-        super().__init__([Solved] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+        super().__init__([NumpyBoolSuccess] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
         self.metadata = {} if self.declared is None else {"autoreset_mode": self.declared}
 
 
-class SpelledMode(UnsaidMode):
+class SpelledMode(NoAutoresetMode):
     declared = "SameStep"
 
 
-class UnknownMode(UnsaidMode):
+class UnknownMode(NoAutoresetMode):
     declared = "sometimes"
 
 
@@ -247,7 +247,7 @@ def test_time_limit_of_minus_one_is_ignored():
 
 
 def test_vector_environment_without_autoreset_mode_gives_a_warning():
-    assert "has no autoreset_mode" in " ".join(described("test_gym_odd:UnsaidMode").warnings)
+    assert "has no autoreset_mode" in " ".join(described("test_gym_odd:NoAutoresetMode").warnings)
     assert not described("test_gym_odd:solved").warnings
     with pytest.raises(ConfigError, match=r"'sometimes'. Set it to one of NextStep, SameStep, Disabled"):
         described("test_gym_odd:UnknownMode")

@@ -41,7 +41,7 @@ def shorter(**arguments) -> gymnasium.Env:
     return gymnasium.make("CartPole-v1", max_episode_steps=17, **arguments)
 
 
-class Sharing(SyncVectorEnv):
+class SharesObservationMemory(SyncVectorEnv):
     """Environment that writes every observation into the same memory."""
 
     def __init__(self, num_envs: int) -> None:
@@ -54,7 +54,7 @@ def apart(num_envs: int) -> AsyncVectorEnv:
     return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-class Telling(gymnasium.Wrapper):
+class ReportsLean(gymnasium.Wrapper):
     """Environment that reports at each step whether the pole leans to the right."""
 
     def step(self, action):
@@ -62,8 +62,8 @@ class Telling(gymnasium.Wrapper):
         return seen, reward, terminated, truncated, info | {"success": bool(seen[2] > 0)}
 
 
-def telling(**arguments) -> Telling:
-    return Telling(gymnasium.make("CartPole-v1", **arguments))
+def telling(**arguments) -> ReportsLean:
+    return ReportsLean(gymnasium.make("CartPole-v1", **arguments))
 
 
 class TellingBatch(SyncVectorEnv):
@@ -117,7 +117,9 @@ def test_vector_environment_matches_single_environments(env_id):
 
 
 def test_final_observation_is_not_overwritten():
-    for ours, single in zip(play("test_gym_vector:Sharing"), play("test_gym_vector:shorter"), strict=True):
+    for ours, single in zip(
+        play("test_gym_vector:SharesObservationMemory"), play("test_gym_vector:shorter"), strict=True
+    ):
         np.testing.assert_array_equal(ours, single)
 
 

@@ -44,7 +44,7 @@ def disturb(chaos: Chaos, kind: str, injections: int) -> list[Injection]:
     return sent
 
 
-def test_sixty_signals_in_all_phases_of_training_leave_nothing_and_change_no_number(tmp_path: Path) -> None:
+def test_sixty_signals_in_all_training_phases_leave_no_process_and_change_no_result(tmp_path: Path) -> None:
     made = Chaos(tmp_path, seed=64, only=("inline", "cartpole"), quota=(4, 8), phases=True, fork=True)
     sent: list[Injection] = []
     try:

@@ -42,7 +42,7 @@ def gone(folder: Path) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("words", [EVAL, ("check-env", "env=gym")], ids=["probe", "check-env"])
-def test_child_processes_end_when_the_driver_is_killed_in_a_probe(words, tmp_path):
+def test_child_processes_end_when_the_driver_is_killed_while_reading_a_spec(words, tmp_path):
     command = start_cli(*words, "env.id=family_env:Stuck", cwd=tmp_path, env={FOLDER: str(tmp_path)})
     assert wait_until(lambda: count(tmp_path) >= 3, 60.0), command.printed
     assert len(running(tmp_path)) >= 3

@@ -39,7 +39,7 @@ def test_crashes_for_the_same_reason_in_different_steps_are_restarted_and_counte
 @pytest.mark.parametrize(
     ("restarts", "said"), [(0, "it was restarted 0 times already"), (3, "failed in the same step of the same episode")]
 )
-def test_weights_are_saved_before_env_workers_end_the_run(tmp_path, restarts, said):
+def test_checkpoint_is_saved_before_env_worker_failures_end_the_run(tmp_path, restarts, said):
     """The environment raises in each first step, from the second training step on."""
     fault = ("env.kwargs.fault=raise", f"env.kwargs.after={tmp_path}/begun", "runner.max_steps=3")
     cfg = toy_config(tmp_path, *fault, f"faults.max_restarts_per_worker={restarts}", "runner.save_interval=-1")

@@ -73,7 +73,7 @@ def test_resume_does_not_open_pipes(name, run):
 
 
 @pytest.mark.parametrize("name", ["environment.yaml", "config.yaml", "eval/step_000001/eval.json"])
-def test_export_copies_no_linked_file(name, run, tmp_path, capsys):
+def test_export_does_not_copy_linked_files(name, run, tmp_path, capsys):
     secret, file = tmp_path / "secret", run / name
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists():
@@ -86,7 +86,7 @@ def test_export_copies_no_linked_file(name, run, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_report_and_card_write_through_no_link(tmp_path):
+def test_report_and_card_do_not_write_through_links(tmp_path):
     run, victim = write_run(tmp_path / "runs" / "theirs"), tmp_path / "victim"
     victim.write_text("precious")
     names = ("report.html", "CARD.md", "card.json")
@@ -175,7 +175,7 @@ def test_repositories_with_kernels_in_a_config_are_ignored(key, tmp_path):
         assert load(tmp_path, dtype=torch.float32, seed=seed)[0].config._attn_implementation == "sdpa"
 
 
-def test_report_embeds_no_video_behind_a_linked_folder(tmp_path, monkeypatch):
+def test_report_does_not_embed_videos_of_a_linked_folder(tmp_path, monkeypatch):
     run = write_run(tmp_path / "runs" / "Videos")
     private = write_video(tmp_path / "home" / "Videos" / "private.mp4")
     own = write_video(run / "own" / "Videos" / "step.mp4")

@@ -346,7 +346,7 @@ def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path
 
 
 @pytest.mark.integration
-def test_huge_numbers_of_a_run_need_no_memory(tmp_path):
+def test_huge_numbers_in_run_files_do_not_exceed_memory(tmp_path):
     run = write_run(tmp_path / "theirs", "runner.logger.backends=[jsonl]")
     (run / "checkpoints" / "step_400000000").mkdir(parents=True)
     (run / "checkpoints" / "step_400000000" / "manifest.json").write_text("{}")

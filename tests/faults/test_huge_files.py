@@ -77,7 +77,7 @@ def run_reader(*words: str, folder: Path) -> tuple[int, str]:
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_commands_read_a_small_part_of_a_huge_file(healthy, tmp_path, name, words, code, said):
+def test_commands_read_only_a_small_part_of_a_huge_file(healthy, tmp_path, name, words, code, said):
     run = tmp_path / "runs" / "run"
     shutil.copytree(healthy, run)
     grow(run / name)

@@ -132,7 +132,7 @@ def test_full_disk_error_keeps_older_checkpoints(small_disk):
     assert [row["step"] for row in rows(small_disk / "run")] == [1, 2]
 
 
-def test_full_disk_in_a_validation_exits_6_with_checkpoint_and_resume_line(small_disk):
+def test_full_disk_in_a_validation_exits_6_with_checkpoint_and_resume_command(small_disk):
     words = ("runner.max_steps=4", "runner.save_interval=1", "runner.val_check_interval=1")
     cfg = toy_config(small_disk, *words)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:

@@ -69,7 +69,7 @@ def start_child(file: str, crash: bool) -> Answer:
 
 
 def leave(file: str) -> Answer:
-    """Create what a library may leave at the end of its process, and a thread that does not end."""
+    """Create the files and processes that a library may leave behind, and a thread that does not end."""
     semaphore, memory = multiprocessing.get_context("spawn").RLock(), SharedMemory(create=True, size=64)
     shared = multiprocessing.Manager()
     child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))

@@ -19,7 +19,7 @@ pytestmark = [
 VIEW = ["env=tabletop", "env.init_params.camera_heights=56", "env.init_params.camera_widths=56"]
 
 
-def recognise(folder: Path, episodes: int = 150, steps: int = 250) -> Path:
+def train_classifier(folder: Path, episodes: int = 150, steps: int = 250) -> Path:
     """Train a small classifier on a noisy expert's episodes, including frames after success, from both cameras."""
     quiet = ["runner.logger.backends=[jsonl]", f"runner.output_dir={folder}", "launcher=inline"]
     task = ["env.train.task_ids=[2]", "env.train.max_episode_steps=24", "env.train.ignore_terminations=true"]
@@ -42,6 +42,6 @@ def test_training_on_a_reward_model_improves_true_success(tmp_path: Path) -> Non
     """The policy uses the front camera, the reward model both; the simulator only measures success."""
     cameras = ("env=tabletop", "env.init_params.camera_names=[front,wrist]", "env.train.task_ids=[2]")
     few = ("runner.max_steps=7", "runner.val_check_interval=7", "env.eval.task_ids=[2]", "eval.episodes=100")
-    words = (*cameras, *few, "video=none", f"reward.path={recognise(tmp_path)}")
+    words = (*cameras, *few, "video=none", f"reward.path={train_classifier(tmp_path)}")
     before, after = gain(train_gate(tmp_path, *words, name="rl"))
     assert after >= before + 0.2

@@ -21,7 +21,7 @@ def gain(folder: Path, *words: str, experiment: str = "libero_laptop") -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_laptop_run_gains_50_points(tmp_path: Path, seed: int) -> None:
+def test_laptop_experiment_gains_50_points(tmp_path: Path, seed: int) -> None:
     assert gain(tmp_path, f"seed={seed}") >= 0.5
 
 

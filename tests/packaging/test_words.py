@@ -180,7 +180,7 @@ def test_texts_use_no_discouraged_words():
     assert faults() == [], "rewrite these by tests/packaging/words.toml"
 
 
-def test_allowed_exceptions_still_occur():
+def test_word_list_exceptions_are_used():
     unused = [
         use
         for use in WORDS["allowed"]

@@ -94,7 +94,7 @@ def test_task_ids_select_reset_ids(config):
         select_reset_ids(ENV, config("env.train.task_ids=[3]").env.train)
 
 
-def test_auto_reset_combines_all_rollout_epochs_into_one_wave(config):
+def test_auto_reset_plans_all_rollout_epochs_as_one_queue_per_env(config):
     refilled = plan_of(config("algorithm.rollout_epoch=3"))
     assert [len(wave.queues) for wave in refilled.waves] == [1]
     assert [e.episode_id for e in refilled.waves[0].queues[0]] == list(range(12))

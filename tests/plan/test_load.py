@@ -209,12 +209,12 @@ def test_updated_rejects_keys_that_the_command_does_not_use(name: str) -> None:
         load_config("sft", ()).updated({name: None})
 
 
-def test_config_section_must_be_set() -> None:
+def test_missing_config_section_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^algorithm is not set\.$"):
         apply_overrides(load_config("train", ()), {"algorithm": None})
 
 
-def test_commands_agree_on_shared_keys() -> None:
+def test_train_and_eval_have_equal_values_of_shared_keys() -> None:
     words = ["env=libero_goal", "seed=3"]
     trained, measured = (dict(load_config(command, words).leaves()) for command in ("train", "eval"))
     assert measured.items() <= trained.items()
@@ -437,7 +437,7 @@ def test_run_with_keys_of_its_own_loss_can_be_evaluated(tmp_path: Path, monkeypa
         load_config("eval", [f"ckpt={run}", "trust=true"], base=saved)
 
 
-def test_experiment_without_package_line_names_the_fix(tmp_path: Path) -> None:
+def test_experiment_without_package_line_is_an_error_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("seed: 3\n")
     with pytest.raises(ConfigError, match="# @package _global_"):

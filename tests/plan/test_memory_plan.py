@@ -513,6 +513,6 @@ def test_arena_size_error_suggests_only_settings_that_can_be_lowered(tmp_path):
         (("checkpoint.keep=3", "runner.save_interval=-1"), "Free disk space, or change"),
     ],
 )
-def test_disk_advice_leaves_out_settings_of_the_run(words, fix, tmp_path):
+def test_disk_space_error_suggests_no_value_that_the_run_already_has(words, fix, tmp_path):
     with pytest.raises(ConfigError, match=fix):
         require_disk(toy_config(tmp_path, *words), 2**60, total_steps=5)

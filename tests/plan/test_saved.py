@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> Path:
         ["experiment=tabletop_residual", "ckpt=run"],
     ],
 )
-def test_settings_do_not_depend_on_the_name_of_the_weights(
+def test_settings_do_not_depend_on_the_path_of_the_weights(
     command: str, words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)

@@ -109,7 +109,7 @@ def test_every_parameter_is_trained(space):
     assert still == []
 
 
-def test_policy_uses_its_own_number_of_cameras():
+def test_policy_reads_only_the_first_cameras_that_it_needs():
     spec = env_spec("box", cameras=2)
     policy = shake(build("cnn", env=replace(spec, cameras=replace(spec.cameras, names=spec.cameras.names[:1]))))
     obs = observe(spec, 4)

@@ -106,7 +106,7 @@ def test_episode_results_are_schedule_independent(tmp_path):
     assert lists[0] == lists[1] == lists[2] == lists[3]
 
 
-def test_span_includes_rollout_time_before_finish(tmp_path):
+def test_rollout_duration_includes_the_time_before_other_rollouts_finish(tmp_path):
     with running_crew(tmp_path, "algorithm.max_staleness=1") as stage:
         cfg, env, rollouts = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler
         rollouts.publish(0)

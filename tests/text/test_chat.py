@@ -198,7 +198,7 @@ def tagged_reader(place: Path, generation: str) -> PromptReader:
     return PromptReader(tokenizer, CausalLMSettings(model_type="causal_lm"), place, empty_prompt_token=0, pixels=0)
 
 
-def test_tags_that_are_special_tokens_are_text(tmp_path: Path):
+def test_special_tokens_that_are_tags_are_kept_as_text(tmp_path: Path):
     reader = tagged_reader(tmp_path / "m", "")
     tokenizer, hidden = reader._processor, ("<eos>", *ENVELOPE)
     text = "1".join(TAGS)

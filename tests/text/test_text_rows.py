@@ -453,7 +453,7 @@ def test_slow_answer_pattern_is_an_error(tmp_path: Path, monkeypatch):
     assert rows[0].reference == "a" * 40
 
 
-def test_longest_prompt_is_counted_within_the_limit(tmp_path: Path):
+def test_prompt_tokens_is_the_length_of_the_longest_prompt_within_the_limit(tmp_path: Path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x" * n, "answer": "y"} for n in (3, 7, 9)])
     kept = RowSettings(path=path, val_share=0.0)
     assert open_rows(kept, tokenizer=None).prompt_tokens == 9

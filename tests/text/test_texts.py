@@ -109,7 +109,7 @@ def test_images_stay_with_their_text_rows(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_critic_and_reference_cover_every_token(tmp_path: Path):
+def test_critic_and_reference_are_evaluated_on_every_token(tmp_path: Path):
     ppo = ("algorithm=ppo", "algorithm.group_size=1", "algorithm.update_epoch=1", "runner.max_steps=1")
     for level in ("action_level", "chunk_level"):
         run = train(

@@ -100,7 +100,7 @@ def test_doctor_reads_the_inputs_from_the_training_record(folder: Path, capsys) 
     assert "camera front 56x56 and state of 4 numbers" in texts["policy"]
 
 
-def test_properties_that_published_files_do_not_show_are_listed(tmp_path: Path, capsys) -> None:
+def test_settings_that_published_files_do_not_contain_are_listed(tmp_path: Path, capsys) -> None:
     bare = shutil.copytree(assets_dir() / "openvla_oft_tabletop", tmp_path / "bare")
     (bare / RECORD).unlink()
     findings = check(capsys, bare, *OFT)
@@ -200,7 +200,7 @@ def test_doctor_reports_normalization_mode_mismatch_with_lerobot_config(tmp_path
     assert "trained with MEAN_STD" in findings["normalization"][1]
 
 
-def test_presets_that_the_files_do_not_distinguish_are_listed(folder: Path, capsys) -> None:
+def test_all_presets_that_fit_the_files_are_listed(folder: Path, capsys) -> None:
     assert main(["doctor", str(folder)]) == 2
     error = capsys.readouterr().err
     assert "fits model=openvla_oft_official|openvla_oft_tiny. The files do not show" in error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from doubles import ScriptedSims, steps_of
-from faulty_env import PLANTS
+from faulty_env import CHECK_OF_FAULT
 from processes import start_cli, wait_until
 from settings import env_of
 
@@ -58,12 +58,12 @@ def levels(cfg: EnvSettings) -> set[str]:
     return {f.level for f in check_env(cfg)}
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("plant", CHECK_OF_FAULT)
 def test_each_seeded_fault_is_detected_only_by_its_own_check(plant):
     cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
     # All reset ids may begin alike: some environments have one start.
     found = warned(cfg) if plant == "reset_id_ignored" else list(failed(cfg))
-    assert found == [PLANTS[plant]]
+    assert found == [CHECK_OF_FAULT[plant]]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_each_seeded_fault_is_detected_only_by_its_own_check(plant):
 )
 def test_violation_contains_field_expected_and_actual_value(plant, said):
     cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
-    assert said in failed(cfg)[PLANTS[plant]]
+    assert said in failed(cfg)[CHECK_OF_FAULT[plant]]
 
 
 def test_environment_without_seeded_fault_passes():

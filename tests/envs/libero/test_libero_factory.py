@@ -220,7 +220,7 @@ def test_chunk_cost_depends_on_physics_and_rendering(gl, monkeypatch):
 
 
 @pytest.mark.sim
-def test_page_moves_the_arm_at_its_full_speed():
+def test_pressed_keys_move_the_arm_at_full_speed():
     action = FACTORY.describe(env_of("libero", task_suite_name="libero_goal"), EnvContext()).action
     keys = {control.key: number for number, control in enumerate(action.controls)}
     pressed = dict.fromkeys((keys["KeyD"], keys["KeyS"], keys["KeyE"]), 1.0)

@@ -152,7 +152,7 @@ def test_skipped_work_of_lean_rendering_does_not_change_images(suite, task):
     sim.close()
 
 
-def test_objects_in_front_of_the_sky_are_rendered_like_the_whole_scene():
+def test_lean_images_of_objects_in_front_of_the_sky_match_full_rendering():
     sim = simulator("libero_spatial", 4, lean=True, fast=True)
     sim.reset(install.load_init_states("libero_spatial", 4)[3], 3)
     camera = sim._model.camera("agentview").id
@@ -173,7 +173,7 @@ def test_objects_in_front_of_the_sky_are_rendered_like_the_whole_scene():
     sim.close()
 
 
-def test_repeated_episode_renders_only_few_images(monkeypatch):
+def test_repeated_episode_renders_few_images(monkeypatch):
     """A policy without sampling repeats episodes: then the whole arm is an object at rest in each of its poses."""
     sim = simulator("libero_object", 0, lean=True, fast=True)
     images, counts, original = np.zeros((1, 128, 128, 3), np.uint8), [], mujoco.mjr_render

@@ -9,7 +9,7 @@ from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 
 
-def test_only_the_instruction_differs_between_states(tmp_path):
+def test_variant_with_wrong_instructions_has_the_states_of_the_original(tmp_path):
     pytest.importorskip("libero.libero")
     words = ["env=libero_spatial", "model=openvla_oft_tiny", f"runner.output_dir={tmp_path}"]
     honest, liar = (

@@ -158,7 +158,7 @@ class _Rows:
     _reset_mask = None
 
 
-def drawing_rows():
+def sampled_rows():
     """Create a batch whose episodes are sampled in all ways of ManiSkill's tasks; `reset` is ManiSkill's own."""
     import torch
     from mani_skill.envs.sapien_env import BaseEnv
@@ -212,7 +212,7 @@ def drawing_rows():
 def test_batched_resets_match_single_resets():
     from embodyrl.envs.maniskill.simulator import restart_rows
 
-    cfg, together, alone = config(obs_mode=ObsMode.state), drawing_rows(), drawing_rows()
+    cfg, together, alone = config(obs_mode=ObsMode.state), sampled_rows(), sampled_rows()
     restart_rows(cfg, together, {0: 7, 2: 11, 3: 7}, ())
     assert together.resets == 1
     assert together.drawn[1].tolist() == [0.0] * 8, "runs on"
@@ -227,7 +227,7 @@ def test_batched_simulation_matches_single_simulations(monkeypatch):
     """Actions, outcomes, states, videos and infos of four environments; a waiting environment is restarted."""
     from embodyrl.envs.maniskill import sims
 
-    rows = drawing_rows()
+    rows = sampled_rows()
     monkeypatch.setattr(sims, "build", lambda *_: rows)
     cfg = config(obs_mode=ObsMode.state)
     spec = replace(described._build_spec(cfg, replace(PANDA, state_dim=8)), simulator=SimulatorSpec(lockstep=True))

@@ -110,7 +110,7 @@ def test_block_frame_displaces_the_target_position_in_the_rotated_frame():
 
 
 @pytest.mark.parametrize("name", ["pusht", "pusht_relative"])
-def test_presets_have_the_expert(name: str):
+def test_pusht_presets_have_a_scripted_expert(name: str):
     pytest.importorskip("gym_pusht")
     cfg = env_of("robots", robot=name, use_rel_reward=False)
     assert FACTORY.spec(cfg, EnvContext(renders_images=False)).expert.tasks == (0,)

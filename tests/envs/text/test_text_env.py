@@ -62,7 +62,7 @@ def test_reply_at_token_limit_is_truncated_and_terminated(env):
     assert result.truncated[1, 7]
 
 
-class Doubting:
+class FailingReward:
     """Reward function that returns an error for replies that do not start with a digit."""
 
     components, weights = (), ()
@@ -77,7 +77,7 @@ class Doubting:
 
 
 def test_reward_error_is_reported_for_its_env():
-    context = EnvContext(num_envs=4, parts={"rows": two_digits(), "reward_runner": Doubting()})
+    context = EnvContext(num_envs=4, parts={"rows": two_digits(), "reward_runner": FailingReward()})
     env = FACTORY.make(env_of("text"), context)
     env.reset(range(4), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(4)])
     env.set_replies([1, 2, 3], ["1", "idea", "clue"], np.zeros(3, np.bool_))
@@ -182,14 +182,14 @@ def test_tools_and_max_turns_are_required_together():
     assert FACTORY.validate(env_of("text")) == []
 
 
-class Asked(list[TextRow]):
+class ImageRows(list[TextRow]):
     """Rows with images of up to 4 by 6 pixels."""
 
     name, held_out, repeated, prompt_bytes, pictures, image_size = "asked", 0, 0, 100, 2, (4, 6)
     roles, warnings, prompt_tokens, turn_tokens = (("user",),), (), 0, 0
 
 
-class Listening:
+class RecordingReward:
     """Reward function that stores its arguments."""
 
     components, weights = ("length",), (1.0,)
@@ -205,9 +205,9 @@ class Listening:
         """Do nothing."""
 
 
-def asks(*rows: TextRow, env_indices: int, judge: Listening):
+def asks(*rows: TextRow, env_indices: int, judge: RecordingReward):
     return FACTORY.make(
-        env_of("text"), EnvContext(num_envs=env_indices, parts={"rows": Asked(rows), "reward_runner": judge})
+        env_of("text"), EnvContext(num_envs=env_indices, parts={"rows": ImageRows(rows), "reward_runner": judge})
     )
 
 
@@ -218,7 +218,7 @@ def test_verifier_gets_question_and_reply_length():
         TextRow(messages=(rules, question), reference="first"),
         TextRow(messages=(*example, question), reference="second"),
     ]
-    judge = Listening()
+    judge = RecordingReward()
     env = asks(*rows, env_indices=2, judge=judge)
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in (1, 0)])
     result = say(env, ["so", "because"], [2, 3])
@@ -234,7 +234,7 @@ def test_images_are_cleared_between_rows():
     asked = Message(role="user", content="What is it?")
     shown = [(large, large), (small,)]
     rows = [TextRow(messages=(asked,), reference="", pictures=tuple(LazyImage(p, "") for p in ps)) for ps in shown]
-    env = asks(*rows, env_indices=1, judge=Listening())
+    env = asks(*rows, env_indices=1, judge=RecordingReward())
     out = ObservationOut(images=np.zeros((2, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
     for row in (0, 1):
         env.reset([0], [EpisodeStart(reset_id=row, seed=0, max_episode_steps=16)])

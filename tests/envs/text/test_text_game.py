@@ -16,7 +16,7 @@ from embodyrl.text.messages import split_messages
 from embodyrl.types import EpisodeStart
 
 DOWN, RIGHT = "1", "2"
-WAY = [DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT]
+SOLUTION = [DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT]
 """Path through the four by four lake."""
 
 
@@ -43,9 +43,9 @@ def say(env: GameEnv, *replies: str) -> Any:
 def test_game_is_won_by_action_words() -> None:
     env = make(reward_coef=2.0)
     assert "[S]FFF" in env.instruction(0)
-    for turn, action in enumerate(WAY):
+    for turn, action in enumerate(SOLUTION):
         result = say(env, f"x {action}", "?")
-        won = turn == len(WAY) - 1
+        won = turn == len(SOLUTION) - 1
         assert result.terminated[0].tolist() == result.success[0].tolist() == [False, False, won, False]
         assert result.reward[0].tolist() == [0, 0, 2.0 * won, 0]
         assert result.reward[1].tolist() == [-1.0, 0, 0, 0], "a reply without an action costs and changes nothing"

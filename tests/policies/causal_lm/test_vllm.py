@@ -21,7 +21,7 @@ def policy():
     return build(TINY, backend="vllm", value_dim=6, top=2)
 
 
-def stir(policy, seed: int) -> None:
+def change_weights(policy, seed: int) -> None:
     """Change all weights in place, as an optimizer step does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def test_vllm_replies_match_the_weights_after_each_update(policy):
         np.testing.assert_array_equal(theirs.tokens, ours.tokens)
         np.testing.assert_allclose(theirs.logprob, ours.logprob, atol=1e-4)
         seen.append(theirs.tokens)
-        stir(policy, seed)
+        change_weights(policy, seed)
     assert not any(np.array_equal(a, b) for a, b in pairwise(seen))
 
 

@@ -50,7 +50,7 @@ def test_centered_frames_match_pillow():
     np.testing.assert_allclose(found.permute(0, 2, 3, 1), np.stack(expected), atol=1e-3)
 
 
-def test_image_padding_is_left_and_top():
+def test_images_are_padded_on_the_left_and_top():
     wide = pad_left_top(frames(20, 40), 32)
     assert (wide[:, :, :16] == -1).all()
     assert (wide[:, :, 16:].flatten(2) > -1).any(-1).all()

@@ -108,7 +108,7 @@ def noise_for(policy: FlowPolicy, count: int) -> np.ndarray:
     return np.random.default_rng(5).random((count, policy.spec.tokens_per_chunk), np.float32)
 
 
-def stir(policy: FlowPolicy) -> None:
+def randomize_weights(policy: FlowPolicy) -> None:
     """Randomize weights, because paths with zero weights would not be tested."""
     generator = torch.Generator().manual_seed(9)
     for parameter in policy.module.parameters():
@@ -119,7 +119,7 @@ def stir(policy: FlowPolicy) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_flow_sampled_and_recomputed_log_probs_agree(folder, way):
     policy = build(folder, value_dim=1, **WAYS[way])
-    stir(policy)
+    randomize_weights(policy)
     obs = observe(6)
     noise = noise_for(policy, 6)
     out = policy.act(obs, noise=noise)
@@ -166,7 +166,7 @@ def test_actions_have_the_units_of_the_data(folder):
 @pytest.mark.parametrize("start", ["zero", "random"])
 def test_greedy_actions_follow_the_ode_and_are_batch_independent(folder, start):
     policy = build(folder, greedy_start=start)
-    stir(policy)
+    randomize_weights(policy)
     obs = observe(5)
     out = policy.act(obs, noise=None)
     assert not out.tokens.any()
@@ -177,7 +177,7 @@ def test_greedy_actions_follow_the_ode_and_are_batch_independent(folder, start):
 @pytest.mark.parametrize("way", ["sde", "noise", "fpo"])
 def test_value_loss_does_not_change_the_flow_network(folder, way):
     policy = build(folder, value_dim=1, **WAYS[way])
-    stir(policy)
+    randomize_weights(policy)
     obs = observe(4)
     out = policy.act(obs, noise=noise_for(policy, 4))
     scores = policy.score(obs, out.tokens)
@@ -204,7 +204,7 @@ def test_values_depend_on_the_observation_only(folder, value_from):
 def test_validation_loss_uses_fixed_noise(folder, power):
     """x_t = t noise + (1 - t) a, target noise - a, t from 0.001 + 0.999 Beta(power, 1)."""
     policy = build(folder, **({} if power == 1.5 else {"imitated_time": power}))
-    stir(policy)
+    randomize_weights(policy)
     obs = observe(8)
     actions = np.random.default_rng(2).uniform([-2, 0, 0.5, -1], [2, 1, 0.5, 1], (8, 3, 4)).astype(np.float32)
     with torch.no_grad():
@@ -262,7 +262,7 @@ def test_sft_fits_the_demonstrations(folder):
 
 def test_flow_weights_round_trip(folder, tmp_path):
     policy = build(folder, value_dim=1, likelihood="flow_noise")
-    stir(policy)
+    randomize_weights(policy)
     saved = tmp_path / "saved"
     saved.mkdir()
     policy.save(saved)
@@ -352,7 +352,7 @@ def test_statistics_of_another_size_are_rejected(folder):
 
 def test_longer_instruction_in_the_batch_does_not_change_other_rows(folder):
     policy = build(folder)
-    stir(policy)
+    randomize_weights(policy)
     obs = observe(2)
     longer = Observation(images=obs.images, state=obs.state, instructions=(obs.instructions[0], "a b c d e f g h i j"))
     found = policy.act(longer, noise=None).actions[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_policy import ENV, build, folder, noise_for, observe, stir  # noqa: F401
+from test_policy import ENV, build, folder, noise_for, observe, randomize_weights  # noqa: F401
 
 from embodyrl.algorithms.off_policy.replay import Frames
 from embodyrl.channels.arena import Arena
@@ -33,7 +33,7 @@ def correct(folder: Path, **keys: object) -> SteeredFlowPolicy:  # noqa: F811
     policy = build(folder, likelihood="residual", **keys)
     assert isinstance(policy, SteeredFlowPolicy)
     assert isinstance(policy, SoftActor)
-    stir(policy)
+    randomize_weights(policy)
     return policy
 
 
@@ -92,7 +92,7 @@ def test_residual_logprob_matches_the_correction(folder):  # noqa: F811
 @pytest.mark.parametrize("likelihood", ["residual", "dsrl"])
 def test_sampled_and_recomputed_log_probs_agree_at_another_temperature(folder, likelihood):  # noqa: F811
     policy = build(folder, likelihood=likelihood, temperature=0.7)
-    stir(policy)
+    randomize_weights(policy)
     out = policy.act(observe(6), noise=noise_for(policy, 6))
     again = policy.score(observe(6), out.tokens).logprob.detach().numpy()
     np.testing.assert_allclose(again, out.logprob, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_policy import build, folder, noise_for, observe, stir  # noqa: F401
+from test_policy import build, folder, noise_for, observe, randomize_weights  # noqa: F401
 
 from embodyrl.algorithms.off_policy.replay import Frames
 from embodyrl.channels.arena import Arena, read_observation
@@ -34,7 +34,7 @@ def steer(folder: Path, **keys: object) -> SteeredFlowPolicy:  # noqa: F811
     policy = build(folder, likelihood="dsrl", **keys)
     assert isinstance(policy, SteeredFlowPolicy)
     assert isinstance(policy, SoftActor)
-    stir(policy)
+    randomize_weights(policy)
     return policy
 
 

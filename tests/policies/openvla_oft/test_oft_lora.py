@@ -50,7 +50,7 @@ def test_exported_adapter_run_has_the_published_layout(checkpoint, make_policy, 
     assert (logits - want).abs().mean() < 0.05 * (base - want).abs().mean()
 
 
-def test_all_linear_targets_the_modules_of_the_published_adapter(checkpoint, make_policy, adapter):
+def test_all_linear_option_selects_the_modules_of_the_published_adapter(checkpoint, make_policy, adapter):
     policy = make_policy(checkpoint, is_lora=True, value_dim=1, lora=LoraSettings(r=4, lora_alpha=4))
     injected = {name.partition(".lora_A.")[0] for name in policy.module.state_dict() if ".lora_A." in name}
     assert injected == set(read_adapter(adapter).factors)

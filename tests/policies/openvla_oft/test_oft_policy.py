@@ -125,7 +125,7 @@ def test_padding_does_not_change_a_row(checkpoint, make_policy, env_spec):
     np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-4)
 
 
-def test_only_configured_cameras_are_used(checkpoint, make_policy, env_spec):
+def test_policy_reads_only_the_configured_cameras(checkpoint, make_policy, env_spec):
     two = dataclasses.replace(env_spec, cameras=dataclasses.replace(env_spec.cameras, names=("agentview", "wrist")))
     obs = observe(cameras=2)
     blind = dataclasses.replace(obs, images=obs.images.copy())

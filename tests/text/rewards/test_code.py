@@ -138,13 +138,13 @@ for k in range(200):
 """
 
 
-def test_removed_files_that_are_mapped_are_bounded():
+def test_deleted_files_that_are_still_mapped_are_limited_in_size():
     if not sandbox._get_bubblewrap_command():
         pytest.skip("without bubblewrap, the file system of the folder is shared")
     assert run_python(MAPPED, seconds=20) == (False, "exit code 7")
 
 
-def test_program_output_is_bounded():
+def test_program_output_is_limited_in_size():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for loop in ("print('x' * 100_000)", "os.write(2, b'x' * 100_000)"):
         ended, why = run_python(f"import os\nwhile True: {loop}", seconds=20)
@@ -267,7 +267,7 @@ print(found, os.fstat(f).st_blocks)
 """
 
 
-def test_program_uses_no_shared_memory_and_reserves_no_disk():
+def test_program_cannot_use_shared_memory_or_reserve_disk_space():
     assert run_python(SHARED, seconds=20) == (True, "[] 0\n")
 
 

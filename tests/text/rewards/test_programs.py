@@ -63,7 +63,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("form", REPEATED)
-def test_degenerate_reply_ends_before_the_timeout(form: str):
+def test_program_search_in_a_degenerate_reply_ends_before_the_timeout(form: str):
     assert isinstance(find_program(REPEATED[form], ["assert f(1) == 2"]), str)
 
 
