@@ -58,8 +58,9 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 
 
 def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
-    """Build an environment (see `create`). Return the environment, and the names of all environments if `env.id` has
-    several.
+    """Build an environment (see `create`).
+
+    Return the environment, and the names of all environments if `env.id` has several.
     """
     env_id = str(cfg.id)
     built, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
