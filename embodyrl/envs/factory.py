@@ -39,7 +39,7 @@ class SimFactory(ABC, Generic[S]):
         """Return the names of the suites that an evaluation can add to the configured suite; empty by default."""
         return ()
 
-    def own_suite(self, cfg: S) -> str | None:
+    def get_configured_suite(self, cfg: S) -> str | None:
         """Return the name of the configured suite, or None if the suite has no name."""
         return None
 

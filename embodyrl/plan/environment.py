@@ -46,7 +46,7 @@ def _additional_suites(cfg: Config) -> tuple[str, ...]:
     available: tuple[str, ...] = getattr(factory, "suites", lambda _: ())(cfg.env)
     if requested == [ALL_SUITES] and available:
         return available
-    main_suite = getattr(factory, "own_suite", lambda _: None)(cfg.env)
+    main_suite = getattr(factory, "get_configured_suite", lambda _: None)(cfg.env)
     suite_names = ", ".join(available) or "no further suites"
     if unknown := [name for name in requested if name not in (*available, main_suite)]:
         raise ConfigError(

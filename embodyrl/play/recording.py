@@ -54,7 +54,7 @@ class Recording:
             root: folder of the data set.
             run_plan: plan of the policy and the environment.
             environment: config whose environment is stored with the data; None: the config of `run_plan`.
-            state_ids: first and last initial state from which episodes may start; None: unknown, any state.
+            state_ids: first and last initial state from which episodes may start; None: any initial state.
 
         Raises:
             EmbodyError: the folder contains other files, or a data set of another policy.

@@ -26,6 +26,8 @@ def get_page() -> Answer:
 
 @dataclass(slots=True)
 class _Client:
+    """Last executed request of a client, and its answer."""
+
     seq: int = 0
     """Sequence number of the last executed request."""
     request: str = ""
@@ -36,7 +38,8 @@ class RequestHandlers:
     """Request handlers of the web page of `embodyrl play`.
 
     `POST /act` executes a request of a client; its sequence number `seq` must follow the last request. A repeated
-    request, for example after a lost connection, returns the stored answer. A rejected request uses no number.
+    request, for example after a lost connection, returns the stored answer. A rejected request does not change the
+    sequence number.
 
     The simulator advances only on a request `tick` of the client that has control: if the connection is lost or the
     client's computer sleeps, the episode pauses. Each answer contains the image after the step, so no frame is lost

@@ -143,7 +143,7 @@ class Scene:
         self.frame_number += 1
 
     def advance(self, amounts: Mapping[int, float] | None) -> None:
-        """Execute one env step with the action of `amounts` (see `inputs_to_action`); None: the policy's action.
+        """Execute one env step, with a person's inputs `amounts` (see `inputs_to_action`) or, if None, with the policy.
 
         An action of a person discards the rest of the policy's chunk. When the policy takes over again, it infers a new
         chunk from the current observation.

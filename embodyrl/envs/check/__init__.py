@@ -123,7 +123,7 @@ def _deadline(seconds: float) -> Iterator[None]:
 def check_env_in_subprocess(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
     """Run `check_env` in a separate process, which isolates crashes, hangs in C code and output.
 
-    A check fails if the process dies or hangs; later checks are skipped.
+    If the process crashes or hangs during a check, this check fails, and later checks are skipped.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

@@ -164,7 +164,7 @@ class Harness:
         return not self.factory.validate(type(self.cfg).model_validate(to_builtin(self.cfg) | {"train": train}))
 
     def make_start(self, reset_id: int, *, limit: int = MAX_STEPS, ignore: bool = False) -> EpisodeStart:
-        """Return the start settings of an episode. With `ignore`, it continues after termination, if supported."""
+        """Return the start settings of an episode. With `ignore`, it continues after terminations, if supported."""
         ignore = ignore and self.can_ignore_terminations
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 

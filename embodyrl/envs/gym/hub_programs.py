@@ -18,7 +18,7 @@ FILE, FUNCTION = "env.py", "make_env"
 def load_program(name: str) -> Callable[..., Any]:
     """Import env.py of a downloaded repository `owner/name@commit` and return its `make_env`.
 
-    The caller must check `trust=true` before. Modules next to env.py can be imported.
+    Callers must check `trust=true` first. Modules next to env.py can be imported.
 
     Raises:
         ConfigError: the repository is not in the cache, has no env.py, or env.py fails or defines no `make_env`.

@@ -88,8 +88,8 @@ def probe(cfg: GymSettings, *, renders: bool = True, known_spec: EnvSpec | None 
         cfg: settings of the environment.
         renders: True if `render` will be called; False: set no render mode, because some environments render each
             step.
-        known_spec: spec from an earlier probe, whose first steps are not repeated; None: reset and step the
-            environment.
+        known_spec: spec from an earlier probe, which is returned without resetting and stepping the environment again;
+            None: reset and step the environment.
 
     Raises:
         EmbodyError: see `create`; or the environment's first steps violate Gymnasium's interface.

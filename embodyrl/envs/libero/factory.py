@@ -196,10 +196,10 @@ class LiberoFactory(SimFactory[LiberoSettings]):
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
         """Return the other suites: `base` and the perturbations; empty if the suite has no perturbations."""
-        own = self.own_suite(cfg)
+        own = self.get_configured_suite(cfg)
         return tuple(name for name in (BASE, *ALL_AXES) if name != own) if own else ()
 
-    def own_suite(self, cfg: LiberoSettings) -> str | None:
+    def get_configured_suite(self, cfg: LiberoSettings) -> str | None:
         """Return `base` or the configured perturbation; None if the suite has no perturbations."""
         base, axis = SUITES.get(cfg.task_suite_name or "", (None, None))
         return None if base == "libero_90" else axis

@@ -55,10 +55,11 @@ def remove_plus_axis(suite: str) -> str:
 
 
 def get_variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]:
-    """Return the variant of an initial state (None: unchanged), and the number of its initial state in the base suite.
+    """Return the variant of an initial state, and the number of its initial state in the base suite.
 
-    With n variants per task, states 0 to n-1 are the variants from initial state 0, as in the benchmark's evaluation;
-    states n to 2n-1 are the variants in reverse order from initial state 1, and so on.
+    The variant is None if the suite is not a suite of LIBERO-Plus. With n variants per task, states 0 to n-1 are the
+    variants from initial state 0, as in the benchmark's evaluation; states n to 2n-1 are the variants in reverse order
+    from initial state 1, and so on.
     """
     base, axis = remove_plus_axis(suite), suite.rpartition("_")[2]
     if base == suite:

@@ -55,7 +55,7 @@ class View(NamedTuple):
 
 
 class _Image(NamedTuple):
-    """Rendered image, with the data that are needed to merge it with another image."""
+    """Rendered image, with the depth that is needed to merge the image with another image."""
 
     pixels: ByteArray
     """[H, W, 3]"""
@@ -189,8 +189,8 @@ class LeanRenderer:
     ) -> _Image:
         """Render only the given geoms, all visible sites and, with `with_sky`, the sky.
 
-        Without `with_depth`, the depth and `opaque` are undefined. Without `with_sky` (the sky takes long where nothing
-        hides it), pixels without a geom are undefined and their depth is 0.
+        Without `with_depth`, the depth and `opaque` are undefined. Without `with_sky`, because rendering the sky is
+        slow, pixels without a geom are undefined and their depth is 0.
         """
         context, groups = self._context, self._model.geom_group
         context.cam.type, context.cam.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, view.camera

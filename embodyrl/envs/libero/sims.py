@@ -123,7 +123,15 @@ class LiberoSims(SequentialSimulators):
         initial_states: Mapping[int, DoubleArray] = MappingProxyType({}),
         **options: Any,
     ) -> None:
-        """Create the simulators; `nearest` is an argument of `Expert`, and `options` are those of `TaskSimulator`."""
+        """Create the simulators.
+
+        Args:
+            spec: spec of the environment.
+            max_models: maximum number of task models in memory.
+            nearest: argument of `Expert`.
+            initial_states: states by reset id that replace the initial states of the benchmark.
+            options: arguments of `TaskSimulator`.
+        """
         super().__init__(spec)
         self._initial_states, self._nearest, self._options = initial_states, nearest, options
         self.task_limit = max_models

@@ -130,12 +130,12 @@ class TaskSimulator:
     def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> bool:
         """Start an episode from a stored state [1 + nq + nv]; return True if the goal is already reached.
 
-        `seed` determines the fixture poses, which are not part of the state. `variant`: LIBERO-Plus perturbation to
-        apply. As in the benchmark, the stored state moves the arm back to its default pose, and the controller, whose
-        goal is still the variant's pose, moves it again.
+        `seed` determines the fixture poses, which are not part of the state. `variant` is a LIBERO-Plus perturbation.
+        As in the benchmark, the stored state moves the arm back to its default pose, and the controller, whose goal is
+        still the variant's pose, moves the arm again.
 
-        The result is bit-identical to a newly built task with the same seed, in a fraction of the time: the gripper's
-        last command and the visible sites, which a robosuite soft reset keeps, are reset here.
+        The result is bit-identical to a newly built task with the same seed, but takes a fraction of the time. The
+        gripper's last command and the visibility of sites, which a soft reset of robosuite keeps, are reset here.
 
         Raises:
             EnvError: the objects could not be placed, or the state does not fit the model.
@@ -186,7 +186,7 @@ class TaskSimulator:
         # The first step after a reset uses the controller's measurements from before the initial state was set, as in
         # the benchmark.
         if self._fast is None or not self._robot.controller.new_update:
-            self._run_stock(command)
+            self._run_original_loop(command)
         else:
             self._observed_qpos, after = self._fast.run(command, OBSERVED_SUBSTEP)
             self._gripper_qpos = after[self._fingers]
@@ -203,7 +203,7 @@ class TaskSimulator:
         reached = [bool(self._env._eval_predicate(state)) for state in self._env.parsed_problem["goal_state"]]
         return sum(reached) / len(reached)
 
-    def _run_stock(self, command: DoubleArray) -> None:
+    def _run_original_loop(self, command: DoubleArray) -> None:
         """Run the benchmark's substeps and controller with only one dynamics evaluation per substep.
 
         The results are bit-identical. Robosuite evaluates the dynamics twice before its controller, which needs only

@@ -47,7 +47,7 @@ class Phase(IntEnum):
 
 
 class BimanualExpert:
-    """Base class of experts of both arms, whose grippers move towards goals."""
+    """Base class of scripted experts for two arms; the grippers move towards goal poses."""
 
     def __init__(self, model: Any, data: Any) -> None:
         """Read the state of the simulation from `data`, a MuJoCo MjData that is never changed."""

@@ -45,7 +45,7 @@ class Phase(IntEnum):
 
 
 class InsertionExpert(BimanualExpert):
-    """Expert of insertion: the left arm holds the socket, and the right arm inserts the peg.
+    """Scripted expert of the task insertion: the left arm holds the socket, and the right arm inserts the peg.
 
     After the grasp, the targets of the grippers follow the measured poses of the objects.
     """

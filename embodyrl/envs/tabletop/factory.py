@@ -72,7 +72,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         """Return the names of all variations except the configured one."""
         return tuple(str(axis) for axis in Axis if axis is not cfg.axis)
 
-    def own_suite(self, cfg: TabletopSettings) -> str | None:
+    def get_configured_suite(self, cfg: TabletopSettings) -> str | None:
         """Return the name of the configured variation."""
         return str(cfg.axis)
 

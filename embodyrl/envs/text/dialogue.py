@@ -32,7 +32,10 @@ def truncate_text(text: str, width: int) -> str:
 
 
 def create_reply_result(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
-    """Return an empty result and the index of each reply's last token [n]; `actions` [n, K, 1] are token ids."""
+    """Return a result without rewards for replies with token ids `actions` [n, K, 1], and the last token of each [n].
+
+    `parts` is the number of reward components.
+    """
     result = ChunkResult.empty(*actions.shape[:2], num_components=parts)
     result.valid[:] = actions[:, :, 0] >= 0
     result.valid[:, 0] = True  # an empty reply is an action, too
@@ -57,7 +60,10 @@ class ReplyEnv:
 
 
 def build_dialogue_spec(cfg: DialogueSettings, name: str, task: str, prompt_bytes: int) -> EnvSpec:
-    """Return the spec of a dialogue: one task, with one initial state per seed."""
+    """Return the spec of a dialogue: one task, with one initial state per seed.
+
+    `prompt_bytes` is the maximum size of a prompt without the system message.
+    """
     return EnvSpec(
         name=name,
         action=ActionSpec(dim=1, kind=ActionKind.text),
@@ -90,7 +96,7 @@ class Dialogue:
 
 
 class TurnResult(NamedTuple):
-    """Result of one reply."""
+    """Reward of one reply, and the flags of the environment after it."""
 
     reward: float
     terminated: bool
@@ -104,7 +110,7 @@ D = TypeVar("D", bound=Dialogue)
 class DialogueEnv(ReplyEnv, ABC, Generic[D]):
     """Base class of text environments (`TextEnv`) whose prompt contains the last turns.
 
-    A chunk is a reply, and its last token gets the reward of the reply.
+    An action chunk is a reply; the reward of the reply is assigned to its last token.
     """
 
     reply_bytes: int
@@ -127,7 +133,7 @@ class DialogueEnv(ReplyEnv, ABC, Generic[D]):
     def step_chunk(
         self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute the replies. `actions` [n, K, 1] are token ids; negative ids are padding."""
+        """Execute the replies of `set_replies`; `actions` [n, K, 1] are their token ids, padded with negative ids."""
         result, last = create_reply_result(actions)
         dialogues = [self.dialogues[env_index] for env_index in env_indices]
         for dialogue in dialogues:

@@ -160,7 +160,7 @@ def _bind_arguments(name: Any, arguments: Any, tools: Sequence[str]) -> Call:
 
 
 def _get_parameter(tool: str) -> str | None:
-    """Return the name of a tool's parameter, or None if the parameter has no name for callers."""
+    """Return the name of a tool's parameter, or None if the parameter cannot be passed by name."""
     try:
         first = next(iter(inspect.signature(find_tool(tool)).parameters.values()))
     except (StopIteration, ValueError):
@@ -223,7 +223,7 @@ class ConversationEnv(ReplyEnv):
         self._conversations: list[_Conversation | None] = [None] * num_envs
 
     def reset(self, env_indices: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Start the conversation of row `reset_id` in each environment."""
+        """Start a conversation in each environment; the reset id is the index of the data row."""
         for env_index, start in zip(env_indices, starts, strict=True):
             row = self._rows[start.reset_id]
             self._conversations[env_index] = _Conversation(
@@ -293,7 +293,7 @@ class ConversationEnv(ReplyEnv):
     def observe(
         self, env_indices: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None
     ) -> None:
-        """Write the images of the prompt, each into the upper left corner of its array."""
+        """Write each image of the prompt into the upper left corner of its array; all other pixels are 0."""
         for env_index, row in zip(env_indices, range(len(env_indices)) if rows is None else rows.tolist(), strict=True):
             images[row] = 0
             for image, pixels in zip(images[row], self._get_conversation(env_index).images, strict=False):

@@ -133,7 +133,7 @@ class _Child:
         self._buffer = b""
 
     def send(self, answers: list[list[str]]) -> None:
-        """Send a batch of answers; call `receive` afterwards."""
+        """Send a batch of answers (prompt, response, reference); `receive` returns their rewards."""
         self._pending = answers
         for _ in range(_ATTEMPTS if answers else 0):
             try:
@@ -164,7 +164,7 @@ class _Child:
         return self._process
 
     def receive(self) -> list[list[float] | str]:
-        """Return the rewards of each answer, or an error text."""
+        """Return the reward components of each answer of the last `send`, or an error message for a failed answer."""
         replies: list[list[float] | str] = []
         freezes = 0
         while self._pending:
