@@ -303,14 +303,14 @@ class PolicySpec:
     """Reason why RL cannot train the policy; empty: RL is supported."""
     scripted: bool = False
     """True if the environment's scripted expert chooses the actions, step by step."""
-    takes_noise: bool = True
+    is_stochastic: bool = True
     """True if sampled actions differ from greedy actions."""
     differentiable: bool = False
     """True if sampled actions are a differentiable function of the weights (`SoftActor`)."""
     regresses: bool = False
     """True if greedy actions are a differentiable function of the weights (`RegressionActor`)."""
     steering: SteeringSpec | None = None
-    rates: bool = False
+    can_be_reward_model: bool = False
     """True if a trained value head of this policy can be used as a reward model (`reward.path`)."""
     warnings: tuple[str, ...] = ()
     """Warnings for the banner about valid but possibly unintended settings, one line each."""
@@ -363,8 +363,8 @@ class PolicyCosts:
     """Number of parameters outside the repeated layers: embeddings, output matrix, projectors."""
     logit_bytes: tuple[int, int] = (0, 0)
     """Bytes of the logits that log-probabilities need: per sample, and the maximum held at once."""
-    scoring_bytes: tuple[int, int] = (0, 0)
-    """Bytes of the gradient of the output matrix during scoring: (without, with) gradient checkpointing."""
+    output_gradient_bytes: tuple[int, int] = (0, 0)
+    """Bytes of the gradient of the output matrix for log-probabilities: (without, with) gradient checkpointing."""
     inference_bytes: int = 0
     """Bytes per sample of an inference batch: activations of the widest layer, or the KV cache of replies."""
     sample_tokens: int = 1
@@ -378,7 +378,7 @@ class PolicyCosts:
     steering_features: int = 0
     """F: number of features per observation in the replay buffer, if frozen weights are steered."""
 
-    def stored(self, samples: float, prompts: float) -> int:
+    def estimate_activation_bytes(self, samples: float, prompts: float) -> int:
         """Return the bytes of activations that `samples` samples with `prompts` distinct prompts store for backward.
 
         The samples have replies of full length. If the longest prompts are computed once each, shorter prompts may not
@@ -393,21 +393,22 @@ class PolicyCosts:
         sample_bytes, prompt_bytes = self.shared_bytes
         return int(max(samples * sample_bytes + prompts * prompt_bytes, separate))
 
-    def fragmented(self, samples: float, prompts: float) -> int:
-        """Return the bytes between the tensors of `stored` that malloc cannot reuse (heap fragmentation on CPUs)."""
+    def estimate_fragmented_bytes(self, samples: float, prompts: float) -> int:
+        """Return the bytes between activation tensors that malloc cannot reuse (heap fragmentation on CPUs)."""
         tokens = samples * (self.reply_tokens - 1 if self._shares_prompts(samples, prompts) else self.sample_tokens)
         sizes = self.tensor_fractions or ((0, 1.0),)
         small = sum(fraction for size, fraction in sizes if tokens * size < self.MAPPED_BYTES)
-        return int(self.FRAGMENTED_FRACTION * small * self.stored(samples, prompts))
+        return int(self.FRAGMENTED_FRACTION * small * self.estimate_activation_bytes(samples, prompts))
 
     def _shares_prompts(self, samples: float, prompts: float) -> bool:
         remaining_tokens = prompts * (self.sample_tokens - self.reply_tokens) + samples * (self.reply_tokens - 1)
         return bool(self.shared_bytes[0]) and remaining_tokens <= self.SHARED_FRACTION * samples * self.sample_tokens
 
-    def scoring(self, samples: float) -> tuple[int, int]:
+    def estimate_logprob_bytes(self, samples: float) -> tuple[int, int]:
         """Return the bytes for log-probabilities and their output-matrix gradient: (without, with) checkpointing."""
         sample_bytes, max_bytes = self.logit_bytes
         without_checkpointing, with_checkpointing = (
-            max(min(int(samples * sample_bytes), max_bytes) + matrix, 2 * matrix) for matrix in self.scoring_bytes
+            max(min(int(samples * sample_bytes), max_bytes) + matrix, 2 * matrix)
+            for matrix in self.output_gradient_bytes
         )
         return without_checkpointing, with_checkpointing

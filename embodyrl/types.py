@@ -194,7 +194,7 @@ class Episode:
         return float(self.reward[self.valid].sum())
 
     @property
-    def whole(self) -> EarlierPart:
+    def summary(self) -> EarlierPart:
         """Summary of the episode so far, including earlier training steps."""
         spec, length, total_return, success, components = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
         totals = length + self.length, total_return + self.episode_return, success or self.success_once

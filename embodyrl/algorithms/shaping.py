@@ -100,7 +100,7 @@ class ReturnScale:
         sums: list[float] = []
         previous, self._partial_returns = self._partial_returns, {}
         for episode in episodes:
-            first_spec = episode.whole.spec
+            first_spec = episode.summary.spec
             partial_return = self._partial_returns.get(first_spec, previous.get(first_spec, 0.0))
             total = partial_return if episode.earlier else 0.0
             for reward in episode.reward[episode.valid].tolist():

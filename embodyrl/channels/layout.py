@@ -124,7 +124,7 @@ TOP_BYTES = 48
 """Bytes reserved in `Record.top` for the text of one token and its log-probability."""
 OBSERVATION = (Record.images, Record.observed_state, Record.instruction)
 """Fields that the policy reads."""
-DECISION = (
+POLICY_OUTPUT = (
     Record.action,
     Record.tokens,
     Record.logprob,

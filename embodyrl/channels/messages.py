@@ -10,7 +10,16 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from embodyrl.channels.arena import RecordRefs
-from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_RESULT, Record, WeightInfo, WeightPart
+from embodyrl.channels.layout import (
+    BUCKET,
+    OBSERVATION,
+    POLICY_OUTPUT,
+    STATE,
+    STEP_RESULT,
+    Record,
+    WeightInfo,
+    WeightPart,
+)
 from embodyrl.types import EpisodeStart, IntArray
 
 _MAX_LIST_LENGTH = 64
@@ -178,7 +187,7 @@ class InferRequest(Request):
     """[n] row of each record reference in the padded batch."""
 
     read_fields = {"record_refs": OBSERVATION}
-    written_fields = {"record_refs": DECISION}
+    written_fields = {"record_refs": POLICY_OUTPUT}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.rendezvous import LOOPBACK
-from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
+from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, ProcessLauncher
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 from embodyrl.process_cleanup import kill_marked_children, mark_children, set_environ
 
@@ -45,7 +45,7 @@ class _Handle(Handle):
         return self.channel.connection.fileno(), self.process.sentinel
 
 
-class LocalLauncher(OpenRequests[_Handle]):
+class LocalLauncher(ProcessLauncher[_Handle]):
     """Launcher of worker processes on this host, which detects deaths and missed deadlines within milliseconds."""
 
     host = LOOPBACK

@@ -220,7 +220,7 @@ class Handle:
 H = TypeVar("H", bound=Handle)
 
 
-class OpenRequests(Launcher, Generic[H]):
+class ProcessLauncher(Launcher, Generic[H]):
     """Base class of launchers with worker processes, which tracks pending requests and their deadlines."""
 
     def __init__(self, log_dir: Path) -> None:

@@ -247,7 +247,7 @@ class Supervisor:
             f"{self._faults.max_restarts_per_worker}); its running {what} start again.{where}"
         )
 
-    def signals(self) -> AbstractContextManager[None]:
+    def handle_signals(self) -> AbstractContextManager[None]:
         """Raise `Interrupted` at the next safe point after a signal; a second signal ends the workers immediately."""
         return self._stop.handle_signals(self._on_stop_signal, on_second=lambda: self._launcher.stop(grace_s=0.0))
 

@@ -18,7 +18,7 @@ from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
-from embodyrl.data.checks import check_layout, differences
+from embodyrl.data.checks import check_layout, describe_differences
 from embodyrl.data.custom_reward import get_custom_reward
 from embodyrl.data.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
 from embodyrl.data.settings import EpisodeFilter, FrameFormat, Labels
@@ -133,9 +133,9 @@ def _check_demonstrations(cfg: Config, env: EnvSpec) -> None:
     problems = [
         f"The demonstrations in {folder} differ from those of data.path in {difference}."
         for folder, card in zip(folders, cards, strict=True)
-        if (difference := differences(card, cards[0]))
+        if (difference := describe_differences(card, cards[0]))
     ]
-    if difference := differences(cards[0], env):
+    if difference := describe_differences(cards[0], env):
         problems.append(
             f"The demonstrations in {first} and env '{env.name}' differ in {difference}. Choose the environment and "
             "the cameras of the demonstrations, or other data."

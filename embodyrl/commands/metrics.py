@@ -52,7 +52,7 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
         returns = [episode.episode_return / env.reward.factor for episode in collection.greedy.values()]
         metrics["train/greedy_return"] = float(np.mean(returns))
     if finished and env.reward.components:
-        component_means = np.mean([episode.whole.components for episode in finished], axis=0)
+        component_means = np.mean([episode.summary.components for episode in finished], axis=0)
         metrics |= {
             f"train/reward_{name}": float(mean)
             for name, mean in zip(env.reward.components, component_means, strict=True)
@@ -61,7 +61,7 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
 
 
 def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, float]:
-    count, summaries = len(episodes), [episode.whole for episode in episodes]
+    count, summaries = len(episodes), [episode.summary for episode in episodes]
     metrics = {
         "train/return": sum(episode.episode_return for episode in summaries) / env.reward.factor / count,
         "train/episode_len": sum(episode.length for episode in summaries) / count,

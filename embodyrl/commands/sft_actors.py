@@ -23,7 +23,7 @@ from embodyrl.plan.build import count_ranks, plan_devices
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
-from embodyrl.scheduler.start import Progress, RunningWorkers, build_actor_specs, open_rendezvous, shared_arena
+from embodyrl.scheduler.start import Progress, RunningWorkers, build_actor_specs, get_shared_arena, open_rendezvous
 from embodyrl.types import IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
@@ -41,7 +41,7 @@ class SupervisedActors(RunningWorkers):
     @contextmanager
     def write_samples(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
         """Write the samples `rows` to arena records; yield their references, which are freed after the `with` block."""
-        rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
+        rows = (rows[:, None] * samples.steps_per_sample + np.arange(samples.steps_per_sample)).ravel()
         record_refs = self.arena.allocate_all(len(rows))
         # Written by the driver, which loads the data set: there is no env worker.
         with self.arena.write_all(record_refs) as records:
@@ -75,7 +75,7 @@ def start_supervised(
     """
     ranks, faults = count_ranks(cfg), cfg.faults
     # The samples of one optimizer step.
-    capacity = inputs.train.width * cfg.actor.global_batch_size
+    capacity = inputs.train.steps_per_sample * cfg.actor.global_batch_size
     arena = Arena.create(inputs.layout, capacity, "Lower actor.global_batch_size.")
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
@@ -103,7 +103,7 @@ def start_supervised(
         threads=int(os.environ.get("OMP_NUM_THREADS", max(1, available_cores() // ranks))),
         acts=False,
         trains=True,
-        shared_arena=shared_arena(cfg, arena),
+        shared_arena=get_shared_arena(cfg, arena),
     )
     specs = build_actor_specs(init, ranks, rendezvous.rank_info, plan_devices(cfg, training=True))
     policy = PolicyClient(supervisor, specs, timeout_s=faults.update_timeout_s)

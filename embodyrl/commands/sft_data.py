@@ -153,10 +153,10 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
         demos=demos,
         steps=steps,
         actions=actions,
-        shown=demos.shown,
+        is_solved=demos.is_solved,
         valid=valid,
         history=data.history,
-        width=2 if is_paired else 1,
+        steps_per_sample=2 if is_paired else 1,
     )
 
 

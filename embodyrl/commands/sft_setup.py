@@ -91,7 +91,7 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
         EmbodyError: data are missing, damaged or too large, or do not fit the model.
     """
     inputs = _load_text(cfg) if isinstance(cfg.data, RowSettings) else _load_demonstrations(cfg, folder)
-    if cfg.objective.trains_reward_model and not inputs.policy.rates:
+    if cfg.objective.trains_reward_model and not inputs.policy.can_be_reward_model:
         raise ConfigError(
             f"objective.name={cfg.objective.name}: model '{inputs.policy.name}' cannot be trained as a reward model. "
             "Use model=causal_lm with all weights (model.is_lora=false) for text, or model=cnn or model=mlp for robots."
@@ -99,7 +99,7 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
     if inputs.policy.steering:
         key = inputs.policy.steering.key
         raise ConfigError(f"{key} leaves no trainable weights for SFT; remove the key.")
-    is_success = inputs.train.shown
+    is_success = inputs.train.is_solved
     if cfg.objective.name is Objective.success and (is_success.all() or not is_success.any()):
         raise ConfigError(
             f"data.path={cfg.data.path}: {int(is_success.sum())} of {len(is_success)} frames show success, but a "
@@ -264,7 +264,7 @@ def _build_text_samples(rows: TextRows, indices: range) -> Samples:
         demos=demos,
         steps=steps,
         actions=np.zeros((len(indices), 1, 1), np.float32),
-        shown=demos.success,
+        is_solved=demos.success,
         valid=np.ones((len(indices), 1), np.bool_),
         replies=replies,
     )

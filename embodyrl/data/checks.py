@@ -49,8 +49,12 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
         raise
     except EmbodyError as error:
         return [f"{root} cannot be read: {error}"]
-    for part in (_info, _tasks, _stats, _episodes) if layout.is_embodyrl_dataset(root) else (_episodes,):
-        name = part.__name__.strip("_")
+    for part in (
+        (_check_info, _check_tasks, _check_stats, _check_episodes)
+        if layout.is_embodyrl_dataset(root)
+        else (_check_episodes,)
+    ):
+        name = part.__name__.removeprefix("_check_")
         try:
             problems += part(root, card, rows)
         except EmbodyError as error:
@@ -60,7 +64,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     return problems
 
 
-def differences(first: EnvSpec, second: EnvSpec, *extra_fields: str) -> str:
+def describe_differences(first: EnvSpec, second: EnvSpec, *extra_fields: str) -> str:
     """Describe the fields in which two environment specs differ; `extra_fields` names additional fields to compare."""
     getters = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*extra_fields, *_SHAPE)}
     differing = {name: (get(first), get(second)) for name, get in getters.items() if get(first) != get(second)}
@@ -75,9 +79,9 @@ def describe_dataset_differences(
 ) -> str:
     """Describe the differences between two data sets (folder, card) that prevent training on both.
 
-    Compared are the fields of `differences`, the frame rate, and the order of named dimensions.
+    Compared are the fields of `describe_differences`, the frame rate, and the order of named dimensions.
     """
-    text, rates = differences(first[1].env, second[1].env, *extra_fields), (first[1].fps, second[1].fps)
+    text, rates = describe_differences(first[1].env, second[1].env, *extra_fields), (first[1].fps, second[1].fps)
     if not text and not math.isclose(*rates, rel_tol=_FPS_TOLERANCE):
         return "fps ({:g} and {:g})".format(*rates)
     for key in () if text else (data.action_key, data.state_key):
@@ -92,7 +96,7 @@ def _list_task_names(rows: _Episodes) -> list[str]:
     return list(dict.fromkeys(task for row in rows for task in row["tasks"]))
 
 
-def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+def _check_info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     info = read_json(root / layout.INFO_PATH)
     frames = rows[-1]["dataset_to_index"] if rows else 0
     expected = layout.build_info(card, episodes=len(rows), frames=frames, tasks=len(_list_task_names(rows)))
@@ -101,13 +105,13 @@ def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
             yield f"{layout.INFO_PATH}: {key} is {info.get(key)!r}, expected {value!r}."
 
 
-def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+def _check_tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     names = _list_task_names(rows)
     if not read_parquet(root / layout.TASKS_PATH).equals(layout.build_tasks_table(names), check_metadata=True):
         yield f"{layout.TASKS_PATH} does not list the {len(names)} instructions of the episodes in order."
 
 
-def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+def _check_stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     stats = read_json(root / layout.STATS_PATH)
     for key, feature in layout.build_features(card).items() if rows else ():
         image = feature["dtype"] in ("image", "video")
@@ -122,7 +126,7 @@ def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
                 yield f"{layout.STATS_PATH}: {key}/{name} is not finite."
 
 
-def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+def _check_episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     is_own = layout.is_embodyrl_dataset(root)
     if problems := [*_check_episode_table(rows, exact=is_own), *(_check_files(root, card, rows) if is_own else ())]:
         yield from problems

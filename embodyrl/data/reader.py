@@ -74,12 +74,12 @@ class Demonstrations:
         return int(length[is_success].max(initial=0) or length.max(initial=0))
 
     @property
-    def shown(self) -> BoolArray:
+    def is_solved(self) -> BoolArray:
         """[N] True if the goal is reached in the observation (after the previous action); False at the first step."""
         # A frame shows the result of the action before it; the first frame shows no result.
-        shown = np.roll(self.success, 1)
-        shown[self.start] = False
-        return shown
+        is_solved = np.roll(self.success, 1)
+        is_solved[self.start] = False
+        return is_solved
 
     def get_steps(self, episodes: Sequence[int]) -> IntArray:
         """Return the indices of all env steps of the given episodes."""

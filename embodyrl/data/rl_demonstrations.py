@@ -25,7 +25,7 @@ def load_rl_demonstrations(folders: Sequence[str], policy: PolicySpec, *, execut
     return replace(demos, action=actions)
 
 
-def observed(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:
+def build_observation_fields(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:
     """Return the observations of `steps` as record fields; instructions are padded to `width` bytes."""
     instructions = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
     arrays = (demos.images[steps], demos.state[steps], instructions)

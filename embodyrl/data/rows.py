@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.data.layout import SUCCESS, is_embodyrl_dataset
-from embodyrl.data.tables import DATA_FILE, find_file, get_data_path, reading
+from embodyrl.data.tables import DATA_FILE, convert_read_errors, find_file, get_data_path
 from embodyrl.errors import EmbodyError
 from embodyrl.files import VALUE_BYTES, available_bytes, read_parquet, visible_files
 from embodyrl.types import FloatArray, IntArray
@@ -117,7 +117,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
     Raises:
         EmbodyError: the file is damaged, or lacks a column.
     """
-    with reading(path):
+    with convert_read_errors(path):
         present = pq.read_schema(path).names
         if missing := [name for name in columns if name not in present]:
             raise EmbodyError(

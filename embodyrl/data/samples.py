@@ -20,7 +20,7 @@ class Samples:
     """[M] indices of the env steps in `demos`."""
     actions: FloatArray
     """[M, K, A] action chunk that begins at each step, in the policy's gripper convention."""
-    shown: BoolArray
+    is_solved: BoolArray
     """[N] True for each step of `demos` in whose observation the goal is already reached."""
     valid: BoolArray
     """[M, K] False for padding, which repeats the first or last action of the episode."""
@@ -28,11 +28,11 @@ class Samples:
     """Number of observation steps per sample."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
-    width: int = 1
+    steps_per_sample: int = 1
     """Number of entries of `steps` per sample: 1, or 2 if a sample is a pair of chunks (better and worse episode)."""
 
     def __len__(self) -> int:
-        return len(self.steps) // self.width
+        return len(self.steps) // self.steps_per_sample
 
     def write(self, arena: Arena, record: int, row: int) -> None:
         """Write entry `row` of `steps` to an arena record."""
@@ -49,6 +49,6 @@ class Samples:
         arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
         arena[Record.action][record] = self.actions[row]
         arena[Record.valid][record] = self.valid[row]
-        arena[Record.success][record] = self.shown[step]
+        arena[Record.success][record] = self.is_solved[step]
         if self.replies:
             arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])

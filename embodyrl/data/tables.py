@@ -103,7 +103,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
 def _read_stored_episodes(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=natural_sort_key):
-        with reading(path):
+        with convert_read_errors(path):
             rows += read_parquet(find_file(root, path.relative_to(root))).to_pylist()
     return sorted(rows, key=lambda row: row["episode_index"])
 
@@ -164,7 +164,7 @@ def read_tasks(root: Path) -> dict[int, str]:
         lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
         return _check_tasks(root / _TASKS_LINES, [(line["task_index"], line["task"]) for line in lines])
     path = root / TASKS_PATH
-    with reading(path):
+    with convert_read_errors(path):
         table = read_parquet(find_file(root, TASKS_PATH))
     text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
@@ -194,7 +194,7 @@ def _check_tasks(path: Path, rows: list[tuple[Any, Any]]) -> dict[int, str]:
 def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
     """Read a file of JSON lines, and check the types of the given fields."""
     path, rows = find_file(root, name), []
-    with reading(path):
+    with convert_read_errors(path):
         for number, row in read_json_lines(path):
             for field, kind in fields.items():
                 if not isinstance(row, dict) or not isinstance(row.get(field), kind):
@@ -207,7 +207,7 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def convert_read_errors(path: Path) -> Iterator[None]:
     """Raise an EmbodyError with the path if the block, which reads this file, fails."""
     try:
         yield

@@ -120,7 +120,7 @@ def greedy_episodes(cfg: Config, plan: EpisodeList) -> EpisodeList:
 
 def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
     """Return True if two evaluation episodes from the same reset id of this task are always identical."""
-    noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
+    noisy = policy.is_stochastic and (policy.scripted or cfg.eval.sampling_params.do_sample)
     return not noisy and task not in env.seeded_tasks
 
 

@@ -88,7 +88,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     copies = uses_bf16 and not adapters and not sharded
     activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole_gradients=whole_gradients)
     if critic:
-        critic_costs = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # critics have no log-probs
+        critic_costs = replace(critic, logit_bytes=(0, 0), output_gradient_bytes=(0, 0))  # critics have no log-probs
         activations += _activations(
             cfg, critic_costs, critic.num_parameters, prompts=math.inf, copies=uses_bf16, whole_gradients=True
         )
@@ -201,7 +201,7 @@ def _estimate_inference(run_plan: RunPlan, costs: PolicyCosts) -> int:
         return costs.inference_bytes * -(-num_envs // run_plan.ranks) + (2 * num_copied if cfg.model.uses_bf16 else 0)
     if run_plan.policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
         rows = min(num_envs, ROWS_AT_A_TIME)
-        return costs.largest_layer[1] * rows + costs.scoring(rows)[0]
+        return costs.largest_layer[1] * rows + costs.estimate_logprob_bytes(rows)[0]
     return 0
 
 
@@ -274,14 +274,14 @@ def _activations(
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / costs.sample_tokens)
     layer_gradients = 0 if whole_gradients else _get_layer_gradients(costs)
-    scoring, recomputed_scoring = costs.scoring(samples)
+    scoring, recomputed_scoring = costs.estimate_logprob_bytes(samples)
     if cfg.actor.gradient_checkpointing:  # backward computes log-probabilities before the layers
         return int(samples * costs.recomputed_bytes) + max(
             int(samples * costs.largest_layer[1]) + layer_gradients, recomputed_scoring
         )
     return (
-        costs.stored(samples, min(samples, prompts))
-        + (0 if visible_gpus() else costs.fragmented(samples, min(samples, prompts)))
+        costs.estimate_activation_bytes(samples, min(samples, prompts))
+        + (0 if visible_gpus() else costs.estimate_fragmented_bytes(samples, min(samples, prompts)))
         + max(scoring, layer_gradients)
         + (2 * (trained - costs.outside_layers) if copies else 0)
     )

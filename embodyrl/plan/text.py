@@ -8,11 +8,11 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.reward_runner import build_reward_runner, find_reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
-from embodyrl.text.chat import ChatTemplate, control_tokens, count_unknown
+from embodyrl.text.chat import ChatTemplate, count_unknown_tokens, find_control_tokens
 from embodyrl.text.dataset import TextRows, open_rows, render_prompt
 from embodyrl.text.gguf import language_model_folder
 from embodyrl.text.rewards.programs import find_reference_problems
-from embodyrl.text.rewards.services import COMPARING
+from embodyrl.text.rewards.services import COMPARING_REWARDS
 from embodyrl.text.rewards.settings import TextRewardSettings
 from embodyrl.text.settings import RowSettings
 
@@ -28,7 +28,7 @@ def with_text_task(cfg: Config, context: EnvContext) -> EnvContext:
     """
     assert isinstance(cfg.reward, TextRewardSettings)
     runner = build_reward_runner(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
-    rows = open_checked_rows(cfg, cfg.rows, json_answers=not {*runner.names} & {*COMPARING})
+    rows = open_checked_rows(cfg, cfg.rows, json_answers=not {*runner.names} & {*COMPARING_REWARDS})
     if "code" in runner.names:
         _check_tests(rows)
     return replace(context, parts={"rows": rows, "reward_runner": runner})
@@ -62,7 +62,7 @@ def open_checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = Fa
 
     # None: a model with its own small vocabulary.
     folder = language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
-    template = None if folder is None else ChatTemplate.of(cfg.model, folder)
+    template = None if folder is None else ChatTemplate.from_settings(cfg.model, folder)
     included = getattr(POLICIES.get(cfg.model.model_type), "default_folder", None)
     vocabulary = language_model_folder(included) if folder is None and included is not None else folder
     return open_rows(data, tokenizer=folder, template=template, vocabulary=vocabulary, json_answers=json_answers)
@@ -76,10 +76,10 @@ def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
     """
     if not cfg.has("data") or not isinstance(cfg.data, RowSettings) or cfg.data.path is None:
         return []
-    template = ChatTemplate.of(cfg.model, folder)
-    removed_tokens = {} if template is None else control_tokens(folder, template)
+    template = ChatTemplate.from_settings(cfg.model, folder)
+    removed_tokens = {} if template is None else find_control_tokens(folder, template)
     text = render_prompt(open_checked_rows(cfg, cfg.data, json_answers=True)[0], template, removed_tokens)
-    ((length, num_unknown),), _ = count_unknown([text], folder, template=template)
+    ((length, num_unknown),), _ = count_unknown_tokens([text], folder, template=template)
     half = _MAX_PROMPT_CHARS // 2
     excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:half]} ... {text[-half:]}"
     lines = [("prompt", f"{json.dumps(excerpt, ensure_ascii=False)} ({length} tokens, {num_unknown} of them unknown)")]

@@ -148,7 +148,7 @@ class HumanExpert:
 def compute_uncertainty(policy: LoadedPolicy, demos: Demonstrations, episode: int) -> float:
     """Return the standard deviation of sampled actions, averaged over an episode; 0 for a deterministic policy."""
     spec = policy.policy.spec
-    if not spec.takes_noise:
+    if not spec.is_stochastic:
         return 0.0
     steps = np.arange(demos.start[episode], demos.stop[episode], spec.num_action_chunks)
     observation = demos.observations(steps)

@@ -96,7 +96,7 @@ class EnvStates:
         # executed so far [N, longest]; `store_chunks` doubles its width for longer episodes.
         self._executed = np.zeros((count, 32), np.int64)
 
-    def phases(self, rows: range) -> bytearray:
+    def get_phases(self, rows: range) -> bytearray:
         """Return the phase (`Phase`) of each environment in a range, one byte per environment."""
         return self._phases[rows.start : rows.stop]
 

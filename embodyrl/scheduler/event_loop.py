@@ -48,7 +48,7 @@ class Replies:
     expected: tuple[str, ...]
     arrived: dict[str, Done] = field(default_factory=dict)
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Return True if all processes have replied."""
         return len(self.arrived) == len(self.expected)
 
@@ -158,7 +158,7 @@ class PolicyClient:
 
     def advance(self) -> None:
         """Continue the transfer of weights to restarted processes, without blocking."""
-        while not self._publishing and (self._awaited_replies is None or self._awaited_replies.complete()):
+        while not self._publishing and (self._awaited_replies is None or self._awaited_replies.is_complete()):
             if self._awaited_replies is None:
                 if not self._restarted or not self._is_current:
                     return
@@ -313,7 +313,7 @@ class EventLoop:
             self.run_until(lambda: not self._policy.recovering)
         while True:
             replies = self._policy.send_to_actors(request)
-            self.run_until(replies.complete)
+            self.run_until(replies.is_complete)
             arrived = [replies.arrived[worker] for worker in replies.expected]
             if errors := [done.error for done in arrived if done.error]:
                 raise CheckpointError(errors[0])
@@ -374,7 +374,7 @@ class Actors:
             episode=batch.episode,
             finals=tuple((e.spec.episode_id, int(ref_by_record[e.final_record])) for e in finals),
             earlier=tuple((e.spec.episode_id, e.earlier.spec.noise_seed) for e in partial_episodes if e.earlier),
-            open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in partial_episodes if e.cut),
+            open=tuple((e.spec.episode_id, e.summary.spec.noise_seed) for e in partial_episodes if e.cut),
             in_parts=self._in_parts,
         )
         done = self._loop.call(request)

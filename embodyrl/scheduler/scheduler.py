@@ -71,7 +71,7 @@ class RolloutScheduler(EventLoop):
     def publish(self, version: int) -> None:
         """Transfer the weights of a version to the policy's processes, which use them from the next chunk on."""
         for replies in self._policy.publish(version):
-            self.run_until(replies.complete)
+            self.run_until(replies.is_complete)
         # Environments whose episodes wait for this version may act from here on.
         self._version = version
 
@@ -163,7 +163,7 @@ class RolloutScheduler(EventLoop):
         for key, rows in self._stages.get_stages_to_check(work):
             if key[0] in self._supervisor.starting:
                 continue
-            phases = self._envs.phases(rows)
+            phases = self._envs.get_phases(rows)
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
             ready = 1 in may_act[rows.start : rows.stop]
             can_step = Phase.ACTED in phases and not (ready or Phase.INFERRING in phases)
@@ -353,7 +353,7 @@ class RolloutScheduler(EventLoop):
                 observation = {
                     str(name): self._arena[name][get_record_indices(finals[i])].copy() for name in OBSERVATION
                 }
-                self._envs.each[rows[i]].cut_episode = CutEpisode(executed=episode.whole, observation=observation)
+                self._envs.each[rows[i]].cut_episode = CutEpisode(executed=episode.summary, observation=observation)
             # Lost attempts are not counted; otherwise a crash would change metrics of a deterministic run.
             self._stats.env_steps += episode.length
             rollout.out.episodes.append(episode)
@@ -411,7 +411,7 @@ class RolloutScheduler(EventLoop):
         # `_on_step_done` appended the record of the final observation to those of the chunks.
         record_refs = np.array([result.record_refs[e.spec.episode_id][-1] for e in truncated])
         request = ValueRequest(record_refs=record_refs, padded_size=self._padded_size)
-        self.run_until(self._policy.send_to_rollout_processes(request).complete)
+        self.run_until(self._policy.send_to_rollout_processes(request).is_complete)
         for episode, values in zip(truncated, self._arena[Record.value][get_record_indices(record_refs)], strict=True):
             index = get_next_action_index(episode.valid[-1], self._chunk_steps) if len(values) > 1 else 0
             episode.bootstrap_value[:] = values[index]

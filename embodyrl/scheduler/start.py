@@ -128,7 +128,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
         single_step=run_plan.single_step and not run_plan.labeled,
         trains=learner is not None,
         start_from=str(start_from) if start_from else None,
-        shared_arena=shared_arena(cfg, arena),
+        shared_arena=get_shared_arena(cfg, arena),
     )
 
 
@@ -175,7 +175,7 @@ def _get_num_threads() -> str:
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
-def shared_arena(cfg: Config, arena: Arena) -> Arena | None:
+def get_shared_arena(cfg: Config, arena: Arena) -> Arena | None:
     """Return the arena object if workers run in the driver's process; None: workers map the shared memory."""
     return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None
 
@@ -216,7 +216,7 @@ class RunningWorkers:
 
         policies = {spec.name: (spec, partial(self.policy.on_message, spec.name)) for spec in specs}
         try:
-            with self.supervisor.signals():
+            with self.supervisor.handle_signals():
                 self.supervisor.start(policies | envs)
                 loop.run_until(is_ready)
         except BaseException:
@@ -226,7 +226,7 @@ class RunningWorkers:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Handle signals as stop requests inside the block; stop the workers at its end."""
-        with self.supervisor.signals():
+        with self.supervisor.handle_signals():
             try:
                 yield
             finally:
@@ -315,7 +315,7 @@ def build_env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
         scripted=run_plan.policy.scripted,
         labeled=run_plan.labeled,
         single_step=run_plan.single_step,
-        shared_arena=shared_arena(cfg, arena),
+        shared_arena=get_shared_arena(cfg, arena),
     )
     return WorkerSpec(
         name=worker.name,

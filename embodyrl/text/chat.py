@@ -41,7 +41,7 @@ class ChatTemplate:
     """Additional variables of the template, such as enable_thinking."""
 
     @classmethod
-    def of(cls, model: Any, folder: Path) -> ChatTemplate | None:
+    def from_settings(cls, model: Any, folder: Path) -> ChatTemplate | None:
         """Return the chat template for the config section `model` and the tokenizer in `folder`, or None.
 
         Policies without the key `chat` use the folder's template.
@@ -171,13 +171,13 @@ def find_roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: b
     return f"the chat template rejects the roles {', '.join(roles)} ({reason}). Fix: {fix}."
 
 
-def special_tokens(folder: Path) -> dict[str, int]:
+def read_special_tokens(folder: Path) -> dict[str, int]:
     """Return the ids of the special tokens of a tokenizer folder, by token text."""
     entries = _read_json(folder / "tokenizer.json").get("added_tokens") or ()
     return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
 
 
-def control_tokens(
+def find_control_tokens(
     folder: Path, template: ChatTemplate | None, special: Mapping[str, int] | None = None, *, parts: bool = False
 ) -> dict[str, int]:
     """Return the ids of the special tokens that are not text, by token text.
@@ -193,7 +193,7 @@ def control_tokens(
         special: special tokens; default: those in tokenizer.json.
         parts: the content of a message is a list of parts (text, images).
     """
-    special = special_tokens(folder) if special is None else special
+    special = read_special_tokens(folder) if special is None else special
     configs = [_read_json(folder / name) for name in ("config.json", "generation_config.json")]
     configs += [inner for config in configs for inner in config.values() if isinstance(inner, dict)]
     values = [item for config in configs for key, item in config.items() if re.search(r"_token_(ids?|index)$", key)]
@@ -279,7 +279,7 @@ def find_turn_end_tokens(template: ChatTemplate, folder: Path, *, parts: bool = 
         after = template.render_after_reply(parts=parts).lstrip()
     except RejectedMessages:
         return {}  # reported by the check of roles
-    return {text: token for text, token in special_tokens(folder).items() if after.startswith(text)}
+    return {text: token for text, token in read_special_tokens(folder).items() if after.startswith(text)}
 
 
 def find_end_token_problem(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
@@ -317,7 +317,7 @@ def measure_prompts(prompts: Sequence[str], folder: Path | None, *, template: Ch
     return [len(encoding.ids) for encoding in encoded]
 
 
-def count_unknown(
+def count_unknown_tokens(
     texts: Sequence[str], folder: Path, *, template: ChatTemplate | None
 ) -> tuple[list[tuple[int, int]], list[str]]:
     """Return the number of tokens and of unknown tokens of each text, and the unknown parts of all texts.
@@ -344,7 +344,7 @@ def count_unknown(
 
 def find_unknown_token_warnings(texts: Sequence[str], folder: Path, *, template: ChatTemplate | None) -> Iterator[str]:
     """Yield a warning if the tokenizer of a folder does not contain all characters or words of the texts."""
-    counts, unknown = count_unknown(texts, folder, template=template)
+    counts, unknown = count_unknown_tokens(texts, folder, template=template)
     if unknown:
         share = sum(num_unknown for _, num_unknown in counts) / sum(count for count, _ in counts)
         yield (

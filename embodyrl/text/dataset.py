@@ -19,8 +19,8 @@ from embodyrl.registry import load, takes
 from embodyrl.text.chat import (
     ChatTemplate,
     RejectedMessages,
-    control_tokens,
     count_turn_tokens,
+    find_control_tokens,
     find_unknown_token_warnings,
     measure_prompts,
     remove_control_tokens,
@@ -134,7 +134,7 @@ def open_rows(
     rows = TextRows(cfg=cfg, name=name, held_out=0)
     all_rows = _load_rows(rows, json_answers)
     row_indices, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
-    removed_tokens = {} if tokenizer is None or template is None else control_tokens(tokenizer, template)
+    removed_tokens = {} if tokenizer is None or template is None else find_control_tokens(tokenizer, template)
     if cfg.max_prompt_length is not None and rows.total:
         prompts = [render_prompt(row, template, removed_tokens) for row in all_rows]
         lengths = measure_prompts(prompts, tokenizer, template=template)

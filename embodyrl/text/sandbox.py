@@ -18,8 +18,8 @@ from typing import Any
 
 from embodyrl.findings import Finding
 
-MEMORY, FOLDER_BYTES = 512 * 2**20, 128 * 2**20
-SECONDS = 4.0
+MEMORY_BYTES, FOLDER_BYTES = 512 * 2**20, 128 * 2**20
+TIMEOUT_S = 4.0
 _GRACE_S = 10.0
 _ESCAPE_STATEMENTS = {
     "the network": "socket.socket()",
@@ -123,7 +123,7 @@ def calculate(expression: str) -> str:
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else f"{value:.6g}"
 
 
-calculate.answer_bytes = 72  # type: ignore[attr-defined]
+calculate.answer_bytes = 72  # type: ignore[attr-defined]  # maximum size of an answer
 
 
 def python_tool(code: str) -> str:
@@ -132,7 +132,7 @@ def python_tool(code: str) -> str:
     Raises:
         ValueError: the program fails or exceeds a limit.
     """
-    succeeded, output = run_python(code, seconds=SECONDS)
+    succeeded, output = run_python(code, seconds=TIMEOUT_S)
     if not succeeded:
         raise ValueError(output)
     return output.strip()
@@ -176,7 +176,7 @@ def _execute(
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
     modules = {f"{__package__}.{path.stem}": path.read_text(encoding="utf-8") for path in _MODULES}
     readable = [str(path) for path in _list_readable_paths() if path.exists()]
-    request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY}
+    request: dict[str, Any] = {"program": program, "modules": modules, "folder": folder, "memory": MEMORY_BYTES}
     request |= {"seconds": seconds_per_test, "readable": readable}
     lifeline, write_end = os.pipe()  # the write end closes when this process ends for any reason
     with tempfile.TemporaryFile("w+", encoding="utf-8") as tests_file:
@@ -224,7 +224,7 @@ def build_escape_program() -> str:
 def probe_sandbox() -> Finding:
     """Check how generated programs (reward `code`, tool `python`) are confined, for `embodyrl doctor`."""
     user = "as a separate user" if os.getuid() == 0 else "as you"
-    succeeded, output = run_python(build_escape_program(), seconds=SECONDS)
+    succeeded, output = run_python(build_escape_program(), seconds=TIMEOUT_S)
     reached = output.splitlines() if succeeded else [f"an unknown part of the system: the check failed with {output!r}"]
     access = f"reaching {', '.join(reached)}" if reached else "no network, only its own files, no other process"
     if _get_bubblewrap_command():

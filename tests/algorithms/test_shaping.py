@@ -169,9 +169,9 @@ def test_episode_continued_across_training_steps_counts_once():
     whole, parts = ReturnScale(0.9), ReturnScale(0.9)
     whole.apply([make_episode(rewards)])
     first = replace(make_episode(rewards[:4]), cut=True)
-    second = replace(make_episode(rewards[4:9], episode_id=1), cut=True, earlier=first.whole)
+    second = replace(make_episode(rewards[4:9], episode_id=1), cut=True, earlier=first.summary)
     parts.apply([first])
-    parts.apply([second, replace(make_episode(rewards[9:], episode_id=2), earlier=second.whole)])
+    parts.apply([second, replace(make_episode(rewards[9:], episode_id=2), earlier=second.summary)])
     ours, theirs = ({**scale.state(), "returns_cut": None} for scale in (parts, whole))
     assert ours == pytest.approx(theirs)
 
@@ -193,7 +193,7 @@ def test_returns_of_unfinished_episodes_are_saved_in_the_state():
     cut = replace(make_episode([[5.0], [7.0]], terminated=False), cut=True)
     first.apply([cut])
     other.load_state(json.loads(json.dumps(first.state())))
-    last = replace(make_episode([[1.0]]), earlier=cut.whole)
+    last = replace(make_episode([[1.0]]), earlier=cut.summary)
     mine, theirs = (scale.apply([last])[0].reward for scale in (first, other))
     np.testing.assert_array_equal(mine, theirs)
 

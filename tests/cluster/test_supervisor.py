@@ -47,7 +47,7 @@ def test_signal_during_the_start_of_a_worker_starts_no_other_worker(tmp_path: Pa
         name: (WorkerSpec(name=name, entry="test_supervisor:SignallingWorker", init=str(tmp_path / name)), print)
         for name in ("policy", "env_0")
     }
-    with one.signals(), pytest.raises(Interrupted):
+    with one.handle_signals(), pytest.raises(Interrupted):
         one.start(specs)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     one.stop()

@@ -236,7 +236,7 @@ def test_earlier_success_counts_for_a_continued_episode():
 def test_reward_components_cover_the_whole_continued_episode():
     """Fails if only the last part of a continued episode is counted."""
     first = replace(episode(steps=4, success=False), components=np.array([[1.0, 0.0], [2.0, 0.5]], np.float32))
-    last = replace(episode(steps=2, success=True), components=np.array([[4.0, 0.0]], np.float32), earlier=first.whole)
+    last = replace(episode(steps=2, success=True), components=np.array([[4.0, 0.0]], np.float32), earlier=first.summary)
     collection = RolloutResult(episodes=[last], continues=True)
     metrics = rollout_metrics(
         collection, replace(ENV, reward=RewardSpec(components=("near", "errors"))), num_workers=1, restarts=0

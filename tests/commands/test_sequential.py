@@ -88,7 +88,7 @@ def test_documented_power_matches_the_simulation(case: str) -> None:
 def test_last_interim_test_includes_all_states_of_unequal_tasks(tmp_path: Path) -> None:
     env = EnvSpec(name="toy", action=ActionSpec(dim=1), tasks=("reach", "lift"), states_per_task=(2, 5))
     cfg = toy_config(tmp_path, "eval.episodes=12", command="eval")
-    policy = PolicySpec(name="greedy", num_action_chunks=1, action_dim=1, tokens_per_chunk=1, takes_noise=False)
+    policy = PolicySpec(name="greedy", num_action_chunks=1, action_dim=1, tokens_per_chunk=1, is_stochastic=False)
     plan = eval_episodes(cfg, env, policy)
     needed = count_planned_episodes(plan)
     again = eval_episodes(cfg.updated({"eval.episodes": needed}), env, policy)

@@ -219,9 +219,9 @@ def test_preference_pairs_share_an_initial_state(tmp_path: Path) -> None:
     demos.reset_id[:] = states
     assert demos.get_ranked_pairs(range(6), 2).tolist() == [[0, 5], [2, 7], [0, 9], [2, 11], [5, 9], [7, 11]]
     assert demos.get_ranked_pairs([0, 3], 2).tolist() == []
-    assert np.flatnonzero(demos.shown).tolist() == [2]
+    assert np.flatnonzero(demos.is_solved).tolist() == [2]
     demos.success[4] = True
-    assert np.flatnonzero(demos.shown).tolist() == [2], "the next episode begins without it"
+    assert np.flatnonzero(demos.is_solved).tolist() == [2], "the next episode begins without it"
 
 
 def test_statistics_cover_all_written_frames(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_success_objective_learns_success_from_images() -> None:
         stop=np.array([3, 5]),
         instruction=np.array(["t"] * 5, object),
     )
-    assert demos.shown.tolist() == [False, False, True, False, True]
+    assert demos.is_solved.tolist() == [False, False, True, False, True]
 
 
 def test_episode_pairs_are_compared_chunk_by_chunk() -> None:

@@ -37,7 +37,7 @@ def test_sample_contains_history_and_action_validity():
     demos = joined()
     found, valid = demos.window(np.arange(7), 4, before=1)
     actions = demos.action[found]
-    samples = Samples(demos=demos, steps=np.arange(7), actions=actions, shown=demos.success, valid=valid, history=2)
+    samples = Samples(demos=demos, steps=np.arange(7), actions=actions, is_solved=demos.success, valid=valid, history=2)
     arena = {
         Record.images: np.zeros((1, 4, *ENV.cameras.size, 3), np.uint8),
         Record.observed_state: np.zeros((1, 6), np.float32),

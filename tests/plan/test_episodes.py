@@ -207,10 +207,10 @@ def test_evaluation_never_repeats_an_identical_episode(config):
     assert len(eval_starts(config("eval.episodes=50", "env.eval.state_ids=[1,2]", "env.eval.task_ids=[0]"), fixed)) == 2
     sampled = config("eval.episodes_per_task=6", "eval.sampling_params.do_sample=true")
     assert len(eval_starts(sampled, fixed)) == 18
-    assert len(eval_starts(sampled, fixed, replace(POLICY, takes_noise=False))) == 14, "L1 regression does not sample"
+    assert len(eval_starts(sampled, fixed, replace(POLICY, is_stochastic=False))) == 14, "L1 regression does not sample"
     expert = replace(POLICY, scripted=True)
     assert len(eval_starts(greedy, fixed, expert)) == 18, "its actions are disturbed"
-    assert len(eval_starts(sampled, fixed, replace(expert, takes_noise=False))) == 14
+    assert len(eval_starts(sampled, fixed, replace(expert, is_stochastic=False))) == 14
 
 
 def test_noise_is_planned_for_stochastic_policies_only():
@@ -223,7 +223,7 @@ def test_noise_is_planned_for_stochastic_policies_only():
     ):
         cfg = load_config("eval", ["env=tabletop", *words])
         env = ENVS.get("tabletop").spec(cfg.env, EnvContext())
-        assert POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0).takes_noise == takes, words
+        assert POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0).is_stochastic == takes, words
 
 
 def suites_env() -> EnvSpec:

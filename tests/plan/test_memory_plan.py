@@ -220,14 +220,15 @@ def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
     size = text_sizes()
     reply, chunk = size.logit_bytes(10)
     assert (reply, chunk) == (120_000, 12 * CHUNK_LOGITS)
-    adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes)
-    assert adapters.scoring(4) == (480_000, 480_000)
-    assert adapters.scoring(1e9) == (chunk, chunk)
+    adapters = PolicyCosts(logit_bytes=(reply, chunk), output_gradient_bytes=size.output_gradient_bytes)
+    assert adapters.estimate_logprob_bytes(4) == (480_000, 480_000)
+    assert adapters.estimate_logprob_bytes(1e9) == (chunk, chunk)
     whole = PolicyCosts(
-        logit_bytes=(reply, chunk), scoring_bytes=text_sizes(uses_bf16=True, adapters=False).scoring_bytes
+        logit_bytes=(reply, chunk),
+        output_gradient_bytes=text_sizes(uses_bf16=True, adapters=False).output_gradient_bytes,
     )
-    assert whole.scoring(0) == (64_000, 96_000), "the gradients are added after the logits"
-    assert whole.scoring(4) == (512_000, 528_000)
+    assert whole.estimate_logprob_bytes(0) == (64_000, 96_000), "the gradients are added after the logits"
+    assert whole.estimate_logprob_bytes(4) == (512_000, 528_000)
 
 
 def test_longest_sample_of_a_dialogue_contains_all_replies_and_tool_answers(tmp_path):
@@ -252,17 +253,19 @@ def test_equal_prompts_are_stored_once_if_that_halves_the_tokens():
     costs = PolicyCosts(
         activation_bytes=whole, shared_bytes=(reply, prompt), sample_tokens=24, reply_tokens=4, num_trained=1
     )
-    assert costs.stored(8, 1) == 8 * reply + prompt
-    assert costs.stored(8, 8) == 8 * whole, "all prompts are different"
-    assert replace(costs, reply_tokens=16).stored(8, 1) == 8 * whole, "most tokens are those of replies"
+    assert costs.estimate_activation_bytes(8, 1) == 8 * reply + prompt
+    assert costs.estimate_activation_bytes(8, 8) == 8 * whole, "all prompts are different"
+    assert replace(costs, reply_tokens=16).estimate_activation_bytes(8, 1) == 8 * whole, (
+        "most tokens are those of replies"
+    )
     assert replace(size, supports_sharing=False).shared_bytes(20, 4) == (0, 0)
 
 
 def test_only_tensors_below_the_mapped_size_fragment_memory(tmp_path, monkeypatch):
     costs = PolicyCosts(activation_bytes=1000, sample_tokens=10, tensor_fractions=((1024, 0.25), (4096, 0.75)))
-    assert costs.fragmented(100, 100) == 80_000, "all tensors are smaller than 4 MiB"
-    assert costs.fragmented(200, 200) == 40_000, "only the narrow tensors"
-    assert costs.fragmented(500, 500) == 0
+    assert costs.estimate_fragmented_bytes(100, 100) == 80_000, "all tensors are smaller than 4 MiB"
+    assert costs.estimate_fragmented_bytes(200, 200) == 40_000, "only the narrow tensors"
+    assert costs.estimate_fragmented_bytes(500, 500) == 0
     words = (*language_model(tmp_path, 24), "env.train.total_num_envs=64", "actor.micro_batch_size=64")
     cfg = text_config(tmp_path, *words, "actor.global_batch_size=64")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

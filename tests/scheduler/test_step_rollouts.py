@@ -218,7 +218,7 @@ def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
                 seen[step, env_index] = arena[Record.observed_state][episode.final_record].copy()
             if ahead:
                 sampler.queue_next(step + 1)
-            pieces.append(sorted((e.length, e.whole.length, e.cut) for e in rollout.episodes))
+            pieces.append(sorted((e.length, e.summary.length, e.cut) for e in rollout.episodes))
             wholes = [e for e in rollout.episodes if not e.cut]
             stage.workers.scheduler.release(rollout)
         assert pieces == [
@@ -230,7 +230,7 @@ def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
         metrics = rollout_metrics(rollout, env, num_workers=1, restarts=0)
         assert metrics["train/episodes"] == 2
         assert metrics["train/episode_len"] == 200
-        assert metrics["train/return"] == pytest.approx(np.mean([e.whole.episode_return for e in wholes]) / 2)
+        assert metrics["train/return"] == pytest.approx(np.mean([e.summary.episode_return for e in wholes]) / 2)
 
 
 def test_a_continued_episode_keeps_its_task(tmp_path):

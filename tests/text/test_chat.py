@@ -19,8 +19,8 @@ from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.text.chat import (
     ChatTemplate,
     RejectedMessages,
-    control_tokens,
     count_turn_tokens,
+    find_control_tokens,
     find_end_token_problem,
     find_roles_problem,
     get_opened_tag,
@@ -176,7 +176,7 @@ def test_turn_tokens_are_the_tokens_around_a_reply_and_a_tool_answer(source: str
     asked = Message(role="user", content="12*34=")
     talk = (asked, Message(role="assistant", content="?12*34"), Message(role=role, content="408"))
     before, after = (len(reader._encode(join_messages(turns), b"", ())) for turns in ((asked,), talk))
-    template = ChatTemplate.of(cfg, place)
+    template = ChatTemplate.from_settings(cfg, place)
     assert after - before == len("?12*34") + len("408") + count_turn_tokens(place, template=template)
 
 
@@ -267,7 +267,7 @@ def test_template_and_arguments_of_a_run_match_transformers(arguments: dict[str,
     asked = messages("user", "assistant", "user")
     words = {"tokenize": False, "add_generation_prompt": True, **arguments}
     expected = tokenizer.apply_chat_template(asked, chat_template=THINKING, **words)
-    template = ChatTemplate.of(cfg, place)
+    template = ChatTemplate.from_settings(cfg, place)
     assert template is not None
     assert template.render(asked) == expected
     assert expected.endswith("b") == bool(arguments)
@@ -324,7 +324,7 @@ def test_nested_control_tokens_are_removed_in_one_pass(content: str, expected: s
 
 def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     place = folder(tmp_path / "m", CHATML)
-    assert remove_control_tokens("a<e<eos>os>b", control_tokens(place, ChatTemplate.read(place))) == "ab"
+    assert remove_control_tokens("a<e<eos>os>b", find_control_tokens(place, ChatTemplate.read(place))) == "ab"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1<eos>+1=", "answer": "2"}\n')
     cfg = RowSettings(path=str(tmp_path / "rows.jsonl"), val_share=0.0)
     rows = open_rows(cfg, tokenizer=place, template=ChatTemplate.read(place))

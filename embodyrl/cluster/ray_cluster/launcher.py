@@ -16,7 +16,7 @@ from typing import Any
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import LoadWeightsRequest, Reply, Request, WorkerFailed
 from embodyrl.channels.rendezvous import LOOPBACK
-from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests, place_rank
+from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, ProcessLauncher, place_rank
 from embodyrl.cluster.ray_cluster import nodes as ray_nodes
 from embodyrl.cluster.ray_cluster.nodes import Node, ray
 from embodyrl.cluster.ray_cluster.placement import parse_placement
@@ -115,7 +115,7 @@ class _Handle(Handle):
     """Number of bytes of the worker's log that the driver has received."""
 
 
-class RayLauncher(OpenRequests[_Handle]):
+class RayLauncher(ProcessLauncher[_Handle]):
     """Launcher that joins the cluster at RAY_ADDRESS or starts a local cluster."""
 
     spans_hosts = True
@@ -137,8 +137,8 @@ class RayLauncher(OpenRequests[_Handle]):
         self._lost: set[str] = set()
         """Ids of unreachable nodes, which are not used again."""
         self.where = ray_nodes.describe(self._nodes)
-        # Last, because `Messages` replaces standard output until `stop`, which is not called if an error occurs here.
-        self._messages = ray_nodes.Messages(log_dir / "ray.log")
+        # Last, because this object redirects standard output until `stop`, which is not called after an error here.
+        self._messages = ray_nodes.RayOutputRedirect(log_dir / "ray.log")
 
     @classmethod
     def describe_hosts(cls, cluster: ClusterSettings | None) -> str:

@@ -159,7 +159,7 @@ def describe(nodes: Iterable[Node]) -> str:
     )
 
 
-class Messages:
+class RayOutputRedirect:
     """Replacement of standard output that writes the messages of Ray's threads to a file.
 
     Ray prints pages of text for each lost node.

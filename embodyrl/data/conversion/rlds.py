@@ -15,7 +15,7 @@ from embodyrl.data.conversion.settings import ConversionSettings
 from embodyrl.data.conversion.source import Column, Conventions, Description, Kind, RawEpisode
 from embodyrl.data.conversion.tfrecord import Feature, parse_example, read_records
 from embodyrl.data.frames import decode_png
-from embodyrl.data.tables import find_file, reading
+from embodyrl.data.tables import convert_read_errors, find_file
 from embodyrl.errors import ConfigError, EmbodyError, format_reason
 from embodyrl.files import read_json
 from embodyrl.text.images import LazyImage
@@ -236,5 +236,5 @@ def _list_shard_names(info: Mapping[str, Any], split: Mapping[str, Any], count: 
 
 
 def _read_json(path: Path) -> Any:
-    with reading(path):
+    with convert_read_errors(path):
         return read_json(path)

@@ -17,7 +17,7 @@ from embodyrl.clock import RunClock
 from embodyrl.envs.text.protocol import Answer, RewardResult
 from embodyrl.errors import EmbodyError
 from embodyrl.registry import REWARDS, name_problems
-from embodyrl.text.rewards.services import find
+from embodyrl.text.rewards.services import find_reward
 from embodyrl.text.rewards.settings import TextRewardSettings
 
 ERRORS, OVERLONG = "errors", "overlong"
@@ -43,10 +43,10 @@ def find_reward_problems(cfg: TextRewardSettings) -> list[str]:
             "reward.path to package.module:function, an http address or the folder of a reward model."
         ]
     errors = [
-        *name_problems("reward.name", [cfg.name] if cfg.name else [], find),
-        *name_problems("reward.path", [cfg.path] if cfg.path else [], find),
+        *name_problems("reward.name", [cfg.name] if cfg.name else [], find_reward),
+        *name_problems("reward.path", [cfg.path] if cfg.path else [], find_reward),
     ]
-    return errors or name_problems("reward.weights", get_function_names(cfg), find)
+    return errors or name_problems("reward.weights", get_function_names(cfg), find_reward)
 
 
 def build_reward_runner(cfg: TextRewardSettings, max_tokens: int) -> RewardRunner:
@@ -63,7 +63,7 @@ def build_reward_runner(cfg: TextRewardSettings, max_tokens: int) -> RewardRunne
 
 def _get_components(name: str) -> tuple[str, ...]:
     """Return the component names of a reward function: its attribute `components`, or its name."""
-    return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
+    return tuple(getattr(find_reward(name), "components", (name.rpartition(":")[2],)))
 
 
 def compute_overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:

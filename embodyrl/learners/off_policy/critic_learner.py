@@ -17,7 +17,12 @@ from embodyrl.channels.arena import Fields, read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.data.rl_demonstrations import ends_with_success, load_rl_demonstrations, observed, sum_rewards
+from embodyrl.data.rl_demonstrations import (
+    build_observation_fields,
+    ends_with_success,
+    load_rl_demonstrations,
+    sum_rewards,
+)
 from embodyrl.errors import CheckpointError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.protocol import Learner, LearnerContext
@@ -150,7 +155,7 @@ class CriticLearner(Learner, Generic[P, C]):
         episode = np.repeat(np.arange(len(pairs)), [-(-(b - a) // length) for a, b in pairs])
         stop = np.minimum(steps + length, demos.stop[episode])
         observations, actions, indices = (
-            observed(demos, steps, width),
+            build_observation_fields(demos, steps, width),
             demos.chunks(steps, length),
             np.arange(len(steps)),
         )

@@ -12,7 +12,7 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.data.rl_demonstrations import load_rl_demonstrations, observed
+from embodyrl.data.rl_demonstrations import build_observation_fields, load_rl_demonstrations
 from embodyrl.learners.imitation import encode_reply_batch
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, summarize_updates
@@ -115,7 +115,7 @@ class FilteredLearner(Learner):
             actions = encode_reply_batch(self._policy, actions)
         if (demonstrations := self._demonstrations) is not None and num_demonstrations:
             steps = rng.integers(demonstrations.stop[-1], size=num_demonstrations)
-            demonstrated = observed(demonstrations, steps, fields[Record.instruction].shape[1])
+            demonstrated = build_observation_fields(demonstrations, steps, fields[Record.instruction].shape[1])
             fields = {name: np.concatenate([fields[name], array]) for name, array in demonstrated.items()}
             actions = np.concatenate([actions, demonstrations.chunks(steps, self._horizon)])
         return read_observation(fields, np.arange(self._batch_size)), actions

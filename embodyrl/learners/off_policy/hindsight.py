@@ -77,7 +77,7 @@ class UnfinishedEpisodes:
     def __init__(self) -> None:
         self._unfinished: dict[int, list[Frames]] = {}
 
-    def whole(self, new: Frames, earlier: Mapping[int, int], continuing: Mapping[int, int]) -> list[Frames]:
+    def append_frames(self, new: Frames, earlier: Mapping[int, int], continuing: Mapping[int, int]) -> list[Frames]:
         """Append new frames to the stored frames of their episodes; return the complete episodes.
 
         Args:
@@ -97,18 +97,18 @@ class UnfinishedEpisodes:
             if number in continuing:
                 self._unfinished[continuing[number]] = parts
             else:
-                complete.append(join(parts))
-        return [*map(join, unfinished.values()), *complete]
+                complete.append(join_frames(parts))
+        return [*map(join_frames, unfinished.values()), *complete]
 
     def state(self) -> dict[str, Any]:
         """Return the frames of unfinished episodes for a checkpoint; a resumed run does not continue these episodes."""
-        unfinished = [join(parts) for parts in self._unfinished.values()]
+        unfinished = [join_frames(parts) for parts in self._unfinished.values()]
         renumbered = [replace(joined, episode=np.full_like(joined.episode, i)) for i, joined in enumerate(unfinished)]
-        joined = join(renumbered, single_episode=False) if unfinished else None
+        joined = join_frames(renumbered, single_episode=False) if unfinished else None
         return {item.name: getattr(joined, item.name) for item in fields(Frames)} if joined else {}
 
 
-def join(parts: Sequence[Frames], *, single_episode: bool = True) -> Frames:
+def join_frames(parts: Sequence[Frames], *, single_episode: bool = True) -> Frames:
     """Concatenate frames. If `single_episode`, set the episode number of all frames to 0."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}

@@ -164,7 +164,7 @@ class SacLearner(CriticLearner[SoftActor, ReplaySettings]):
         """Add frames to the buffer, or store frames of unfinished episodes until these end (hindsight)."""
         episodes = [frames]
         if self._hindsight is not None and request is not None:
-            episodes = self._open.whole(frames, dict(request.earlier), dict(request.open))
+            episodes = self._open.append_frames(frames, dict(request.earlier), dict(request.open))
         for episode in episodes:
             super()._add(episode)
 

@@ -44,7 +44,7 @@ class ActorCriticFactory:
             gripper=env.action.gripper,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
             differentiable=shape.squashed,
-            rates=True,
+            can_be_reward_model=True,
             warnings=_find_range_warnings(shape),
         )
 

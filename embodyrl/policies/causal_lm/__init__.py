@@ -58,7 +58,7 @@ class CausalLMFactory:
             return [str(error)]
         missing = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
         try:
-            if cfg.chat and not missing and ChatTemplate.of(cfg, folder) is None:
+            if cfg.chat and not missing and ChatTemplate.from_settings(cfg, folder) is None:
                 return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; remove model.chat."]
         except ConfigError as error:
             return [str(error)]
@@ -76,7 +76,7 @@ class CausalLMFactory:
             ConfigError: the chat template rejects messages of the environment.
         """
         folder = self.folder(cfg)
-        template = ChatTemplate.of(cfg, folder)
+        template = ChatTemplate.from_settings(cfg, folder)
         if template is not None:
             role_problems = (find_roles_problem(template, roles, parts=self.reads_images) for roles in env.text.roles)
             if problems := [f"model.path={cfg.path}: {problem}" for problem in role_problems if problem]:
@@ -93,7 +93,7 @@ class CausalLMFactory:
             warnings=(end_warning,) if end_warning else (),
             action_kinds=frozenset({ActionKind.text}),
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
-            rates=not (cfg.is_lora or self.reads_images),
+            can_be_reward_model=not (cfg.is_lora or self.reads_images),
         )
 
     def costs(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
@@ -124,7 +124,7 @@ class CausalLMFactory:
             largest_layer=(size.layer_parameters, tokens * size.bytes_per_token),
             outside_layers=size.outside_parameters,
             logit_bytes=size.logit_bytes(reply_tokens),
-            scoring_bytes=size.scoring_bytes,
+            output_gradient_bytes=size.output_gradient_bytes,
             inference_bytes=tokens * size.layers * (6 if cfg.uses_bf16 else 8) * size.kv_width + 12 * size.vocabulary,
             sample_tokens=tokens,
             reply_tokens=reply_tokens,

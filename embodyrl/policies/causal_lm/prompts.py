@@ -14,7 +14,7 @@ from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import to_device
-from embodyrl.text.chat import ChatTemplate, control_tokens, get_opened_tag, read_template, remove_control_tokens
+from embodyrl.text.chat import ChatTemplate, find_control_tokens, get_opened_tag, read_template, remove_control_tokens
 from embodyrl.text.messages import Message, split_images, split_messages
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
@@ -48,11 +48,11 @@ class PromptReader:
         self._processor = processor
         self._reads_images, self._empty_prompt_token = hasattr(processor, "tokenizer"), empty_prompt_token
         special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        template = ChatTemplate.of(cfg, folder)
+        template = ChatTemplate.from_settings(cfg, folder)
         # The tokenizer also contains the default tokens of its class.
         self._template = template and replace(template, tokens=tokenizer.special_tokens_map)
         # Without chat, the folder's template still defines the tokens between turns, which a model may generate.
-        removed_tokens = control_tokens(
+        removed_tokens = find_control_tokens(
             folder, template or ChatTemplate.read(folder), special, parts=self._reads_images
         )
         # The template writes these tokens between turns; inside a message, they would end the turn.

@@ -87,7 +87,7 @@ class TextSizes:
         return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
     @property
-    def scoring_bytes(self) -> tuple[int, int]:
+    def output_gradient_bytes(self) -> tuple[int, int]:
         """Temporary bytes for gradients of the output matrix, without and with recomputation of layers.
 
         Gradients of earlier micro-batches, of earlier chunks of logits and of this chunk exist at the same time. In

@@ -42,7 +42,7 @@ class RemoteFactory:
             action_dim=env.action.dim,
             tokens_per_chunk=cfg.num_action_chunks * env.action.dim,
             gripper=env.action.gripper,
-            takes_noise=False,
+            is_stochastic=False,
             untrainable="its weights are on a server, which returns actions without probabilities",
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )

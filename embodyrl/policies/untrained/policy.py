@@ -129,7 +129,7 @@ class UntrainedFactory:
             observed_steps=0,
             gripper=env.action.gripper,
             scripted=self.scripted,
-            takes_noise=not self.scripted or (isinstance(cfg, ScriptedSettings) and cfg.expert_noise > 0),
+            is_stochastic=not self.scripted or (isinstance(cfg, ScriptedSettings) and cfg.expert_noise > 0),
             untrainable="it has no weights",
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )

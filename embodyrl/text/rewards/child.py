@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 
-from embodyrl.text.rewards.services import find
+from embodyrl.text.rewards.services import find_reward
 from embodyrl.text.sandbox import RejectedTest
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # the output of reward functions must not mix with the replies
     try:
-        functions = [find(name) for name in names]
+        functions = [find_reward(name) for name in names]
         for function in functions:
             if prepare := getattr(function, "prepare", None):
                 prepare()

@@ -10,14 +10,14 @@ from embodyrl.text.answers import find_boxes, find_chosen_letter, find_last_box
 from embodyrl.text.rewards.expressions import are_equal_expressions
 from embodyrl.text.rewards.numbers import (
     Number,
-    equal,
+    are_equal,
     find_first_number,
     find_last_number,
     parse_single_number,
     restates_prompt,
 )
 from embodyrl.text.rewards.programs import find_program
-from embodyrl.text.sandbox import SECONDS, evaluate, run_tests
+from embodyrl.text.sandbox import TIMEOUT_S, evaluate, run_tests
 
 
 def exact(prompt: str, response: str, reference: str) -> float:
@@ -40,12 +40,12 @@ _MARKER = "####"
 def gsm8k(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the number after the last `#### ` is the reference, as in verl and the strict match of lm-eval."""
     matches = re.findall(r"#### (-?[0-9.,]+)", response)
-    return float(bool(matches) and equal(find_last_number(matches[-1]), find_last_number(reference)))
+    return float(bool(matches) and are_equal(find_last_number(matches[-1]), find_last_number(reference)))
 
 
 def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the last number of the response is the reference, as in the flexible matches of verl and lm-eval."""
-    return float(equal(find_last_number(response), find_last_number(reference)))
+    return float(are_equal(find_last_number(response), find_last_number(reference)))
 
 
 def number(prompt: str, response: str, reference: str) -> float:
@@ -73,12 +73,14 @@ class _Math:
         boxed = find_boxes(response)
         if not boxed or response.rfind(_MARKER) > boxed[-1][0]:
             _, marker, after_marker = response.rpartition(_MARKER)
-            return float(equal(expected, find_first_number(after_marker) if marker else _named_number(response)))
+            return float(are_equal(expected, find_first_number(after_marker) if marker else _named_number(response)))
         answer = find_last_box(response) or ""
         if expected is None:
             return float(are_equal_expressions(answer, reference, prompt))
         number = parse_single_number(answer)
-        return float(equal(expected, number) and number is not None and not restates_prompt(number, expected, prompt))
+        return float(
+            are_equal(expected, number) and number is not None and not restates_prompt(number, expected, prompt)
+        )
 
 
 math_reward = _Math()
@@ -142,4 +144,4 @@ def code(prompt: str, response: str, reference: str) -> float:
     """
     tests: list[str | dict[str, str]] = json.loads(reference)
     seconds_left, _ = signal.getitimer(signal.ITIMER_REAL)
-    return sum(run_tests(find_program(response, tests), tests, seconds=0.8 * seconds_left or SECONDS)) / len(tests)
+    return sum(run_tests(find_program(response, tests), tests, seconds=0.8 * seconds_left or TIMEOUT_S)) / len(tests)

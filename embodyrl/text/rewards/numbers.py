@@ -74,7 +74,7 @@ class Number(NamedTuple):
     """False for fractions that are not reduced, and for powers whose base is not 10."""
 
 
-def numbers(text: str) -> Iterator[tuple[re.Match[str], Number | None]]:
+def find_numbers(text: str) -> Iterator[tuple[re.Match[str], Number | None]]:
     """Yield the regex match and the value of each number in a string; None for numbers that are too long to convert."""
     for match in _NUMBER.finditer(_to_ascii(text)):
         yield match, _parse_number(match)
@@ -117,12 +117,12 @@ def _parse_number(match: re.Match[str]) -> Number | None:
 
 def find_last_number(text: str) -> Number | None:
     """Return the last number in a string, or None if the last number is an expression."""
-    return next((n if n and n.finished else None for _, n in reversed([*numbers(text)])), None)
+    return next((n if n and n.finished else None for _, n in reversed([*find_numbers(text)])), None)
 
 
 def find_first_number(text: str) -> Number | None:
     """Return the first number in a string, or None if the first number is an expression."""
-    return next((n if n and n.finished else None for _, n in numbers(text)), None)
+    return next((n if n and n.finished else None for _, n in find_numbers(text)), None)
 
 
 def parse_single_number(text: str) -> Number | None:
@@ -130,7 +130,7 @@ def parse_single_number(text: str) -> Number | None:
     if _UNEQUAL.search(text):
         return None
     *earlier, text = _SIDES.split(text)
-    if earlier and (left := parse_single_number(earlier[-1])) and not equal(left, parse_single_number(text)):
+    if earlier and (left := parse_single_number(earlier[-1])) and not are_equal(left, parse_single_number(text)):
         return None
     text = _UNIT_POWER.sub("", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", _to_ascii(text))))
     text = re.sub(r"\{([^{}]*)\\over\b([^{}]*)\}", r"\\frac{\1}{\2}", text.replace("\\displaystyle", ""))
@@ -140,7 +140,7 @@ def parse_single_number(text: str) -> Number | None:
     text = re.sub(r"^\s*\{([^{}]*)\}\s*$", r"\1", text)
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ])+(?=\\[dtc]?frac)", " ", text).replace("**", "^" if "10**" in text else "**")
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
-    matches = list(numbers(text))
+    matches = list(find_numbers(text))
     if len(matches) != 1:
         return None
     match, number = matches[0]
@@ -153,7 +153,7 @@ def _get_sign(match: re.Match[str]) -> str:
     return match["sign"] or "-"
 
 
-def equal(first: Number | None, second: Number | None) -> bool:
+def are_equal(first: Number | None, second: Number | None) -> bool:
     """Return True if two numbers are equal; 50 % equals 0.5 and 50, and 2 million equals 2,000,000 and 2.
 
     Whole numbers and decimals must be equal exactly. A fraction without a finite decimal form, such as 1/3, equals a
@@ -195,4 +195,4 @@ def restates_prompt(answer: Number, reference: Number, prompt: str) -> bool:
         shorter = answer.form == "/" or len(str(answer.value)) <= len(f"{first}{second}")
         if not answer.finished and (not prompt.strip() or (shorter and answer.value.denominator == 1)):
             return True
-    return any(n and n.form == answer.form and n.value == answer.value for _, n in numbers(prompt))
+    return any(n and n.form == answer.form and n.value == answer.value for _, n in find_numbers(prompt))

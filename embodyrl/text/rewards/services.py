@@ -20,11 +20,11 @@ class Reward(Protocol):
         ...
 
 
-COMPARING = ("exact", "overlap", "math", "gsm8k", "gsm8k_flexible", "choice", "countdown")
+COMPARING_REWARDS = ("exact", "overlap", "math", "gsm8k", "gsm8k_flexible", "choice", "countdown")
 """Built-in rewards that compare a reply with one text."""
 
 
-def find(name: str) -> Reward:
+def find_reward(name: str) -> Reward:
     """Return the reward function of a registered name, package.module:function, http(s) address or model folder.
 
     Raises:

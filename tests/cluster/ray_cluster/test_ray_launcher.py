@@ -131,9 +131,9 @@ def test_output_of_a_crashed_worker_is_kept(tmp_path, two_nodes):
 
 
 def test_ray_messages_are_written_to_a_log_file(tmp_path, capsys):
-    from embodyrl.cluster.ray_cluster.nodes import Messages
+    from embodyrl.cluster.ray_cluster.nodes import RayOutputRedirect
 
-    messages = Messages(tmp_path / "ray.log")
+    messages = RayOutputRedirect(tmp_path / "ray.log")
     for name in ("ray_listen_error_messages", "other"):
         thread = threading.Thread(target=print, args=(f"from {name}",), name=name)
         thread.start()

@@ -151,12 +151,12 @@ def test_parts_of_a_continued_episode_are_joined_at_its_end():
 
     held = UnfinishedEpisodes()
     first = both(*(piece(one, 0, 2, i) for i, one in enumerate(whole)))
-    assert held.whole(first, {}, {0: 70, 1: 71, 2: 72}) == []
+    assert held.append_frames(first, {}, {0: 70, 1: 71, 2: 72}) == []
     kept = held.state()
     assert np.unique(kept["episode"]).tolist() == [0, 1, 2]
     second = both(piece(whole[1], 2, 5, 5), piece(whole[0], 2, 4, 6))
-    lost, done = held.whole(second, {5: 71, 6: 70}, {6: 70})
-    (last,) = held.whole(piece(whole[0], 4, 6, 9), {9: 70}, {})
+    lost, done = held.append_frames(second, {5: 71, 6: 70}, {6: 70})
+    (last,) = held.append_frames(piece(whole[0], 4, 6, 9), {9: 70}, {})
     for found, source in ((done, whole[1]), (last, whole[0])):
         np.testing.assert_array_equal(found.seen["observed_state"], source.seen["observed_state"])
         np.testing.assert_array_equal(found.acted, source.acted)

@@ -80,7 +80,7 @@ def test_planned_activations_cover_the_longest_replies_to_shorter_prompts(tmp_pa
 
     measured = {width: measure(width) for width in (9, 18, 20, longest)}
     assert max(measured, key=measured.__getitem__) == 18, "longer prompts are shared"
-    planned = CAUSAL_LM.costs(cfg, env, 0).stored(samples, prompts)
+    planned = CAUSAL_LM.costs(cfg, env, 0).estimate_activation_bytes(samples, prompts)
     assert 0.95 * measured[18] < planned < 1.1 * measured[18]
 
 

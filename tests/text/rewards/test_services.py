@@ -14,7 +14,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.envs.text.protocol import Answer
 from embodyrl.envs.text.reward_runner import build_reward_runner, find_reward_problems
 from embodyrl.errors import EmbodyError
-from embodyrl.text.rewards.services import find
+from embodyrl.text.rewards.services import find_reward
 from embodyrl.text.rewards.settings import TextRewardSettings
 
 
@@ -112,7 +112,7 @@ def test_folder_without_reward_model_is_an_error(tmp_path: Path):
 
 def test_reward_model_uses_its_chat_template(tmp_path: Path):
     write_reward_model(tmp_path)
-    reward = find(str(tmp_path))
+    reward = find_reward(str(tmp_path))
     reward.prepare()  # type: ignore[attr-defined]
     plain = reward("1+", "2", "")
     reward._tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}={% endfor %}"  # type: ignore[attr-defined]

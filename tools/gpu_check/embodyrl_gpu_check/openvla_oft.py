@@ -217,5 +217,5 @@ def planned_bytes(costs: PolicyCosts, batch: int) -> int:
     trained = costs.num_parameters if costs.num_trained is None else costs.num_trained
     frozen = 0 if costs.num_trained is None else 2 * costs.num_parameters
     copied = 2 * (costs.num_parameters - costs.outside_layers) if costs.num_trained is None else 0
-    activations = batch * costs.activation_bytes + costs.scoring(batch)[0]
+    activations = batch * costs.activation_bytes + costs.estimate_logprob_bytes(batch)[0]
     return frozen + max(12 * trained + copied + activations, 16 * trained)

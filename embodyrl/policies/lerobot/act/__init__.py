@@ -56,7 +56,7 @@ class ActFactory(LeRobotFactory[ActSettings, ActConfig]):
         spec, config = super().spec(cfg, env, value_dim), self.plan(cfg, env)
         if cfg.temporal_ensemble:
             reason = "its chunks are averaged (model.temporal_ensemble)"
-            return replace(spec, action_dim=env.action.dim, takes_noise=False, untrainable=reason)
+            return replace(spec, action_dim=env.action.dim, is_stochastic=False, untrainable=reason)
         if (coeff := config.temporal_ensemble_coeff) is None:
             return spec
         warning = (

@@ -63,7 +63,7 @@ class LeRobotProcessFactory:
             ),
             observed_steps=saved.n_obs_steps,
             gripper=env.action.gripper,
-            takes_noise=False,
+            is_stochastic=False,
             untrainable="its weights are in a process of LeRobot, which returns actions without probabilities",
             warnings=warnings,
         )
