@@ -37,7 +37,7 @@ HOSTILE: dict[str, Parts] = {
     "list": lambda: json_reply(b"[]"),
     "wrong types": lambda: json_reply(b'{"data": 7, "choices": [7], "action": 7}'),
 }
-"""Responses that a client must refuse, by name."""
+"""Responses that a client must reject, by name."""
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def test_available_memory_respects_own_cgroup_limits(case: str, tmp_path: Path, 
 
 @pytest.mark.parametrize(("where", "name"), [("", "inactive_file"), ("memory", "total_inactive_file")])
 def test_cached_files_count_as_free_memory(where: str, name: str, tmp_path: Path, monkeypatch) -> None:
-    """A container that has read a data set must not be refused a run that fits."""
+    """Fails if a run that fits is rejected because a container has read a data set before."""
     monkeypatch.setattr(files, "CGROUP", tmp_path)
     monkeypatch.setattr(files, "MEMBERSHIP", tmp_path / "membership")
     limit, used = ("limit_in_bytes", "usage_in_bytes") if where else ("max", "current")

@@ -1,4 +1,4 @@
-"""Formulas of the further outcome estimators against reference values."""
+"""Formulas of other outcome estimators against reference values."""
 
 import numpy as np
 import pytest

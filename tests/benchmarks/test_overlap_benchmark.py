@@ -1,4 +1,4 @@
-"""The overlap benchmark runs each schedule, and refuses sizes that it cannot measure."""
+"""The overlap benchmark runs each schedule, and rejects sizes that it cannot measure."""
 
 import json
 import subprocess

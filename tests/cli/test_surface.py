@@ -63,7 +63,7 @@ def test_every_config_key_is_read_by_code() -> None:
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in compose.options(group):
         if option == "ray" and find_spec("ray") is None:
-            continue  # refused, with what to install
+            continue  # rejected, with what to install
         places = load_config(
             "train", [f"{group}={option}"]
         ).sources.values()  # rejects options that do not fit together

@@ -1,4 +1,4 @@
-"""Adapters named in the config are applied or the command is refused; the banner names the merged weights."""
+"""Adapters named in the config are applied or the command is rejected; the banner names the merged weights."""
 
 from __future__ import annotations
 

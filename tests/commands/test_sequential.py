@@ -1,4 +1,4 @@
-"""The sequential test of two policies: false alarms and power by simulation, and real evaluations."""
+"""The sequential test of two policies: false positives and power by simulation, and real evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each command refuses keys of other commands and accepts all of its defaults."""
+"""Each command rejects keys of other commands and accepts all of its defaults."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""SFT from published base checkpoints: the result has the statistics of the data, whatever those of the base are."""
+"""SFT from published base checkpoints: the result has the statistics of the data, not those of the base checkpoint."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Images and videos of other programs: data larger than declared are refused before decoding."""
+"""Images and videos of other programs: data larger than declared are rejected before decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes of evaluations and trainings, kept as data sets."""
+"""Episodes of evaluations and training runs, saved as data sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets of other programs with one unusual property: correct values, or an error that names the place."""
+"""Datasets of other programs with one unusual property: correct values, or an error that names the location."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LeRobot datasets v2.1: read like v3.0; damaged sets are refused with the episode and the file."""
+"""LeRobot datasets v2.1: read like v3.0; damaged sets are rejected with the episode and the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that CUDA refuses but fake tensors accept: non-deterministic sums and mixed-device lists of tensors."""
+"""Operations that CUDA rejects but fake tensors accept: non-deterministic sums and mixed-device lists of tensors."""
 
 from __future__ import annotations
 

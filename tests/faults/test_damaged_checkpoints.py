@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused by name, and the error names an older complete one."""
+"""Damaged checkpoints are rejected; the error names the damaged file and an older complete checkpoint."""
 
 from __future__ import annotations
 

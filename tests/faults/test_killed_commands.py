@@ -175,7 +175,7 @@ def test_killed_command_completes_with_equal_results(case: Case, shared: Path, t
     assert code == 0, said
     assert renames >= 5, said
     expected = results(whole)
-    # The last rename of `convert` completes it: a second call refuses to replace the result.
+    # The last rename of `convert` completes it: a second call does not replace the result.
     renames -= case.command == "convert"
     for number in sorted({max(1, round(renames * part)) for part in (0.05, 0.3, 0.55, 0.8, 1.0)}):
         cwd = tmp_path / f"killed_{number}"

@@ -1,4 +1,4 @@
-"""A hub that lists files outside the repository or sends other content: refused, and nothing outside the cache."""
+"""A hub that lists files outside the repository or sends wrong content is rejected; only the cache changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid configs are refused with the right message, and valid ones compose to the expected values."""
+"""Invalid configs are rejected with a helpful message, and valid configs compose to the expected values."""
 
 from __future__ import annotations
 

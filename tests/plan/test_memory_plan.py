@@ -1,4 +1,4 @@
-"""The memory plan is close to measured use and refuses runs that cannot fit."""
+"""The memory plan is close to measured use and rejects runs that cannot fit."""
 
 from __future__ import annotations
 

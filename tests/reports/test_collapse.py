@@ -1,4 +1,4 @@
-"""Warnings about falling success, entropy collapse and reward hacking, and the healthy runs that give none."""
+"""Warnings about falling success, entropy collapse and reward hacking; runs that learn give no warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check-env` on Gymnasium environments: valid ones pass, invalid ones are reported with a fix."""
+"""`check-env` on Gymnasium environments: valid environments pass, and reports of invalid environments contain a fix."""
 
 from __future__ import annotations
 

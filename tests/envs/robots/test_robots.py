@@ -254,7 +254,7 @@ def test_cube_positions_of_gym_hil_depend_on_the_reset_id():
     ("python", "said"), [(None, "set env.python to the bin/python"), ("/no/such", "cannot be started")]
 )
 def test_python_without_robosuite_is_reported(python: str | None, said: str):
-    """The other simulators use robosuite 1.4, which is refused as well."""
+    """The other simulators use robosuite 1.4, which is rejected as well."""
     with pytest.raises(MissingDependencyError, match=said):
         FACTORY.spec(env_of("robots", robot="robosuite_lift", python=python), EnvContext(renders_images=False))
 

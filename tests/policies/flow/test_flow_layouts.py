@@ -1,4 +1,4 @@
-"""Weight names of public checkpoints round-trip, and mismatched weights are refused by name."""
+"""Weight names of public checkpoints round-trip, and mismatched weights are rejected by name."""
 
 import pytest
 import torch

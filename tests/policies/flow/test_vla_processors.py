@@ -1,4 +1,4 @@
-"""LeRobot's processors in folders of pi0, pi0.5 and SmolVLA: supported steps, and steps that are refused."""
+"""LeRobot's processors in folders of pi0, pi0.5 and SmolVLA: supported steps, and steps that are rejected."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Observation messages round-trip, and damaged or malicious messages are refused."""
+"""Observation messages round-trip, and damaged or malicious messages are rejected."""
 
 from __future__ import annotations
 

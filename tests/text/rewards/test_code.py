@@ -180,7 +180,7 @@ def test_sandbox_blocks_every_escape_attempt_of_doctor():
 
 @pytest.mark.integration
 def test_escape_attempts_of_doctor_succeed_outside_the_sandbox(tmp_path: Path):
-    """Otherwise they would show nothing; kernels and containers may refuse some of them to everybody."""
+    """The sandbox must cause the failures in the sandbox. Some kernels and containers block a few attempts anyway."""
     (tmp_path / "work").mkdir()
     source = sandbox.build_escape_program().replace("/dev/shm/embodyrl", f"{tmp_path}/shm")
     source = source.replace("os.getppid()", "os.getpid()")

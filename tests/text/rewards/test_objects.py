@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integration  # each program runs in a process of its ow
 
 
 def outcome(program: str, test: str) -> bool | str:
-    """Return True if a test passes in a process of its own, False if it fails, or why it is refused."""
+    """Return True if a test passes in a process of its own, False if it fails, or why it is rejected."""
     asked, ask = os.pipe()
     answered, answer = os.pipe()
     pid = os.fork()
