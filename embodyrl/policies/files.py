@@ -41,7 +41,7 @@ def check_keys(
     where: object,
     *,
     ignored: Collection[str] = (),
-    only: Mapping[str, Collection[Any]] | None = None,
+    supported: Mapping[str, Collection[Any]] | None = None,
     fix: str = "Use another checkpoint.",
 ) -> None:
     """Check that all keys in a config file of another program are supported.
@@ -52,15 +52,17 @@ def check_keys(
         raw: keys and values in the file.
         where: file and section, for the error message.
         ignored: keys (or patterns such as `optimizer_*`) that are read elsewhere or have no effect on actions.
-        only: supported values of keys that are not in `ignored`.
+        supported: supported values of keys that are not in `ignored`.
         fix: last sentence of the error message.
 
     Raises:
         CheckpointError: a key is unknown, or has an unsupported value; the message names all of them.
     """
-    supported = only or {}
+    values_by_key = supported or {}
     unchecked = {key: value for key, value in raw.items() if not any(fnmatchcase(key, name) for name in ignored)}
-    unsupported = {key: v for key, v in unchecked.items() if (v not in supported[key] if key in supported else v)}
+    unsupported = {
+        key: v for key, v in unchecked.items() if (v not in values_by_key[key] if key in values_by_key else v)
+    }
     if unsupported:
         listing = ", ".join(f"{key}={json.dumps(value)[:80]}" for key, value in unsupported.items())
         raise CheckpointError(f"{where}: {listing} is not supported. {fix}")

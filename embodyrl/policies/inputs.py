@@ -86,10 +86,10 @@ def list_weight_files(folder: Path, files: str = "model*.safetensors") -> list[P
 def find_missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
     """Return an error if no file of a folder matches the pattern `files`, or if files of its index are missing."""
     try:
-        found = list_weight_files(folder, files)
+        paths = list_weight_files(folder, files)
     except CheckpointError as error:
         return str(error)
-    return None if found else f"{folder} contains no {files}; download the weights."
+    return None if paths else f"{folder} contains no {files}; download the weights."
 
 
 def _get_instructions(env: EnvSpec) -> list[str]:

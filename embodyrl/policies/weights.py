@@ -25,8 +25,8 @@ def check_weights(
     saved_weights: Mapping[str, Tensor],
     where: Path,
     *,
-    may_lack: Collection[str] = (),
-    may_contain: Collection[str] = (),
+    optional_prefixes: Collection[str] = (),
+    ignored_prefixes: Collection[str] = (),
     fix: str | None = None,
     fixes: Mapping[str, str] | None = None,
     format_name: Callable[[str], str] = "'{}'".format,
@@ -37,9 +37,9 @@ def check_weights(
         model_weights: the model's weights by name.
         saved_weights: the checkpoint's weights by the same names.
         where: folder or file of the checkpoint, for error messages.
-        may_lack: prefixes of parts that may be missing completely; a part with only some of its weights is an
+        optional_prefixes: prefixes of parts that may be missing completely; a part with only some of its weights is an
             error.
-        may_contain: prefixes of names in the checkpoint that are ignored if the model lacks them.
+        ignored_prefixes: prefixes of names in the checkpoint that are ignored if the model lacks them.
         fix: sentence with the fix for all mismatches that `fixes` does not cover; default: a fix for published
             checkpoints.
         fixes: fixes of shape mismatches by prefix of the weight's name.
@@ -50,11 +50,15 @@ def check_weights(
     """
     problems = []
     if unexpected := sorted(
-        format_name(key) for key in saved_weights if key not in model_weights and not key.startswith(tuple(may_contain))
+        format_name(key)
+        for key in saved_weights
+        if key not in model_weights and not key.startswith(tuple(ignored_prefixes))
     ):
         problems.append(f"has {len(unexpected)} unexpected weights: {_format_list(unexpected)}")
     absent = tuple(
-        part for part in may_lack if not any(key.startswith(part) and key in model_weights for key in saved_weights)
+        part
+        for part in optional_prefixes
+        if not any(key.startswith(part) and key in model_weights for key in saved_weights)
     )
     if missing := sorted(
         format_name(key) for key in model_weights if key not in saved_weights and not key.startswith(absent)
@@ -99,7 +103,7 @@ def fill_weights(model_weights: Mapping[str, Tensor], path: Path, *, optional: C
         saved = load_file(path)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
-    check_weights(model_weights, saved, path, may_lack=optional, may_contain=optional, fix=fix)
+    check_weights(model_weights, saved, path, optional_prefixes=optional, ignored_prefixes=optional, fix=fix)
     with torch.no_grad():
         for key in model_weights.keys() & saved.keys():
             model_weights[key].copy_(saved[key])

@@ -93,7 +93,7 @@ def write_flow(folder: Path, model: str, layers: int | None) -> None:
     from dataclasses import asdict
 
     from embodyrl.config.paths import assets_dir
-    from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA
+    from embodyrl.policies.flow.specs import PI05, SIZES_KEY, SMOLVLA
 
     spec = SMOLVLA if model == "smolvla" else PI05
     if layers is not None:
@@ -102,7 +102,7 @@ def write_flow(folder: Path, model: str, layers: int | None) -> None:
     folder.mkdir(exist_ok=True)
     shutil.copy(assets_dir() / f"{model}_tiny" / "tokenizer.json", folder)
     kind = "smolvla" if model == "smolvla" else "pi0"
-    config = {OWN_KEY: {"kind": kind, **asdict(spec)}, "embodyrl_init": "random"}
+    config = {SIZES_KEY: {"kind": kind, **asdict(spec)}, "embodyrl_init": "random"}
     (folder / "config.json").write_text(json.dumps(config))
 
 

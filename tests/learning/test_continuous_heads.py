@@ -12,7 +12,7 @@ from toy_runs import TOY_OFT, resume_toy, rows, train_toy
 
 from embodyrl.policies.lerobot.diffusion.schedule import DenoisingChain
 from embodyrl.policies.openvla_oft import FACTORY
-from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, build_ddim_schedule, time_embedding
+from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, build_ddim_schedule, embed_time
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings, get_chunk_record
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import Precision
@@ -61,7 +61,7 @@ def test_denoising_chain_learns_the_bandit(steps: str) -> None:
     device = torch.device("cpu")
 
     def predict(x: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = net(torch.cat([x.flatten(1), time_embedding(level, 32), side], 1)).view_as(x)
+        noise = net(torch.cat([x.flatten(1), embed_time(level, 32), side], 1)).view_as(x)
         return noise, noise
 
     def loss_of(actions: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from embodyrl.plan import memory_limits as limits
 from embodyrl.plan.config import load_config
 from embodyrl.plan.rates import rates_file
 from embodyrl.plan.schema import Config
-from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA, FlowSpec
+from embodyrl.policies.flow.specs import PI05, SIZES_KEY, SMOLVLA, FlowSpec
 
 GOLDEN = Path(__file__).parent / "dry_runs"
 GPUS = {"1gpu": "0", "8gpu": "0,1,2,3,4,5,6,7"}
@@ -92,7 +92,7 @@ def flow(folder: Path, spec: FlowSpec) -> str:
     """A folder of the public sizes of SmolVLA or pi0.5 that asks for random weights."""
     kind = "smolvla" if spec is SMOLVLA else "pi0"
     shutil.copy(assets_dir() / ("smolvla_tiny" if spec is SMOLVLA else "pi05_tiny") / "tokenizer.json", folder)
-    settings = {OWN_KEY: {"kind": kind, **asdict(spec)}, "embodyrl_init": "random"}
+    settings = {SIZES_KEY: {"kind": kind, **asdict(spec)}, "embodyrl_init": "random"}
     (folder / "config.json").write_text(json.dumps(settings))
     return f"model.path={folder}"
 

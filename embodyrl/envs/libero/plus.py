@@ -65,13 +65,13 @@ def get_variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]
     if base == suite:
         return None, state
     variants = _load_variants()[base][task][axis]
-    base_state, position = divmod(state, len(variants))
-    parameters = variants[-1 - position if base_state % 2 else position]
+    get_base_state, position = divmod(state, len(variants))
+    parameters = variants[-1 - position if get_base_state % 2 else position]
     if axis == "camera":
         parameters = tuple(int(part) for part in parameters.split("_"))
     field = {"camera": "camera_move", "robot": "start_pose", "noise": "noise", "language": "instruction"}[axis]
     change: dict[str, Any] = {field: parameters, "noise_seed": (task, state)}
-    return Variant(**change), base_state
+    return Variant(**change), get_base_state
 
 
 @cache

@@ -50,7 +50,7 @@ class CategoricalHead(nn.Module):
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
         """Sample category ids [B, K, A] from outputs [B, K, O] and uniform noise; without noise, choose greedily."""
-        logits = self._logits(outputs, temperature)
+        logits = self._compute_logits(outputs, temperature)
         if noise is None:
             return logits.argmax(-1)
         sample = sample_inverse_cdf(logits, noise)
@@ -59,7 +59,7 @@ class CategoricalHead(nn.Module):
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities and entropies [B, K, A] of category ids [B, K, A]."""
-        return compute_categorical_scores(self._logits(outputs, temperature), choice)
+        return compute_categorical_scores(self._compute_logits(outputs, temperature), choice)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
         """Flatten category ids [B, K, A] to tokens [B, L], L = K A."""
@@ -77,7 +77,7 @@ class CategoricalHead(nn.Module):
         """Convert actions to category ids, both [B, K, A]."""
         return np.rint(actions).astype(np.int64)
 
-    def _logits(self, outputs: Tensor, temperature: float) -> Tensor:
+    def _compute_logits(self, outputs: Tensor, temperature: float) -> Tensor:
         """Return logits [B, K, A, C]; C: largest number of categories of a dimension."""
         outputs = outputs if temperature == 1.0 else outputs / temperature
         if self._uniform_shape:  # no padding needed

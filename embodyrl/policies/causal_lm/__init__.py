@@ -106,13 +106,13 @@ class CausalLMFactory:
         else:
             tokens = reply_tokens + -(-env.text.prompt_bytes // BYTES_PER_PROMPT_TOKEN)
         total = self.default_num_parameters if cfg.path is None else _count_parameters(folder)
-        adapters, tower_bytes = size.adapter_parameters(cfg.lora.r), 0
+        adapters, tower_bytes = size.count_adapter_parameters(cfg.lora.r), 0
         if self.reads_images:
             image_sizes = read_image_sizes(folder, cfg, *env.cameras.size)
             tower = image_sizes.tower
             tokens += num_images * image_sizes.tokens
             tower_bytes = num_images * image_sizes.patches * tower.layers * tower.bytes_per_token
-            adapters += tower.adapter_parameters(cfg.lora.r)
+            adapters += tower.count_adapter_parameters(cfg.lora.r)
         residual_bytes = 4 if not (cfg.uses_bf16 and cfg.is_lora) else 2
         return PolicyCosts(
             num_parameters=total,

@@ -25,7 +25,7 @@ KV_CACHE_BYTES = 1 << 30
 
 
 @contextmanager
-def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
+def create_model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
     """Provide a temporary model folder for vLLM, written by `save`. Its path depends only on the model's config.
 
     The path is part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines with the
@@ -75,7 +75,7 @@ class VllmEngine:
             # Between the chunks of a prompt, vLLM 0.32 sets the generator's offset, which CPU generators do not have.
             memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True, "enable_chunked_prefill": False}
         self._dtype = dtype
-        with model_folder(save) as folder:
+        with create_model_folder(save) as folder:
             self._llm: Any = vllm.LLM(
                 model=str(folder),
                 dtype=dtype,
@@ -85,8 +85,8 @@ class VllmEngine:
                 disable_log_stats=True,
                 **memory | request.engine,
             )
-        self._synced: int | None = None
-        self._checked = self._asleep = False
+        self._synced_version: int | None = None
+        self._is_checked = self._is_asleep = False
         self._can_sleep = bool(request.engine.get("enable_sleep_mode"))
 
     def sleep(self) -> None:
@@ -94,9 +94,9 @@ class VllmEngine:
 
         Weights are dropped instead of copied to the host, because training changes them.
         """
-        if self._can_sleep and not self._asleep:
+        if self._can_sleep and not self._is_asleep:
             self._llm.sleep(level=2)
-            self._asleep = True
+            self._is_asleep = True
 
     def sync(
         self, module: nn.Module, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
@@ -109,21 +109,21 @@ class VllmEngine:
         Raises:
             EmbodyError: the log-probabilities differ; the engine has other weights.
         """
-        if version == self._synced and not self._asleep:
+        if version == self._synced_version and not self._is_asleep:
             return
-        if self._synced is not None:
-            if self._asleep:
+        if self._synced_version is not None:
+            if self._is_asleep:
                 self._llm.wake_up(tags=["weights"])
             weights = ((name, p.detach().clone()) for name, p in module.named_parameters())
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            if self._asleep:  # only now, so that weight copies and the cache are not allocated together
+            if self._is_asleep:  # only now, so that weight copies and the cache are not allocated together
                 self._llm.wake_up(tags=["kv_cache"])
-                self._asleep = False
+                self._is_asleep = False
             # Cached prefixes were computed with the old weights.
             self._llm.reset_prefix_cache()
-            if not self._checked:
+            if not self._is_checked:
                 self._check(probe, logprob)
-        self._synced = version
+        self._synced_version = version
 
     def _check(self, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]) -> None:
         (output,) = self._run([probe], [self._engine_sampling(temperature=0.0, max_tokens=1, logprobs=0)])
@@ -135,7 +135,7 @@ class VllmEngine:
                 f"{difference:.3g}. Likely cause: a model whose weights vLLM cannot reload in place. Use "
                 f"rollout.backend=hf."
             )
-        self._checked = True
+        self._is_checked = True
 
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int

@@ -146,7 +146,7 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
             raise CheckpointError(f"model.lora.path: {problem}")
         file = folder / ADAPTER_CONFIG
         ignored = (*ADAPTER_FIELDS, *_MERGED_FIELDS)
-        check_keys(read_json(file), file, ignored=ignored, only=_SUPPORTED_VALUES, fix="Use a LoRA adapter.")
+        check_keys(read_json(file), file, ignored=ignored, supported=_SUPPORTED_VALUES, fix="Use a LoRA adapter.")
         with _suppress_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
             if cfg.is_lora:
@@ -199,8 +199,8 @@ class LanguageModel(nn.Module):
 
         `image_inputs` contains image tensors by argument name of the model.
         """
-        more = {"logits_to_keep": num_positions, "output_hidden_states": self.value_head is not None}
-        out = _run(self.lm, ids, mask, positions, cache, **image_inputs, **more)
+        kwargs = {"logits_to_keep": num_positions, "output_hidden_states": self.value_head is not None}
+        out = _run(self.lm, ids, mask, positions, cache, **image_inputs, **kwargs)
         logits = out.logits.float()
         if self.value_head is None:
             return logits, logits.new_zeros(logits.shape[:2])
@@ -306,10 +306,10 @@ class LanguageModel(nn.Module):
         return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
 
-def _run(lm: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None, **more: Any) -> Any:
-    """Run a model of transformers with optional further arguments `more`."""
+def _run(lm: Any, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None, **kwargs: Any) -> Any:
+    """Run a model of transformers with optional further keyword arguments."""
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    return lm(**inputs, past_key_values=cache, use_cache=cache is not None, **more)
+    return lm(**inputs, past_key_values=cache, use_cache=cache is not None, **kwargs)
 
 
 class _Scores(torch.autograd.Function):

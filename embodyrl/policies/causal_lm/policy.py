@@ -165,7 +165,7 @@ class CausalLMPolicy:
         """Generate replies with the engine; return tokens, log-probabilities, values (each [B, K]) and top tokens."""
         if self._engine is None:
             self._engine = self._start_engine()
-        self._engine.sync(self._net.lm, get_weights_version(self.module), prompts[0], self._next_logprob)
+        self._engine.sync(self._net.lm, get_weights_version(self.module), prompts[0], self._compute_next_logprob)
         length, top = self.spec.num_action_chunks, self._request.top
         tokens, logprob, top_tokens = self._engine.generate(prompts, noise, temperature, length, top)
         value = np.zeros_like(logprob)
@@ -199,7 +199,7 @@ class CausalLMPolicy:
 
         return VllmEngine(self.save, request, dtype=dtype)
 
-    def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
+    def _compute_next_logprob(self, prompt: Sequence[int], token: int) -> float:
         """Return the log-probability of a token after a prompt."""
         ids, mask, positions, _ = self._build_inputs([Prompt(prompt)])
         with self._autocast_context():

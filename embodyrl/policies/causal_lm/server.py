@@ -113,7 +113,7 @@ class ServerEngine(_Server):
         """
         super().__init__(url, model)
         self._save, self._dtype, self._sampling = save_adapter, dtype, sampling
-        self._synced: int | None = None
+        self._synced_version: int | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="embodyrl-adapters-") if save_adapter else None
 
     def sync(
@@ -126,7 +126,7 @@ class ServerEngine(_Server):
         Raises:
             EmbodyError: the log-probabilities differ: other weights, or another tokenizer.
         """
-        if version == self._synced:
+        if version == self._synced_version:
             return
         if self._save is not None and self._folder is not None:
             # The name is unique, because adapters of another run may still be on the server.
@@ -144,7 +144,7 @@ class ServerEngine(_Server):
                 f"{difference:.3g}. Serve the folder of model.path (or of ckpt) in the same precision, or use "
                 "rollout.backend=hf."
             )
-        self._synced = version
+        self._synced_version = version
 
     def sleep(self) -> None:
         """Do nothing, because the server does not use the memory of this process."""

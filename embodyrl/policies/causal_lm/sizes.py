@@ -40,7 +40,7 @@ class TextSizes:
         """Number of parameters of embeddings and output matrix."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
-    def adapter_parameters(self, rank: int) -> int:
+    def count_adapter_parameters(self, rank: int) -> int:
         """Return the number of parameters of adapters on all linear layers except the output matrix."""
         w, m, k = self.width, self.hidden, self.kv_width
         return rank * self.layers * (2 * (w + w) + 2 * (w + k) + 3 * (w + m))

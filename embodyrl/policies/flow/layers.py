@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embodyrl.policies.flow.specs import LayersSpec
-from embodyrl.policies.openvla_oft.llama import Rope, rope_tables
+from embodyrl.policies.openvla_oft.llama import Rope, build_rope_tables
 
 ROPE_THETA = 10000.0
 MASKED_SCORE = -2.3819763e38
@@ -26,7 +26,7 @@ KeysValues = tuple[Tensor, Tensor]
 """Keys (rotated) and values of one layer, each [B, kv_heads, T, head_dim]."""
 
 
-def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
+def build_key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
     """Return an additive attention mask [B, 1, 1 or Q, T] that excludes keys where `valid` [B, T] is false.
 
     A query for which `queries` [B, Q] is false attends to nothing.
@@ -37,7 +37,7 @@ def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
     return torch.zeros(visible.shape, device=valid.device).masked_fill_(~visible, MASKED_SCORE)
 
 
-def block_mask(blocks: Tensor) -> Tensor:
+def build_block_mask(blocks: Tensor) -> Tensor:
     """Return an additive attention mask [1, 1, T, T]: token i attends to j if blocks[j] <= blocks[i]."""
     masked = blocks[None, :] > blocks[:, None]
     return torch.zeros(masked.shape, device=blocks.device).masked_fill_(masked, MASKED_SCORE)[None, None]
@@ -48,9 +48,9 @@ def get_positions(valid: Tensor) -> Tensor:
     return valid.long().cumsum(1) - 1
 
 
-def rotary(positions: Tensor, spec: LayersSpec) -> Rope:
+def build_rope(positions: Tensor, spec: LayersSpec) -> Rope:
     """Return cosine and sine tables of the half-split rotary embedding at positions [B, T]."""
-    return rope_tables(positions, spec.head_dim, ROPE_THETA)
+    return build_rope_tables(positions, spec.head_dim, ROPE_THETA)
 
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:

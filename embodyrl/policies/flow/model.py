@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodyrl.policies.flow.layers import AttentionContext, Decoder, KeysValues, get_positions, key_mask, rotary
+from embodyrl.policies.flow.layers import (
+    AttentionContext,
+    Decoder,
+    KeysValues,
+    build_key_mask,
+    build_rope,
+    get_positions,
+)
 from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSpec, VisionSpec
 from embodyrl.policies.openvla_oft.vision import Mlp
 
@@ -172,7 +179,7 @@ class DenoisingOutput(NamedTuple):
     """[B, H, D] the action tokens' last hidden states."""
 
 
-def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
+def embed_time(time: Tensor, width: int, *, double: bool = False) -> Tensor:
     """Return the sinusoidal embedding [..., D] of times [...].
 
     The embedding contains sine and cosine of 2 pi t / period for D/2 geometrically spaced periods from 4e-3 to 4. With
@@ -245,7 +252,7 @@ class FlowModel(nn.Module, ABC):
         """
         x, valid = self.embed_prefix(inputs)
         context = AttentionContext(
-            rotary(get_positions(valid), self.spec.language), key_mask(valid, valid if output else None)
+            build_rope(get_positions(valid), self.spec.language), build_key_mask(valid, valid if output else None)
         )
         layers, hidden = self.language.compute_keys_values(x, [context] * self.spec.language.depth, output=output)
         return Prefix(layers=layers, valid=valid, state=inputs.state, hidden=hidden)

@@ -181,25 +181,27 @@ class FlowPolicy:
             scale = temperature or self._temperature
             sampled = self._likelihood.sample(velocity, get_seeds(noise), self._device, scale)
         actions = self._to_actions(sampled.state[:, : self._shape.executed], obs)
-        return sampled.to_output(actions, self._value(prefix, len(obs)), self.spec, self._varying)
+        return sampled.to_output(actions, self._compute_value(prefix, len(obs)), self.spec, self._varying)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        return self._value(self._encode_for_inference(obs)[0], len(obs)).cpu().numpy()
+        return self._compute_value(self._encode_for_inference(obs)[0], len(obs)).cpu().numpy()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
         """Return features [B, F]: the expert's mean hidden state and the velocity, both for zero initial noise."""
         zero_noise = torch.zeros(len(obs), *self._size, device=self._device)
-        v, hidden = self._velocity(self._prefix(obs), zero_noise, torch.ones(len(obs), device=self._device))
+        v, hidden = self._compute_velocity(
+            self._encode_prefix(obs), zero_noise, torch.ones(len(obs), device=self._device)
+        )
         return torch.cat([hidden.mean(1), v.flatten(1)], 1)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         prefix, velocity = self._encode_for_inference(obs)
         scores = self._likelihood.score(velocity, tokens, self._device, self._temperature)
-        return build_scores(scores, self._value(prefix, len(obs)), self.spec, self._varying)
+        return build_scores(scores, self._compute_value(prefix, len(obs)), self.spec, self._varying)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
         """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity of a chunk.
@@ -209,10 +211,10 @@ class FlowPolicy:
         prediction is within 0.1 of the target, both in -1..1; training does not compute the accuracy.
         """
         target = to_device(self._scale.from_actions(actions, obs), self._device)
-        velocity = partial(self._velocity, self._prefix(obs))
+        velocity = partial(self._compute_velocity, self._encode_prefix(obs))
         # The prefix is encoded once; each further pair of noise and time needs only one pass of the small expert.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
-        loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
+        loss = torch.stack([self._compute_matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
         correct = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
             correct = (self._compute_greedy_chunk(obs, velocity) - target).abs() < 0.1
@@ -220,7 +222,7 @@ class FlowPolicy:
             correct = correct[..., : self._shape.action_dim]
         return ImitationLoss(loss=loss, accuracy=correct.float().flatten(1).mean(1))
 
-    def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
+    def _compute_matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
         """Return the flow-matching loss [B] of each chunk [B, H, D] for one random pair of noise and time."""
         seeds = np.arange(len(target))
         if torch.is_grad_enabled():
@@ -260,20 +262,20 @@ class FlowPolicy:
 
     def _encode_for_inference(self, obs: Observation) -> tuple[Any, Velocity]:
         """Return the prefix and the velocity function for inference."""
-        prefix = self._prefix(obs)
-        return prefix, partial(self._velocity, prefix)
+        prefix = self._encode_prefix(obs)
+        return prefix, partial(self._compute_velocity, prefix)
 
-    def _prefix(self, obs: Observation) -> Any:
+    def _encode_prefix(self, obs: Observation) -> Any:
         with self._autocast:
             return self._module.network.encode_prefix(obs)
 
-    def _velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         with self._autocast:
             v, hidden = self._module.network.velocity(prefix, x, t)
         # In bf16, the small steps that add up to a state would be rounded away.
         return v.float(), hidden.float()
 
-    def _value(self, prefix: Any, count: int) -> Tensor:
+    def _compute_value(self, prefix: Any, count: int) -> Tensor:
         """Return value estimates [B, V] from detached features: the critic does not train the policy's features (piRL).
 
         The expert's features are computed for x = 0 at t = 1, so they depend on the observation only.
@@ -285,7 +287,7 @@ class FlowPolicy:
             return head(prefix.pooled.float().detach())
         with torch.no_grad():
             zero_noise = torch.zeros(count, *self._size, device=self._device)
-            _, hidden = self._velocity(prefix, zero_noise, torch.ones(count, device=self._device))
+            _, hidden = self._compute_velocity(prefix, zero_noise, torch.ones(count, device=self._device))
         return head(hidden.mean(1))
 
     def _update_scored_dimensions(self) -> None:

@@ -17,7 +17,7 @@ ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
 GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
 
 
-_RISING = valid_if(lambda v: len(v) == 2 and 0 < v[0] < v[1])
+_IS_INCREASING = valid_if(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 
 
 class FlowSettings(ResidualSettings):
@@ -55,7 +55,9 @@ class FlowSettings(ResidualSettings):
     """With likelihood=flow_sde: make the last denoising step deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
     """With likelihood=flow_sde or flow_cps: noise level of the stochastic steps (symbol `a` in the papers)."""
-    noise_range: Annotated[list[float], _RISING, Constraint("[low,high] with 0 < low < high, standard deviations")] = [
+    noise_range: Annotated[
+        list[float], _IS_INCREASING, Constraint("[low,high] with 0 < low < high, standard deviations")
+    ] = [
         0.08,
         0.16,
     ]

@@ -117,7 +117,7 @@ SMOLVLA = SmolVlaSpec(
 )
 
 
-OWN_KEY = "embodyrl_flow"
+SIZES_KEY = "embodyrl_flow"
 _PERIODS = {"min_period": (SHORTEST_PERIOD,), "max_period": (LONGEST_PERIOD,)}
 _LEROBOT = (
     *LEROBOT_FIELDS,
@@ -178,8 +178,8 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
     where = folder / CONFIG_FILE
     try:
         config = read_json(where)
-        if OWN_KEY in config:
-            return _read_own(config[OWN_KEY])
+        if SIZES_KEY in config:
+            return _read_own(config[SIZES_KEY])
         if "vlm_config" in config:
             return _read_transformers(config, where)
         if config.get("type") == "smolvla":
@@ -208,9 +208,9 @@ def _read_paligemma(config: Mapping[str, Any], where: Path, *, adaptive: bool) -
 
     Keys: openpi's (action_horizon, action_dim), or lerobot's (chunk_size, max_action_dim, max_state_dim).
     """
-    only = {"type": ("pi0", "pi05"), "image_resolution": ([224, 224],), "n_obs_steps": (1,), **_PERIODS}
+    supported = {"type": ("pi0", "pi05"), "image_resolution": ([224, 224],), "n_obs_steps": (1,), **_PERIODS}
     ignored = tuple(key for key in (*_LEROBOT, *_PALIGEMMA) if key != "type")
-    check_keys(config, where, ignored=ignored, only=only)
+    check_keys(config, where, ignored=ignored, supported=supported)
     stacks = []
     for name in ("paligemma_variant", "action_expert_variant"):
         if config[name] not in _GEMMA:
@@ -233,10 +233,10 @@ def _read_paligemma(config: Mapping[str, Any], where: Path, *, adaptive: bool) -
 
 def _read_transformers(config: Mapping[str, Any], where: Path) -> Pi0Spec:
     text, vision = config["vlm_config"]["text_config"], config["vlm_config"]["vision_config"]
-    check_keys(config, where, ignored=_TRANSFORMERS, only=_PERIODS)
+    check_keys(config, where, ignored=_TRANSFORMERS, supported=_PERIODS)
     check_keys(config["vlm_config"], f"{where}: vlm_config", ignored=_VLM)
     for name, stack in (("text_config", text), ("vision_config", vision), ("dit_config", config["dit_config"])):
-        check_keys(stack, f"{where}: {name}", ignored=_STACK, only=_SUPPORTED_STACK_VALUES)
+        check_keys(stack, f"{where}: {name}", ignored=_STACK, supported=_SUPPORTED_STACK_VALUES)
     return Pi0Spec(
         vision=VisionSpec(**_read_sizes(vision, "image_size", "patch_size")),
         language=_read_layers(text),
@@ -272,8 +272,8 @@ def _read_layers(raw: Mapping[str, Any]) -> LayersSpec:
 def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
     """Read SmolVLA's sizes; LeRobot's file omits the backbone, which has the sizes of SmolVLM2-500M."""
     size = SMOLVLA.vision.image_size
-    only = {"attention_mode": ("cross_attn",), "n_obs_steps": (1,), "resize_imgs_with_padding": ([size, size],)}
-    check_keys(config, where, ignored=(*_LEROBOT, *_SMOLVLA), only=only | _PERIODS)
+    supported = {"attention_mode": ("cross_attn",), "n_obs_steps": (1,), "resize_imgs_with_padding": ([size, size],)}
+    check_keys(config, where, ignored=(*_LEROBOT, *_SMOLVLA), supported=supported | _PERIODS)
     unsupported = {}
     layers = int(config.get("num_vlm_layers", SMOLVLA.language.depth))
     if (experts := int(config.get("num_expert_layers", -1))) not in (-1, 0, layers):

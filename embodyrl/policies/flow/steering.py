@@ -30,7 +30,7 @@ class SteeredFlowPolicy(SteeredPolicy, FlowPolicy):
         prefix, velocity = self._encode_for_inference(obs)
         with torch.no_grad():
             features = self._features(obs, velocity)
-        return FrozenOutputs(features, self._value(prefix, len(obs)), velocity)
+        return FrozenOutputs(features, self._compute_value(prefix, len(obs)), velocity)
 
     def _normalize_actions(self, actions: FloatArray, obs: Observation) -> Tensor:
         rows = self._scale.from_actions(actions, obs)[:, :, : self._shape.action_dim]

@@ -18,8 +18,8 @@ from embodyrl.types import EnvSpec
 
 STATE, ENVIRONMENT, ACTION = "observation.state", "observation.environment_state", "action"
 IMAGES = "observation.images."
-_UNSET = ("use_amp", "use_peft", "push_to_hub")
-_NO_DOWNLOAD = ("pretrained_path", "pretrained_backbone_weights")
+_FALSE_KEYS = ("use_amp", "use_peft", "push_to_hub")
+_NULL_KEYS = ("pretrained_path", "pretrained_backbone_weights")
 
 
 class Normalization(StrEnum):
@@ -128,7 +128,7 @@ class LeRobotConfig(FeatureConfig):
         cameras = env.cameras.names[-(len(env.cameras.names) // steps or 1) :]
         earlier = tuple(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in cameras)
         if env.cameras.names != earlier + cameras:
-            cameras = env.cameras.names  # the environment's observations contain one step; see `mismatches`
+            cameras = env.cameras.names  # the environment's observations contain one step; see `find_mismatches`
         inputs = {f"{IMAGES}{name}": Feature(type="VISUAL", shape=shape) for name in cameras}
         if env.state_dim:
             width = env.state_dim // steps
@@ -140,7 +140,7 @@ class LeRobotConfig(FeatureConfig):
         changed = {"input_features": inputs, "output_features": outputs, "normalization_mapping": modes}
         return self.model_copy(update=changed | {"n_action_steps": executed})
 
-    def mismatches(self, env: EnvSpec) -> list[str]:
+    def find_mismatches(self, env: EnvSpec) -> list[str]:
         """Return the mismatches between checkpoint and environment, one line each with the fix."""
         problems, steps = [], self.n_obs_steps
         state, cameras = steps * (self.state_dim + self.environment_dim), steps * len(self.cameras)
@@ -172,8 +172,8 @@ class LeRobotConfig(FeatureConfig):
         """Return the contents of config.json for LeRobot: the values of this config, and all other keys of `raw`."""
         own_values = json.loads(self.model_dump_json())
         other_values = {key: value for key, value in raw.items() if key not in (RANDOM_INIT_KEY, "type")}
-        common = {"device": "cpu"} | dict.fromkeys(_UNSET, False)
-        common |= dict.fromkeys(("repo_id", "private", "tags", "license", *_NO_DOWNLOAD))
+        common = {"device": "cpu"} | dict.fromkeys(_FALSE_KEYS, False)
+        common |= dict.fromkeys(("repo_id", "private", "tags", "license", *_NULL_KEYS))
         head = {key: own_values[key] for key in ("n_obs_steps", "input_features", "output_features")}
         return json.dumps({"type": kind} | head | common | other_values | own_values, indent=4).encode()
 

@@ -165,7 +165,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         saved_config = read_config(folder, self.kind, self.config)
         # With temporal ensembling, one action of the environment is a whole chunk.
         single_env = replace(env, action=replace(env.action, dim=config.action_dim))
-        if saved_config.input_features and (problems := saved_config.mismatches(single_env)):
+        if saved_config.input_features and (problems := saved_config.find_mismatches(single_env)):
             raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
         expected = config.model_dump(exclude={*_MAY_DIFFER})
         if differences := list_differences(saved_config.model_dump(), expected):
@@ -216,7 +216,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         config = self._with_num_actions(cfg, config)
         if problem := config.find_problem():
             raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}.")
-        if problems := config.mismatches(env):
+        if problems := config.find_mismatches(env):
             raise ConfigError(problems)
         last = slice((config.n_obs_steps - 1) * len(config.cameras), config.n_obs_steps * len(config.cameras))
         problem = find_camera_order_problem(config.cameras, env.cameras.names, env.cameras.names[last])

@@ -42,7 +42,7 @@ NETWORK = "network."
 HEADS = ("value_head.", "noise_actor.", "residual_actor.")
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Pixel statistics of ImageNet, with which LeRobot normalizes the images of all data sets."""
-_OLD = re.compile(
+_OLD_STATISTIC_PATTERN = re.compile(
     r"(?:un)?normalize_\w+?\.(?:(?P<robot>.+?)[._])?buffer[._](?P<part>.+)\.(?P<name>" + "|".join(STATISTICS) + ")"
     r"|(?P<robot2>.+)\.buffer\.(?P<part2>.+)\.(?P<name2>" + "|".join(STATISTICS) + ")"
 )
@@ -90,7 +90,11 @@ class LeRobotFiles:
         """
         current = module.state_dict()
         path = folder / WEIGHTS_FILE
-        stored = {_remove_compile_prefix(key): t for key, t in read_tensors(path)[0].items() if not _OLD.fullmatch(key)}
+        stored = {
+            _remove_compile_prefix(key): t
+            for key, t in read_tensors(path)[0].items()
+            if not _OLD_STATISTIC_PATTERN.fullmatch(key)
+        }
         loaded = {
             NETWORK + key.removeprefix(self.prefix) if key.startswith(self.prefix) else key: tensor
             for key, tensor in stored.items()
@@ -99,7 +103,7 @@ class LeRobotFiles:
         check_weights(network, loaded, path, fix=_FIX)
         if (heads_file := folder / HEADS_FILE).is_file():
             heads, head_weights = read_tensors(heads_file)[0], {k: t for k, t in current.items() if k.startswith(HEADS)}
-            check_weights(head_weights, heads, heads_file, may_lack=HEADS, may_contain=HEADS, fix=_FIX)
+            check_weights(head_weights, heads, heads_file, optional_prefixes=HEADS, ignored_prefixes=HEADS, fix=_FIX)
             loaded |= heads
         with torch.no_grad():
             for key in current.keys() & loaded.keys():
@@ -153,7 +157,7 @@ def read_files(
     compiled: dict[str, str] = {}
     metadata = None
     if not random_init and weights.is_file():
-        old_statistics, metadata = read_tensors(weights, _OLD)
+        old_statistics, metadata = read_tensors(weights, _OLD_STATISTIC_PATTERN)
         compiled = {_remove_compile_prefix(key): key for key in read_tensors(weights, _COMPILED_KEY_PATTERN)[0]}
         if not statistics and old_statistics and not sft_file.is_file():
             statistics = _select_old_statistics(old_statistics, config, weights, cfg.unnorm_key)
@@ -198,7 +202,7 @@ def _select_old_statistics(
     names = {name.replace(".", "_"): name for name in config.input_features | config.output_features}
     robots: dict[str, dict[str, dict[str, Tensor]]] = {}
     for key, tensor in old_statistics.items():
-        match = _OLD.fullmatch(key)
+        match = _OLD_STATISTIC_PATTERN.fullmatch(key)
         assert match is not None
         owner, part, name = (match[group] or match[f"{group}2"] for group in ("robot", "part", "name"))
         if (feature := names.get(part.replace(".", "_"))) is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig, Normalization
 
-PAIRS = {
+STATISTIC_PAIRS = {
     Normalization.MEAN_STD: ("mean", "std"),
     Normalization.MIN_MAX: ("min", "max"),
     Normalization.QUANTILES: ("q01", "q99"),
@@ -55,8 +55,8 @@ class Normalizer(nn.Module):
             low = 0.0 if mode is Normalization.MEAN_STD else -1.0
             unclipped = torch.finfo(torch.float32).max
             values = {"first": low, "second": 1.0, "low": -unclipped, "high": unclipped}
-            for place, value in values.items():
-                self.register_buffer(_get_buffer_name(name, place), torch.full(shape, value))
+            for statistic, value in values.items():
+                self.register_buffer(_get_buffer_name(name, statistic), torch.full(shape, value))
 
     def set_statistics(self, statistics: Statistics, where: object) -> None:
         """Copy statistics (by feature and name) into the buffers.
@@ -67,16 +67,16 @@ class Normalizer(nn.Module):
         for name, mode in self._modes.items():
             if not (feature_statistics := statistics.get(name)):
                 continue
-            if missing := [key for key in PAIRS[mode] if key not in feature_statistics]:
+            if missing := [key for key in STATISTIC_PAIRS[mode] if key not in feature_statistics]:
                 raise CheckpointError(
                     f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization needs. Train the "
                     "policy on a data set with these statistics, or download its processor files again."
                 )
-            names_by_buffer = {"first": PAIRS[mode][0], "second": PAIRS[mode][1]} | {
+            names_by_buffer = {"first": STATISTIC_PAIRS[mode][0], "second": STATISTIC_PAIRS[mode][1]} | {
                 key: key for key in CLIP if key in feature_statistics
             }
-            for place, key in names_by_buffer.items():
-                buffer, new_value = self.get_buffer(_get_buffer_name(name, place)), feature_statistics[key].float()
+            for statistic, key in names_by_buffer.items():
+                buffer, new_value = self.get_buffer(_get_buffer_name(name, statistic)), feature_statistics[key].float()
                 if new_value.numel() != buffer.numel() or not new_value.isfinite().all():
                     raise CheckpointError(
                         f"{where}: the statistics of {name} are not {buffer.numel()} finite numbers. Download "
@@ -89,7 +89,7 @@ class Normalizer(nn.Module):
         if (mode := self._modes.get(name)) is None:
             return x
         first, second = self._get_pair(name)
-        x = x.clamp(*(self.get_buffer(_get_buffer_name(name, place)) for place in CLIP))
+        x = x.clamp(*(self.get_buffer(_get_buffer_name(name, statistic)) for statistic in CLIP))
         if mode is Normalization.MEAN_STD:
             return (x - first) / (second + self._eps)
         return 2 * (x - first) / self._get_span(first, second) - 1
@@ -124,5 +124,5 @@ class Normalizer(nn.Module):
         return self.get_buffer(_get_buffer_name(name, "first")), self.get_buffer(_get_buffer_name(name, "second"))
 
 
-def _get_buffer_name(name: str, place: str) -> str:
-    return f"{name.replace('.', '/')}/{place}"
+def _get_buffer_name(name: str, statistic: str) -> str:
+    return f"{name.replace('.', '/')}/{statistic}"

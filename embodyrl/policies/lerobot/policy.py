@@ -122,17 +122,18 @@ class LeRobotPolicy(ABC):
             sampled = SampledChunks.from_greedy(self._compute_greedy_actions(obs, encoding))
         else:
             sampled = self._sample(encoding, get_seeds(noise), temperature or self._temperature)
-        return sampled.to_output(self._to_actions(sampled.state), self._value(encoding), self.spec, self._varying)
+        actions, value = self._to_actions(sampled.state), self._compute_value(encoding)
+        return sampled.to_output(actions, value, self.spec, self._varying)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        return self._value(self._encode(obs)).cpu().numpy()
+        return self._compute_value(self._encode(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens from `act`, and values [B, V], with gradients."""
         encoding = self._encode(obs)
-        return build_scores(self._score(encoding, tokens), self._value(encoding), self.spec, self._varying)
+        return build_scores(self._score(encoding, tokens), self._compute_value(encoding), self.spec, self._varying)
 
     def save(self, folder: Path) -> None:
         """Write the policy in LeRobot's layout, and RL heads in a separate file."""
@@ -146,13 +147,13 @@ class LeRobotPolicy(ABC):
             self._module.normalizer.set_statistics(self._files.statistics, folder)
             self._update_scored_dimensions()
 
-    def _value(self, encoding: EncodedObservations) -> Tensor:
+    def _compute_value(self, encoding: EncodedObservations) -> Tensor:
         """Return value estimates [B, V] from detached features, so that the critic does not train the network."""
         head = self._module.value_head
         pooled = encoding.pooled.detach()
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
 
-    def _inputs(self, obs: Observation) -> Inputs:
+    def _build_inputs(self, obs: Observation) -> Inputs:
         """Return normalized observations. In `obs`, state and cameras contain all history steps, oldest first."""
         config, steps, normalizer = self._config, self._config.n_obs_steps, self._module.normalizer
         numbers = to_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
@@ -203,7 +204,7 @@ class NoiseSteeredLeRobotPolicy(SteeredLeRobotPolicy):
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
         with torch.no_grad():
             encoding = self._encode(obs)
-        return FrozenOutputs(encoding.pooled, self._value(encoding), encoding)
+        return FrozenOutputs(encoding.pooled, self._compute_value(encoding), encoding)
 
     @abstractmethod
     def _from_actor_output(self, encoding: EncodedObservations, actor_output: Tensor) -> Tensor:
@@ -223,4 +224,4 @@ class ResidualLeRobotPolicy(ResidualPolicy, SteeredLeRobotPolicy):
         with torch.no_grad():
             encoding = self._encode(obs)
             features = torch.cat([encoding.pooled, self._compute_greedy_actions(obs, encoding).flatten(1)], 1)
-        return FrozenOutputs(features, self._value(encoding), encoding)
+        return FrozenOutputs(features, self._compute_value(encoding), encoding)

@@ -151,7 +151,7 @@ def load_model(
     Raises:
         CheckpointError: a file is unreadable or truncated, a key is missing or unexpected, or a shape differs.
     """
-    target = base_state(module)
+    target = get_base_state(module)
     shards = list_weight_files(folder)
     if not shards:
         raise CheckpointError(
@@ -181,7 +181,7 @@ def load_components(module: nn.Module, folder: Path) -> None:
     _copy(target, _map_components(state, folder, {*RL_COMPONENTS}), folder, {*RL_COMPONENTS})
 
 
-def base_state(module: nn.Module) -> dict[str, Tensor]:
+def get_base_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict under the published names, without injected adapters."""
     return {
         key.replace(".base_layer.", "."): tensor for key, tensor in module.state_dict().items() if ".lora_" not in key
@@ -250,8 +250,8 @@ def _copy(
         target,
         weights_by_name,
         folder,
-        may_lack=[f"{name}." for name in optional - {get_component(key) for key in weights_by_name}],
-        may_contain=[f"{VALUE_HEAD}."],
+        optional_prefixes=[f"{name}." for name in optional - {get_component(key) for key in weights_by_name}],
+        ignored_prefixes=[f"{VALUE_HEAD}."],
         fixes=_FIXES,
         format_name=lambda key: f"'{key}'{file_suffix.get(key, '')}",
     )

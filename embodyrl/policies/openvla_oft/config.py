@@ -302,7 +302,9 @@ def _parse(folder: Path) -> OftConfig:
             f"{where} has timm_model_ids {ids} and image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
             f"size (DINOv2 and SigLIP). This is another model; use an OpenVLA-OFT checkpoint."
         )
-    check_keys(config, where, ignored=tuple(name for name in _FIELDS if name != "model_type"), only=_SUPPORTED_VALUES)
+    check_keys(
+        config, where, ignored=tuple(name for name in _FIELDS if name != "model_type"), supported=_SUPPORTED_VALUES
+    )
     llama = _read_llama(_get_field(config, "text_config", where), where)
     statistics = folder / STATISTICS_FILE
     # Fine-tuned checkpoints have a separate file; the base model's statistics are in config.json.
@@ -353,16 +355,16 @@ def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
         f.name: type(f.default)(fields_with_rope.get(f.name, f.default)) for f in fields(LlamaSpec)
     }
     spec = LlamaSpec(**values)
-    only = {
+    supported = {
         "model_type": ("llama",),
         "hidden_act": ("silu",),
         "num_key_value_heads": (spec.num_attention_heads,),
         "head_dim": (spec.hidden_size // spec.num_attention_heads,),
     }
-    ignored = {*TRANSFORMERS_FIELDS, *values, "rope_parameters"} - only.keys()
+    ignored = {*TRANSFORMERS_FIELDS, *values, "rope_parameters"} - supported.keys()
     fix = "This language model is not supported; use a checkpoint with a Llama-2 backbone."
-    check_keys(text, f"{where}: text_config", ignored=ignored, only=only, fix=fix)
-    check_keys(rope, f"{where}: rope_parameters", only={"rope_type": ("default",)}, fix=fix)
+    check_keys(text, f"{where}: text_config", ignored=ignored, supported=supported, fix=fix)
+    check_keys(rope, f"{where}: rope_parameters", supported={"rope_type": ("default",)}, fix=fix)
     return spec
 
 
@@ -394,8 +396,8 @@ def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
     """Return the pixel statistics, preferably `tvf_normalize_params`, which the published processor uses."""
     where = folder / PREPROCESSOR_FILE
     data = _read_json(where)
-    only = _RESIZE | {"interpolations": (["bicubic", "bicubic"],)}
-    check_keys(data, where, ignored=_PREPROCESSOR_FIELDS, only=only)
+    supported = _RESIZE | {"interpolations": (["bicubic", "bicubic"],)}
+    check_keys(data, where, ignored=_PREPROCESSOR_FIELDS, supported=supported)
     params = data.get("tvf_normalize_params")
     means = [p["mean"] for p in params] if params else _get_field(data, "means", where)
     stds = [p["std"] for p in params] if params else _get_field(data, "stds", where)

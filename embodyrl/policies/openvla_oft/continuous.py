@@ -59,7 +59,7 @@ class L1Gaussian:
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states [B, L, D] of the action predictions, and the mean actions [B, K, A]."""
-        hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
+        hidden = self._model.compute_action_hidden(self._model.prefix(inputs), inputs)
         return hidden, self._model.regress(hidden)
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
@@ -97,7 +97,7 @@ class Diffusion:
             sampled = SampledChunks.from_greedy(self._denoise(inputs, prefix))
         else:
             sampled = self._chain.sample(self._build_velocity(inputs, prefix), get_seeds(noise), device, temperature)
-        return sampled, self._value(inputs, prefix)
+        return sampled, self._compute_value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states [B, L, D] of the first denoising step, and the greedy actions [B, K, A]."""
@@ -122,11 +122,11 @@ class Diffusion:
         """Return log-probabilities and entropies [B, K, A] of the stochastic steps, and values [B, V]."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         logprob, entropy = self._chain.score(self._build_velocity(inputs, prefix), tokens, device, temperature)
-        return logprob, entropy, self._value(inputs, prefix)
+        return logprob, entropy, self._compute_value(inputs, prefix)
 
     def values(self, inputs: ModelInputs) -> Tensor:
         """Return values [B, V]."""
-        return self._value(inputs, self._model.prefix(inputs))
+        return self._compute_value(inputs, self._model.prefix(inputs))
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationLoss:
         """Return the squared error of the predicted noise, at one random diffusion timestep per sample.
@@ -153,7 +153,7 @@ class Diffusion:
 
         return network
 
-    def _value(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
+    def _compute_value(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
         """Return values [B, V] for zero actions at the noisiest timestep, which depend only on the observations.
 
         The features are detached, so that the critic does not change the policy's features.

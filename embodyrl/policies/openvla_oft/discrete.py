@@ -73,7 +73,7 @@ class DiscreteTokens:
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Return the hidden states [B, L, D] of the action predictions, and greedy normalized actions [B, K, A]."""
-        hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
+        hidden = self._model.compute_action_hidden(self._model.prefix(inputs), inputs)
         logits, _ = self._model.compute_logits(hidden, self._columns)
         return hidden, self._decode((logits.argmax(-1) + self._columns.start).cpu().numpy())
 

@@ -82,7 +82,7 @@ class DiffusionHead(nn.Module):
         return self.noise_predictor["mlp_resnet"](hidden)
 
 
-def time_embedding(step: Tensor, width: int) -> Tensor:
+def embed_time(step: Tensor, width: int) -> Tensor:
     """Return a sinusoidal embedding [B, D] of timesteps t [B]: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
     half = width // 2
     # Multiply before dividing, as the published code does: denoising can amplify a difference in the last bit.

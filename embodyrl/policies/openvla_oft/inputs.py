@@ -97,12 +97,12 @@ def resize_as_official(frames: ByteArray, size: int, device: torch.device) -> Te
 
     The steps are a JPEG round trip (on the CPU), lanczos3 resizing, and a center crop to 0.9 of the area.
     """
-    decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
+    decoded = np.stack([apply_jpeg(frame) for frame in frames])
     pixels = to_device(decoded, device).permute(0, 3, 1, 2).float()
-    return center_crop(lanczos_resize(pixels, size))
+    return center_crop(resize_lanczos(pixels, size))
 
 
-def jpeg_round_trip(frame: ByteArray) -> ByteArray:
+def apply_jpeg(frame: ByteArray) -> ByteArray:
     """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0), because the training data were JPEG files.
 
     Pillow encodes like TensorFlow. TensorFlow decodes with the fast integer cosine transform; the result of Pillow's
@@ -113,10 +113,10 @@ def jpeg_round_trip(frame: ByteArray) -> ByteArray:
     return simplejpeg.decode_jpeg(buffer.getvalue(), fastdct=True)
 
 
-def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
+def resize_lanczos(pixels: Tensor, size: int) -> Tensor:
     """Resize [N, 3, H, W] (0..255) to [N, 3, S, S]: antialiased lanczos3, rows first, rounded half to even."""
-    rows = to_device(_lanczos_matrix(pixels.shape[2], size), pixels.device)
-    columns = to_device(_lanczos_matrix(pixels.shape[3], size), pixels.device)
+    rows = to_device(_build_lanczos_matrix(pixels.shape[2], size), pixels.device)
+    columns = to_device(_build_lanczos_matrix(pixels.shape[3], size), pixels.device)
     return ((rows @ pixels) @ columns.T).round_().clamp_(0.0, 255.0)
 
 
@@ -126,7 +126,7 @@ def center_crop(pixels: Tensor) -> Tensor:
     The formula is that of TensorFlow's `crop_and_resize`: bilinear between corner pixels, without antialiasing.
     """
     size = pixels.shape[-1]
-    low, high, weight = (to_device(t, pixels.device) for t in _crop_coordinates(size))
+    low, high, weight = (to_device(t, pixels.device) for t in _get_crop_coordinates(size))
     unit = pixels * torch.tensor(1.0 / 255.0, dtype=torch.float32)
     left, right = unit[..., low], unit[..., high]
     across = left + (right - left) * weight
@@ -136,7 +136,7 @@ def center_crop(pixels: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
+def _build_lanczos_matrix(size_in: int, size_out: int) -> Tensor:
     """Return weights [size_out, size_in], float32, whose rows sum to 1."""
     # All steps use float32, like TensorFlow; with float64, more pixels would be rounded differently.
     scale = np.float32(size_in / size_out)
@@ -149,7 +149,7 @@ def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _get_crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each of S outputs the lower and upper source pixel (int64), and the upper pixel's weight (float32)."""
     side = np.sqrt(np.float32(CROP_AREA))
     start = (np.float32(1.0) - side) / np.float32(2.0)

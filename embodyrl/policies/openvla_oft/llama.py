@@ -64,7 +64,7 @@ class _AdaptedLinears(torch.autograd.Function):
         for weight, bias, high, scale, low in zip(
             weights, biases, highs, scales, low_outputs.split(sizes, 1), strict=True
         ):
-            out = _scaled(low, high.t(), scale, bias if residual is None else residual)
+            out = _scaled_matmul(low, high.t(), scale, bias if residual is None else residual)
             if bias is not None and residual is not None:
                 out += bias
             outs.append(out.addmm_(x, weight.t()))
@@ -76,7 +76,7 @@ class _AdaptedLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, low_outputs, factors, *more = ctx.saved_tensors
         weights, highs = more[: len(grads)], more[len(grads) :]
-        scaled_grads = [_scaled(g, high, s) for g, high, s in zip(grads, highs, ctx.scales, strict=True)]
+        scaled_grads = [_scaled_matmul(g, high, s) for g, high, s in zip(grads, highs, ctx.scales, strict=True)]
         low_grads = torch.cat(scaled_grads, 1) if len(scaled_grads) > 1 else scaled_grads[0]
         grad_x = None
         if ctx.needs_input_grad[0]:
@@ -85,13 +85,14 @@ class _AdaptedLinears(torch.autograd.Function):
                 grad_x.addmm_(grad, weight)
         grad_lows = (low_grads.t() @ x).split(ctx.sizes)
         grad_highs = [
-            _scaled(g.t(), low, s) for g, low, s in zip(grads, low_outputs.split(ctx.sizes, 1), ctx.scales, strict=True)
+            _scaled_matmul(g.t(), low, s)
+            for g, low, s in zip(grads, low_outputs.split(ctx.sizes, 1), ctx.scales, strict=True)
         ]
         grad_parts = [part for pair in zip(grad_lows, grad_highs, strict=True) for part in (None, None, *pair)]
         return grad_x, grads[0] if ctx.has_residual else None, None, *grad_parts
 
 
-def _scaled(a: Tensor, b: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
+def _scaled_matmul(a: Tensor, b: Tensor, scale: float, residual: Tensor | None = None) -> Tensor:
     """Compute `residual + scale * a @ b` in one matrix product; without `residual`, only the product."""
     if residual is None:
         return (a @ b) if scale == 1.0 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
@@ -101,7 +102,7 @@ def _scaled(a: Tensor, b: Tensor, scale: float, residual: Tensor | None = None) 
 Rope = tuple[Tensor, Tensor]
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequencies: bool = False) -> Rope:
+def build_rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequencies: bool = False) -> Rope:
     """Return cosine and sine tables [B, 1, T, head_dim] of the rotary embedding at positions [B, T], float32.
 
     `bf16_frequencies` rounds the inverse frequencies, like code that casts the whole model with its buffers. The
@@ -193,9 +194,9 @@ class RmsNorm(nn.Module):
                 return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         if x.dtype == self.weight.dtype == torch.float32:
             return _RmsNorm.apply(x, self.weight, self.eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        x_float32 = x.float()
+        x_float32 = x_float32 * torch.rsqrt(x_float32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x_float32.to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -347,10 +348,10 @@ class LlamaModel(nn.Module):
         """
         if positions is None:
             positions = torch.arange(mask.shape[-1], device=embeddings.device)[None]
-        plan = first = AttentionPlan(self._rope(positions, embeddings), mask, cache)
+        plan = first = AttentionPlan(self._build_rope(positions, embeddings), mask, cache)
         if repeated is not None:
             assert len(self.layers) > 1, "a single layer cannot use repeated tokens"
-            first = AttentionPlan(self._rope(repeated.positions, embeddings), repeated.mask)
+            first = AttentionPlan(self._build_rope(repeated.positions, embeddings), repeated.mask)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         x = embeddings
         for layer in self.layers:
@@ -366,8 +367,8 @@ class LlamaModel(nn.Module):
                 x = select_rows(x, repeated.distinct_index)
         return self.norm(x)
 
-    def _rope(self, positions: Tensor, embeddings: Tensor) -> Rope:
-        rope = rope_tables(positions, self.head_dim, self.rope_theta, bf16_frequencies=self.rope_bf16_table)
+    def _build_rope(self, positions: Tensor, embeddings: Tensor) -> Rope:
+        rope = build_rope_tables(positions, self.head_dim, self.rope_theta, bf16_frequencies=self.rope_bf16_table)
         if embeddings.is_cuda and torch.is_autocast_enabled("cuda"):  # cast once, not in every layer
             rope = (rope[0].to(torch.get_autocast_dtype("cuda")), rope[1].to(torch.get_autocast_dtype("cuda")))
         return rope

@@ -158,9 +158,9 @@ def inject_adapters(
             parameter.requires_grad_(not name.startswith(prefixes) and trained[name])
 
 
-def _build_config(spec: AdapterSpec, targets: list[str] | str, **more: Any) -> LoraConfig:
+def _build_config(spec: AdapterSpec, targets: list[str] | str, **kwargs: Any) -> LoraConfig:
     alpha: Any = spec.lora_alpha  # peft also scales by fractions
-    return LoraConfig(r=spec.r, lora_alpha=alpha, use_rslora=spec.use_rslora, target_modules=targets, **more)
+    return LoraConfig(r=spec.r, lora_alpha=alpha, use_rslora=spec.use_rslora, target_modules=targets, **kwargs)
 
 
 def _forward_adapted(layer: Any, x: Tensor) -> Tensor:

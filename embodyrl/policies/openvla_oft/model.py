@@ -18,7 +18,7 @@ from embodyrl.policies.openvla_oft.heads import (
     ActionScale,
     DiffusionHead,
     L1Head,
-    time_embedding,
+    embed_time,
 )
 from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, RepeatedTokens, RmsNorm
 from embodyrl.policies.openvla_oft.settings import ActionHead
@@ -110,14 +110,14 @@ class OpenVlaOft(nn.Module):
         if self.options.autoregressive:
             assert tokens is not None, "an autoregressive model needs tokens; use decode_tokens to act"
             placeholders = self.language_model.model.embed_tokens(tokens)
-        hidden = self.action_hidden(self.prefix(inputs), inputs, placeholders, more_rows=int(whole_vocabulary))
+        hidden = self.compute_action_hidden(self.prefix(inputs), inputs, placeholders, more_rows=int(whole_vocabulary))
         if isinstance(self.action_head, L1Head):
             return self.regress(hidden), self.value(hidden)
         return self.compute_logits(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
     def compute_logits(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """Return float32 logits [B, n, columns] of hidden states [B, n, D], and values [B, V] of the first state."""
-        return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
+        return apply_sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
 
     def regress(self, hidden: Tensor) -> Tensor:
         """Return the L1 head's normalized actions [B, K, A] for hidden states [B, L, D]."""
@@ -138,7 +138,7 @@ class OpenVlaOft(nn.Module):
             parts.append(self.proprio_projector(inputs.state)[:, None])
         return torch.cat(parts, dim=1)
 
-    def action_hidden(
+    def compute_action_hidden(
         self, prefix: Tensor, inputs: ModelInputs, placeholders: Tensor | None = None, *, more_rows: int = 0
     ) -> Tensor:
         """Run the language model; return the hidden states [B, L + more_rows, D] that predict the action tokens.
@@ -152,7 +152,7 @@ class OpenVlaOft(nn.Module):
             embeddings, mask, last_prompt = self.embed(prefix, inputs, placeholders)
         offset = torch.arange(self.options.num_action_tokens + more_rows, device=embeddings.device)
         rows = last_prompt[:, None] + offset
-        return body(embeddings, self.attention_mask(mask), rows=rows, repeated=repeated)
+        return body(embeddings, self.build_attention_mask(mask), rows=rows, repeated=repeated)
 
     def _can_merge_placeholders(self, prefix: Tensor) -> bool:
         # bfloat16 rounds the logarithm of the number of placeholders; in a deep model, one layer saves little time.
@@ -176,7 +176,7 @@ class OpenVlaOft(nn.Module):
         )
         return embeddings, key_mask.gather(1, distinct_index), last_prompt, repeated
 
-    def attention_mask(self, key_mask: Tensor) -> Tensor:
+    def build_attention_mask(self, key_mask: Tensor) -> Tensor:
         """Return the attention mask [B, 1, 1 or T, T] for a key mask [B, T]: causal if decoding is autoregressive."""
         mask = key_mask[:, None, None, :]
         if self.options.autoregressive:
@@ -281,7 +281,7 @@ def _get_init_std(module: nn.Module, module_name: str, name: str, parameter: Ten
     return 0.5  # position, class, register and pooling tokens
 
 
-def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
+def apply_sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
     """Compute selected output columns of a bias-free linear layer, which may have low-rank adapters (peft)."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, layer.weight[columns])
@@ -306,7 +306,7 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: ChooseBin) -> 
     body = model.language_model.model
     embeddings, key_mask, last_prompt = model.embed(model.prefix(inputs), inputs, num_placeholders=0)
     cache = KeyValueCache()
-    hidden = body(embeddings, model.attention_mask(key_mask), rows=last_prompt[:, None], cache=cache)
+    hidden = body(embeddings, model.build_attention_mask(key_mask), rows=last_prompt[:, None], cache=cache)
     logits, value = model.compute_logits(hidden, model.action_columns)
     all_logits, bins = [logits], [choose(0, logits)]
     for index in range(1, model.options.num_action_tokens):
@@ -333,5 +333,5 @@ def compute_noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor,
     assert model.noisy_action_projector is not None
     # Each noisy number is projected to the embedding of its action placeholder.
     placeholders = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])
-    time = time_embedding(step, prefix.shape[-1]).to(prefix)[:, None]
-    return model.action_hidden(torch.cat([prefix, time], dim=1), inputs, placeholders)
+    time = embed_time(step, prefix.shape[-1]).to(prefix)[:, None]
+    return model.compute_action_hidden(torch.cat([prefix, time], dim=1), inputs, placeholders)

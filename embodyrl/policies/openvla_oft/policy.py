@@ -17,7 +17,7 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     SFT_COMPONENTS,
     VALUE_HEAD,
     WeightTransform,
-    base_state,
+    get_base_state,
     load_components,
     load_model,
     read_side_files,
@@ -104,7 +104,7 @@ class OpenVlaOftPolicy:
         float32 values; greedy actions have zero tokens and zero log-probabilities.
         """
         with self._autocast:
-            sampled, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
+            sampled, value = self._head.act(self._build_inputs(obs), noise, temperature or self._temperature)
         actions = unnormalize(sampled.state.double().cpu().numpy(), self._bounds)
         return sampled.to_output(actions, value, self.spec)
 
@@ -112,7 +112,7 @@ class OpenVlaOftPolicy:
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
         with self._autocast:
-            return self._head.values(self._inputs(obs)).cpu().numpy()
+            return self._head.values(self._build_inputs(obs)).cpu().numpy()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
@@ -129,7 +129,7 @@ class OpenVlaOftPolicy:
                 "Use OpenVLA-OFT."
             )
         with self._autocast:
-            hidden, proposed = self._head.propose(self._inputs(obs))
+            hidden, proposed = self._head.propose(self._build_inputs(obs))
         return torch.cat([hidden.float().mean(1), proposed.to(hidden.device).float().flatten(1)], 1)
 
     def propose(self, obs: Observation) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ class OpenVlaOftPolicy:
         Critic inputs are the mean hidden state of the action predictions, the greedy actions and the proprioception.
         """
         with self._scoring:
-            inputs = self._inputs(obs)
+            inputs = self._build_inputs(obs)
             hidden, actions = self._head.propose(inputs)
         chunks = actions.float().flatten(1)
         state = [] if inputs.state is None else [inputs.state.float()]
@@ -171,7 +171,7 @@ class OpenVlaOftPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of tokens [B, L], with gradients."""
         with self._scoring:
-            logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
+            logprob, entropy, value = self._head.score(self._build_inputs(obs), tokens, self._temperature)
         return build_scores((logprob, entropy), value, self.spec)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
@@ -194,7 +194,7 @@ class OpenVlaOftPolicy:
         validation, because it needs all denoising steps.
         """
         with self._scoring:
-            return self._head.imitate(self._inputs(obs), normalize(actions, self._bounds))
+            return self._head.imitate(self._build_inputs(obs), normalize(actions, self._bounds))
 
     def save(self, folder: Path) -> None:
         """Write the weights in the published layout, in their dtype (fp32 in training).
@@ -254,7 +254,7 @@ class OpenVlaOftPolicy:
         inference_forward = GraphedForward(self._forward) if graphs else self._forward
         return DiscreteTokens(self._model, self._forward, inference_forward, self._actions)
 
-    def _inputs(self, obs: Observation) -> ModelInputs:
+    def _build_inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(
             obs.images[:, : self.spec.inputs.num_images],
             rotation_deg=self._env.cameras.rotation_deg,
@@ -327,7 +327,7 @@ def _build_merge_transform(module: OpenVlaOft, base: Path, adapter: Path) -> Wei
     # Imported only if needed, because importing peft takes seconds.
     from embodyrl.policies.openvla_oft.lora import build_merge_transform
 
-    return build_merge_transform(adapter, base_state(module), base)
+    return build_merge_transform(adapter, get_base_state(module), base)
 
 
 def _cast_to_bfloat16(module: OpenVlaOft, *, keep_trained: bool) -> None:

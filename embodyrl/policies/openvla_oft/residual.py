@@ -53,7 +53,7 @@ class ResidualOftPolicy(SteeredPolicy, OpenVlaOftPolicy):
     def _run_frozen_model(self, obs: Observation) -> FrozenOutputs:
         """Run the model; the features are the mean hidden state of the action predictions and the greedy actions."""
         with torch.no_grad():
-            hidden, actions = self._head.propose(self._inputs(obs))
+            hidden, actions = self._head.propose(self._build_inputs(obs))
             proposed = actions.double().cpu().numpy()
             greedy_actions = to_device(proposed.astype(np.float32), self._device).flatten(1)
             features = torch.cat([hidden.float().mean(1), greedy_actions], 1)

@@ -49,7 +49,7 @@ class RemotePolicy(InferenceOnlyPolicy):
         self._socket = _connect(cfg, connection)
         # Policies have no `close` method; the connection ends with this object or this process.
         weakref.finalize(self, connection.close)
-        self.server = self._handshake()
+        self.server = self._perform_handshake()
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Request a chunk for each observation, one by one (see `Policy.act`). The server samples the actions.
@@ -70,7 +70,7 @@ class RemotePolicy(InferenceOnlyPolicy):
         ]
         return self.build_output(np.stack(rows))
 
-    def _handshake(self) -> dict[str, Any]:
+    def _perform_handshake(self) -> dict[str, Any]:
         """Return the server's metadata, which openpi sends on connection and vla-eval after a first message."""
         if self._cfg.protocol == "vla_eval":
             self._send_message("hello", {"harness_version": "0", "protocol_version": 1})
@@ -103,11 +103,11 @@ class RemotePolicy(InferenceOnlyPolicy):
         # A server that returns one action at a time may omit the chunk's axis.
         actions = actions[None] if actions.ndim == 1 and actions.size else actions
         if actions.ndim != 2 or actions.shape[1] != expected_shape[1]:
-            raise self._error(
+            raise self._build_error(
                 f"the reply has actions of shape {list(actions.shape)}, expected [n, {expected_shape[1]}]."
             )
         if len(actions) < expected_shape[0]:
-            raise self._error(
+            raise self._build_error(
                 f"the server returns {len(actions)} action{'s' * (len(actions) > 1)} per reply, but "
                 f"model.num_action_chunks={expected_shape[0]}. Fix: model.num_action_chunks={len(actions)}."
             )
@@ -124,19 +124,21 @@ class RemotePolicy(InferenceOnlyPolicy):
         while time.monotonic() < deadline:
             reply = self._receive()
             if not isinstance(reply, dict) or not isinstance(payload := reply.get("payload"), dict):
-                raise self._error("the server does not support vla-eval's protocol. Fix: model.protocol=openpi.")
+                raise self._build_error("the server does not support vla-eval's protocol. Fix: model.protocol=openpi.")
             if reply.get("type") == "error":
-                raise self._error(f"the server reports: {str(payload.get('error', payload))[:2000]}")
+                raise self._build_error(f"the server reports: {str(payload.get('error', payload))[:2000]}")
             # A smaller sequence number marks a late reply to an earlier request.
             if reply.get("type") == kind and reply.get("seq") == self._sequence:
                 return payload
-        raise self._error(f"no {kind} reply arrived within {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
+        raise self._build_error(
+            f"no {kind} reply arrived within {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s)."
+        )
 
     def _send(self, data: bytes) -> None:
         try:
             self._socket.send(data)
         except Exception as error:  # errors of websockets or of the operating system
-            raise self._error(f"the connection was closed: {error}. Check the server's log.") from error
+            raise self._build_error(f"the connection was closed: {error}. Check the server's log.") from error
 
     def _receive(self) -> Any:
         limit = self._cfg.answer_timeout_s
@@ -144,17 +146,17 @@ class RemotePolicy(InferenceOnlyPolicy):
             data = self._socket.recv(timeout=limit)
         except TimeoutError as error:
             hint = " Fix: model.protocol=vla_eval, if the server expects a message first." if not self._sequence else ""
-            raise self._error(f"no reply arrived within {limit:g} s (model.answer_timeout_s).{hint}") from error
+            raise self._build_error(f"no reply arrived within {limit:g} s (model.answer_timeout_s).{hint}") from error
         except Exception as error:
-            raise self._error(f"the connection was closed: {error}. Check the server's log.") from error
+            raise self._build_error(f"the connection was closed: {error}. Check the server's log.") from error
         if isinstance(data, str):  # openpi's servers report errors as text
-            raise self._error(f"the server reports: {data[:2000].strip()}")
+            raise self._build_error(f"the server reports: {data[:2000].strip()}")
         try:
             return unpack(data)
         except MessageError as error:
-            raise self._error(f"the reply is invalid: {error}") from error
+            raise self._build_error(f"the reply is invalid: {error}") from error
 
-    def _error(self, text: str) -> EmbodyError:
+    def _build_error(self, text: str) -> EmbodyError:
         return EmbodyError(f"The policy server at {self._cfg.url}: {text}")
 
 

@@ -47,7 +47,7 @@ class SteeringActor(nn.Module):
         """Map features [B, F] to the head's inputs [B, rows, 2n]: means and log standard deviations."""
         return self.layers(features).unflatten(1, (self.shape.rows, -1))
 
-    def greedy(self, features: Tensor) -> Tensor:
+    def compute_greedy(self, features: Tensor) -> Tensor:
         """Return the mean of the Gaussian, [B, rows, n]."""
         return self.head.get_mean_and_log_std(self(features))[0]
 
@@ -174,7 +174,7 @@ class SteeredPolicy(ABC):
         frozen, scale = self._run_frozen_model(obs), temperature or self._temperature
         seeds = None if noise is None else get_seeds(noise)
         if seeds is None:
-            sampled = SampledChunks.from_greedy(self._actor.greedy(frozen.features))
+            sampled = SampledChunks.from_greedy(self._actor.compute_greedy(frozen.features))
         else:
             sampled = self._actor.sample(frozen.features, seeds, scale)
         actions = self._execute(obs, frozen, sampled.state.tanh(), seeds, scale)

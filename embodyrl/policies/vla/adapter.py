@@ -80,7 +80,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     fix = "Use a plain LoRA adapter with the same rank in all modules, for example one that peft converted to LoRA."
-    check_keys(raw, where, ignored=ADAPTER_FIELDS, only=_SUPPORTED_VALUES, fix=fix)
+    check_keys(raw, where, ignored=ADAPTER_FIELDS, supported=_SUPPORTED_VALUES, fix=fix)
     return spec
 
 

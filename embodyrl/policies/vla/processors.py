@@ -24,14 +24,14 @@ RENAMING, RELATIVE = "rename_observations_processor", ("relative_actions_process
 ABSOLUTE = "absolute_actions_processor"
 IDENTITY = "IDENTITY"
 _ACTION, _IMAGES = "action", "observation.image"
-_COMMON = (RENAMING, "to_batch_processor", "device_processor", "normalizer_processor")
-_AFTER = ("unnormalizer_processor", "device_processor")
+_COMMON_PREPROCESSOR_STEPS = (RENAMING, "to_batch_processor", "device_processor", "normalizer_processor")
+_COMMON_POSTPROCESSOR_STEPS = ("unnormalizer_processor", "device_processor")
 _FIX = "Set model=lerobot to run the policy in LeRobot."
 _STEP_FIELDS = (
     *("action_names", "device", "enabled", "eps", "exclude_joints", "features", "max_length", "max_state_dim"),
     *("norm_map", "normalize_observation_keys", "padding", "rename_map", "task_key", "tokenizer_name", "truncation"),
 )
-_STEP_ONLY = {"float_dtype": (None, "float32"), "padding_side": ("right",)}
+_STEP_VALUES = {"float_dtype": (None, "float32"), "padding_side": ("right",)}
 ArrayStatistics = Mapping[str, Mapping[str, npt.NDArray[Any]]]
 """Normalization statistics by feature and name (mean, std, min, max)."""
 
@@ -76,7 +76,10 @@ def read_processors(
     Raises:
         CheckpointError: a file is damaged, or a processor does something that the policy does not implement.
     """
-    kinds = {PREPROCESSOR: {*_COMMON, *before}, POSTPROCESSOR: {*_AFTER, *after}}
+    kinds = {
+        PREPROCESSOR: {*_COMMON_PREPROCESSOR_STEPS, *before},
+        POSTPROCESSOR: {*_COMMON_POSTPROCESSOR_STEPS, *after},
+    }
     contents: dict[str, tuple[ArrayStatistics, float]] = {}
     steps_by_processor: dict[str, list[Mapping[str, Any]]] = {}
     for name in kinds:
@@ -96,7 +99,7 @@ def read_processors(
             for step in () if problem else steps:
                 where = f"{folder}/{name}.json: {step['registry_name']}"
                 check_keys(step, where, ignored=("config", "registry_name", "state_file"), fix=_FIX)
-                check_keys(step.get("config", {}), where, ignored=_STEP_FIELDS, only=_STEP_ONLY, fix=_FIX)
+                check_keys(step.get("config", {}), where, ignored=_STEP_FIELDS, supported=_STEP_VALUES, fix=_FIX)
         except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder}/{name}.json or the file of its normalizer is damaged ({format_reason(error)}). Download "

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fcntl")
 
-from embodyrl.policies.causal_lm.engine import model_folder
+from embodyrl.policies.causal_lm.engine import create_model_folder
 
 
 def writer(config: str, weights: str = ""):
@@ -24,7 +24,7 @@ def test_engine_folder_path_depends_on_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     paths = []
     for config, weights in (("a", "1"), ("a", "2"), ("b", "1")):
-        with model_folder(writer(config, weights)) as folder:
+        with create_model_folder(writer(config, weights)) as folder:
             paths.append(folder)
             assert (folder / "model.safetensors").read_text() == weights
     assert paths[0] == paths[1] != paths[2]
@@ -33,7 +33,7 @@ def test_engine_folder_path_depends_on_the_config(tmp_path, monkeypatch):
 
 def test_failed_engine_start_removes_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(RuntimeError), model_folder(writer("a")):
+    with pytest.raises(RuntimeError), create_model_folder(writer("a")):
         raise RuntimeError
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -44,12 +44,12 @@ def test_engines_start_one_after_another(tmp_path, monkeypatch):
 
     def second() -> None:
         first_in.wait(60)
-        with model_folder(writer("a", "2")) as folder:
+        with create_model_folder(writer("a", "2")) as folder:
             seen.append((folder / "model.safetensors").read_text())
 
     thread = threading.Thread(target=second)
     thread.start()
-    with model_folder(writer("a", "1")) as folder:
+    with create_model_folder(writer("a", "1")) as folder:
         first_in.set()
         assert (folder / "model.safetensors").read_text() == "1"
         seen.append("1")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from golden_flow import NAMES, backbone_of, build, inputs_of, loss_of, model_of, recorded, sample, spec_of
 
-from embodyrl.policies.flow.model import time_embedding
+from embodyrl.policies.flow.model import embed_time
 from embodyrl.policies.flow.specs import PI0, PI05, SMOLVLA
 
 
@@ -256,7 +256,7 @@ def test_initial_weights_depend_on_the_seed(model, name):
 
 def test_time_embedding_matches_hand_computed_values():
     """Width 4: periods 4e-3 and 4; t = 1e-3 is a quarter of the first."""
-    found = time_embedding(torch.tensor([1e-3, 1.0]), 4)
+    found = embed_time(torch.tensor([1e-3, 1.0]), 4)
     quarter = torch.tensor([1.0, 1.570796e-3, 0.0, 1.0])
     torch.testing.assert_close(found[0], quarter, atol=1e-5, rtol=0.0)
     torch.testing.assert_close(found[1, 1::2], torch.tensor([1.0, 0.0]), atol=1e-5, rtol=0.0)

@@ -214,7 +214,7 @@ def test_validation_loss_uses_fixed_noise(folder, power):
         noise = sample_normals(np.arange(8), START, (3, 4), torch.device("cpu"))
         t = torch.from_numpy(sample_uniforms(np.arange(8), TIMES, 1)[:, 0] ** (1 / power) * 0.999 + 0.001).float()
         at = t[:, None, None]
-        v, _ = policy._velocity(policy._prefix(obs), at * noise + (1 - at) * a, t)
+        v, _ = policy._compute_velocity(policy._encode_prefix(obs), at * noise + (1 - at) * a, t)
     torch.testing.assert_close(found.loss, (v - noise + a).square().mean((1, 2)))
     many = sample_uniforms(np.arange(4000), TIMES, 1)[:, 0] ** (1 / power)
     assert many.mean() == pytest.approx(power / (power + 1), abs=0.01)  # of Beta(power, 1)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from embodyrl.policies.flow.layouts import OPENPI, SMOLVLA_LEROBOT, Layout
-from embodyrl.policies.flow.specs import OWN_KEY, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
+from embodyrl.policies.flow.specs import SIZES_KEY, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.build import save_weights
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla
 
@@ -41,7 +41,7 @@ FORMS = tuple(SPECS)
 def own_config(spec: Pi0Spec | SmolVlaSpec) -> dict[str, Any]:
     """Return the config that `read_spec` reads for a model of any size."""
     kind = "pi0" if isinstance(spec, Pi0Spec) else "smolvla"
-    return {OWN_KEY: {"kind": kind, **asdict(spec)}}
+    return {SIZES_KEY: {"kind": kind, **asdict(spec)}}
 
 
 def build_model(form):

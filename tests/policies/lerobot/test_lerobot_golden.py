@@ -88,7 +88,7 @@ def check_gradients(network, data, case):
 @pytest.mark.parametrize("case", [*ACT, *DIFFUSION])
 def test_normalization_is_bit_identical_to_lerobot(cases, case):
     policy, config, data = cases[case]
-    inputs = policy._inputs(observation(config, data, "raw."))
+    inputs = policy._build_inputs(observation(config, data, "raw."))
     assert torch.equal(policy._from_actions(data["raw.action"].numpy()), data["normalised.action"])
     pairs = [("observation.state", inputs.state), (config.environment_name, inputs.environment)]
     for name, found in pairs:
@@ -102,7 +102,7 @@ def test_act_losses_and_gradients_match_lerobot(cases, case, monkeypatch):
     policy, config, data = cases[case]
     network, obs = policy.module.network, observation(config, data, "raw.")
     target, padding = policy._from_actions(data["raw.action"].numpy()), data["action_is_pad"]
-    inputs = policy._inputs(obs)
+    inputs = policy._build_inputs(obs)
     tokens, latent = network.embed(inputs), torch.zeros(len(target), config.latent_dim)
     if config.use_vae:
         posterior = network.posterior(inputs, target, padding)
@@ -130,7 +130,7 @@ def test_act_losses_and_gradients_match_lerobot(cases, case, monkeypatch):
 @within_rounding
 def test_act_embeddings_match_lerobot(cases, case):
     policy, config, data = cases[case]
-    network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
+    network, inputs = policy.module.network, policy._build_inputs(observation(config, data, "raw."))
     tokens = network.embed(inputs)
     start = 1 + (inputs.state is not None) + (inputs.environment is not None)
     for index in range(len(config.cameras)):
@@ -172,7 +172,7 @@ def test_executed_actions_match_the_lerobot_action_queue(cases, case):
 @within_rounding
 def test_diffusion_losses_and_gradients_match_lerobot(cases, case):
     policy, config, data = cases[case]
-    network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
+    network, inputs = policy.module.network, policy._build_inputs(observation(config, data, "raw."))
     network.train(meta(case)["train_mode"])
     target, level = policy._from_actions(data["raw.action"].numpy()), data["train.timesteps"]
     schedule = policy._schedule
@@ -198,7 +198,7 @@ def test_diffusion_losses_and_gradients_match_lerobot(cases, case):
 @within_rounding
 def test_diffusion_spatial_softmax_matches_lerobot(cases, case):
     policy, config, data = cases[case]
-    network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
+    network, inputs = policy.module.network, policy._build_inputs(observation(config, data, "raw."))
     separate = config.use_separate_rgb_encoder_per_camera
     for index, encoder in enumerate(network.rgb_encoder if separate else [network.rgb_encoder]):
         found = {}
@@ -284,7 +284,7 @@ def test_module_outputs_match_lerobot(cases, case, monkeypatch):
         close(loss[None], data["train.loss"][None], "loss")
     else:
         policy.compute_errors(
-            network.condition(policy._inputs(obs)), target, data["train.eps"], data["train.timesteps"]
+            network.condition(policy._build_inputs(obs)), target, data["train.eps"], data["train.timesteps"]
         )
         rows = torch.from_numpy(policy._to_actions(data["eval.chunk"]))
         close(rows, data["eval.chunk_unnormalised"], "actions")

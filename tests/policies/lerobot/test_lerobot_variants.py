@@ -87,7 +87,7 @@ def results(case, policy, dtype):
             patch.setattr(torch, "randn_like", lambda _: latent)
             loss = policy.loss(obs, target, padding).mean()
     else:
-        errors = policy.compute_errors(network.condition(policy._inputs(obs)), target, noise, level)
+        errors = policy.compute_errors(network.condition(policy._build_inputs(obs)), target, noise, level)
         loss = (errors * ~(padding & config.do_mask_loss_for_padding)[..., None]).mean()
     loss.backward()
     norm = sum(w.grad.double().square().sum() for w in network.parameters() if w.grad is not None).sqrt()

@@ -123,7 +123,7 @@ def official_discrete_1img(policies, golden):
     embeddings, mask, _ = module.embed(prefix, batch)
     assert torch.equal(mask, want["llm_attention_mask"].bool())
     golden.close(embeddings, want["llm_inputs_embeds"])
-    golden.close(module.action_hidden(prefix, batch), want["action_hidden_states"])
+    golden.close(module.compute_action_hidden(prefix, batch), want["action_hidden_states"])
     everything = module(batch, whole_vocabulary=True)[0][:, :56]
     golden.close(everything[..., TAIL], want["action_logits_31744_32064"])
     golden.close(everything.logsumexp(-1), want["action_logits_logsumexp_full"])
@@ -156,7 +156,7 @@ def official_l1_2img_proprio(policies, golden):
     embeddings, mask, _ = policy.module.embed(prefix, batch)
     assert mask.all()
     golden.close(embeddings, want["llm_inputs_embeds"])
-    golden.close(policy.module.action_hidden(prefix, batch), want["action_hidden_states"])
+    golden.close(policy.module.compute_action_hidden(prefix, batch), want["action_hidden_states"])
     got = policies("heads", action_head="l1", **TWO_IMAGES).module(batch)[0]
     golden.close(got, want["normalized_actions"])
     golden.close(torch.from_numpy(unnormalize(got[0].double().numpy(), policy._bounds)), want["actions"])
@@ -169,9 +169,9 @@ def official_diffusion_2img_proprio(policies, golden):
     steps = schedule.timesteps.tolist()
     assert steps == want["timesteps"].tolist()
     golden.close(schedule.alphas_cumprod, want["alphas_cumprod"])
-    golden.close(heads.time_embedding(torch.tensor(steps), 16), want["time_embeddings"])
+    golden.close(heads.embed_time(torch.tensor(steps), 16), want["time_embeddings"])
     prefix = module.prefix(batch)
-    time = heads.time_embedding(torch.tensor(steps[:1]), 16)[None]
+    time = heads.embed_time(torch.tensor(steps[:1]), 16)[None]
     action_embeddings = module.noisy_action_projector(want["noise"].flatten(1)[..., None])
     embeddings, _, _ = module.embed(torch.cat([prefix, time], dim=1), batch, action_embeddings)
     golden.close(embeddings, want["first_step_llm_inputs_embeds"])
@@ -212,7 +212,7 @@ def official_train_forward(policies, golden):
         assert (want["input_ids"][row, end:] == PAD).all()
         assert torch.equal(want["attention_mask"][row].bool(), torch.arange(78) < end)
     embeddings, mask, _ = module.embed(module.prefix(batch), batch)
-    hidden = module.language_model.model(embeddings, module.attention_mask(mask))
+    hidden = module.language_model.model(embeddings, module.build_attention_mask(mask))
     golden.close(hidden[mask], want["last_hidden_state"][mask])
     logits = F.linear(hidden, module.language_model.lm_head.weight[TAIL])
     golden.close(logits[mask], want["logits_31744_32064"][mask])
@@ -300,7 +300,7 @@ def rlinf_official_variant_batch2(policies, golden):
     batch = dataclasses.replace(inputs_of(golden), state=want["proprio"])
     logits, value = module(batch)
     embeddings, mask, last_prompt = module.embed(module.prefix(batch), batch)
-    hidden = module.language_model.model(embeddings, module.attention_mask(mask))
+    hidden = module.language_model.model(embeddings, module.build_attention_mask(mask))
     # That code counts 57 rows back from the end of 1 + 17 + 31 + 56 + 1, which is no prompt token.
     golden.close(module.value_head(hidden[:, 1 + 17 + 31 + 56 + 1 - 57]), want["values"])
     golden.close(value, module.value_head(hidden[torch.arange(2), last_prompt]))

@@ -47,7 +47,7 @@ def test_cuda_graphs_use_a_small_number_of_batch_sizes():
 
 @torch.no_grad()
 def test_padded_graph_batch_matches_the_unpadded_batch(policy):
-    inputs = policy._inputs(observe(5))
+    inputs = policy._build_inputs(observe(5))
     filled = pad_batch(inputs, round_up_batch_size(5))
     assert len(filled.pixels) == len(filled.state) == 6
     for whole, part in zip(policy._forward(filled), policy._forward(inputs), strict=True):
@@ -56,7 +56,7 @@ def test_padded_graph_batch_matches_the_unpadded_batch(policy):
 
 @torch.no_grad()
 def test_failed_graph_capture_falls_back_with_a_warning(policy):
-    inputs, recorded = policy._inputs(observe(5)), GraphedForward(policy._forward)
+    inputs, recorded = policy._build_inputs(observe(5)), GraphedForward(policy._forward)
     with pytest.warns(UserWarning, match=r"model\.cuda_graphs is ignored, because .*CUDAGraph"):
         first = recorded(inputs)
     second = recorded(inputs)
@@ -71,4 +71,4 @@ def test_graph_capture_out_of_memory_is_raised(policy, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", full)
     with pytest.raises(torch.OutOfMemoryError):
-        GraphedForward(policy._forward)(policy._inputs(observe(5)))
+        GraphedForward(policy._forward)(policy._build_inputs(observe(5)))

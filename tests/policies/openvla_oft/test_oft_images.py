@@ -5,13 +5,13 @@ import torch
 
 from embodyrl.policies.openvla_oft.config import read_config
 from embodyrl.policies.openvla_oft.inputs import (
+    apply_jpeg,
     center_crop,
-    jpeg_round_trip,
-    lanczos_resize,
     preprocess,
     resize,
     resize_as_official,
     resize_as_rlinf,
+    resize_lanczos,
 )
 
 CPU = torch.device("cpu")
@@ -67,15 +67,15 @@ def tf_frames(golden_dir):
 
 def test_jpeg_round_trip_matches_tensorflow(tf_images, tf_frames):
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
-    assert np.array_equal(jpeg_round_trip(upright), tf_images["jpeg_decoded_256"])
+    assert np.array_equal(apply_jpeg(upright), tf_images["jpeg_decoded_256"])
     decoded = simplejpeg.decode_jpeg(tf_images["jpeg_bytes"].tobytes(), fastdct=True)
     assert np.array_equal(decoded, tf_images["jpeg_decoded_256"])
     for frame, want in zip(tf_frames["frames"], tf_frames["decoded"], strict=True):
-        assert np.array_equal(jpeg_round_trip(frame), want)
+        assert np.array_equal(apply_jpeg(frame), want)
 
 
 def test_lanczos_resize_matches_tensorflow(tf_images):
-    got = levels(lanczos_resize(planes(tf_images["jpeg_decoded_256"]), 224))
+    got = levels(resize_lanczos(planes(tf_images["jpeg_decoded_256"]), 224))
     difference = np.abs(got - tf_images["lanczos_224"])
     assert difference.max() <= 1
     assert (difference > 0).mean() <= 2e-5

@@ -34,7 +34,7 @@ def test_discrete_loss_is_the_cross_entropy_of_tokens_and_stop(checkpoint, make_
     scores = policy.imitate(obs, out.actions)
     # The lowest two ids share one bin center; the higher one stands for both.
     tokens = np.maximum(out.tokens, 31745)
-    logits, _ = policy.module(policy._inputs(obs), whole_vocabulary=True)
+    logits, _ = policy.module(policy._build_inputs(obs), whole_vocabulary=True)
     ids = torch.from_numpy(np.pad(tokens, ((0, 0), (0, 1)), constant_values=2))
     want = torch.stack([F.cross_entropy(row, row_ids) for row, row_ids in zip(logits, ids, strict=True)])
     torch.testing.assert_close(scores.loss, want, rtol=1e-5, atol=0)
@@ -53,7 +53,7 @@ def test_openvla_imitation_uses_teacher_forcing(checkpoint, make_policy):
     out = policy.act(obs, noise=np.random.default_rng(0).random((4, 7), dtype=np.float32))
     tokens = np.maximum(out.tokens, 31745)
     scores = policy.imitate(obs, out.actions)
-    logits, _ = policy.module(policy._inputs(obs), torch.from_numpy(tokens), whole_vocabulary=True)
+    logits, _ = policy.module(policy._build_inputs(obs), torch.from_numpy(tokens), whole_vocabulary=True)
     ids = torch.from_numpy(np.pad(tokens, ((0, 0), (0, 1)), constant_values=2))
     torch.testing.assert_close(scores.loss.mean(), F.cross_entropy(logits.transpose(1, 2), ids), rtol=1e-5, atol=0)
     assert scores.loss.requires_grad
@@ -64,7 +64,7 @@ def test_l1_loss_is_the_distance_of_normalized_actions(make_policy, robot):
     obs = observe(state_dim=8, instructions=TASKS)
     scores = policy.imitate(obs, targets())
     got, want = (normalize(actions, policy._bounds) for actions in (policy.act(obs, noise=None).actions, targets()))
-    raw = policy.module(policy._inputs(obs))[0].detach().numpy()
+    raw = policy.module(policy._build_inputs(obs))[0].detach().numpy()
     np.testing.assert_allclose(scores.loss.detach(), np.abs(raw - want).mean((1, 2)), rtol=1e-5)
     inside = np.abs(raw) < 1
     np.testing.assert_allclose(got[inside], raw[inside], atol=1e-4)

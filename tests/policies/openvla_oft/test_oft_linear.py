@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from embodyrl.policies.openvla_oft.llama import _rotate, _Rotation, apply_adapted_linears, rope_tables
+from embodyrl.policies.openvla_oft.llama import _rotate, _Rotation, apply_adapted_linears, build_rope_tables
 
 
 class Pair(nn.Module):
@@ -48,7 +48,7 @@ def test_fused_adapted_layers_match_separate_layers(names, bias, alpha):
 
 def test_in_place_rotation_matches_the_formula():
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = (t.double() for t in rope_tables(torch.arange(5)[None], 8, 10_000.0))
+    cos, sin = (t.double() for t in build_rope_tables(torch.arange(5)[None], 8, 10_000.0))
     weight = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     got, want = _Rotation.apply(x, cos, sin), _rotate(x, (cos, sin))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

@@ -75,7 +75,7 @@ class _Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
-def _mlp(width: int) -> nn.Sequential:
+def _build_mlp(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
 
 
@@ -85,7 +85,7 @@ class EncoderBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.mlp = _Attention(width, heads), _mlp(width)
+        self.attention, self.mlp = _Attention(width, heads), _build_mlp(width)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """Map tokens [B, N, width] to the same shape."""
@@ -103,7 +103,7 @@ class ExpertBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.attention, self.mlp = _Attention(width, heads), _mlp(width)
+        self.attention, self.mlp = _Attention(width, heads), _build_mlp(width)
         self.modulation = nn.Linear(width, 6 * width)
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
@@ -125,7 +125,7 @@ class InstructionAttention(nn.Module):
 
     def __init__(self, planes: tuple[int, ...], maps: int, width: int) -> None:
         super().__init__()
-        self.halving = nn.ModuleList(_downsample(a, b) for a, b in pairwise((3, *planes)))
+        self.halving = nn.ModuleList(_build_downsampling(a, b) for a, b in pairwise((3, *planes)))
         last = planes[-1]
         self.norm1, self.norm2 = nn.GroupNorm(8, last), nn.GroupNorm(8, last)
         self.between = nn.Conv2d(last, last, 3, 1, 1)
@@ -151,7 +151,7 @@ class InstructionAttention(nn.Module):
         return self.out(torch.cat([row, column], 1))
 
 
-def _downsample(inputs: int, outputs: int) -> nn.Sequential:
+def _build_downsampling(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 5 if inputs == 3 else 3, 2, 2 if inputs == 3 else 1), nn.GELU())
 
 
@@ -196,7 +196,7 @@ class SmallFlow(nn.Module):
 
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
         """Encode observations: instructions, images [B, C, h, w, 3] and unnormalized states [B, S]."""
-        ids = to_device(self._word_ids(obs.instructions), self.action_in.weight.device)
+        ids = to_device(self._hash_words(obs.instructions), self.action_in.weight.device)
         words, word_mask = self.word(ids), ids > 0
         token_groups = [words + _embed_positions(ids.shape[1], self.config.width, ids.device)]
         if self.config.num_images:
@@ -253,7 +253,7 @@ class SmallFlow(nn.Module):
         instruction_rows = language.repeat_interleave(self.config.num_images, dim=0)
         return self.eye(pixels, instruction_rows).unflatten(0, (len(obs), -1)) + self.camera
 
-    def _word_ids(self, instructions: tuple[str, ...]) -> np.ndarray:
+    def _hash_words(self, instructions: tuple[str, ...]) -> np.ndarray:
         """Return indices of words [B, N], padded with 0; an empty instruction is one unknown word, index 1."""
         word_rows = [
             [1 + zlib.crc32(w.encode()) % (self.config.vocabulary - 1) for w in text.lower().split()] or [1]

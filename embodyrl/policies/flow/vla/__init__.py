@@ -109,8 +109,8 @@ class VlaFactory:
         affine = read_normalizer(_get_folder(cfg), cfg, env.state_dim, env.action.dim).state
         if affine is None:
             return None
-        shift, reach = np.array(affine.shift), np.array(affine.scale) * _MAX_STATE[cfg.normalization]
-        return shift - reach, shift + reach
+        shift, half_range = np.array(affine.shift), np.array(affine.scale) * _MAX_STATE[cfg.normalization]
+        return shift - half_range, shift + half_range
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
         """Check that the actor matches the actor in the folder (see `PolicyFactory.compare`)."""

@@ -33,12 +33,12 @@ from embodyrl.policies.flow.steering import select_policy_class
 from embodyrl.policies.flow.vla.folder import read_side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.flow.vla.statistics import STATISTIC
+from embodyrl.policies.flow.vla.statistics import STATISTIC_PATTERN
 from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft.checkpoint import (
     SHARD_BYTES,
     WeightTransform,
-    base_state,
+    get_base_state,
     map_weights,
 )
 from embodyrl.policies.protocol import PolicyRequest
@@ -79,7 +79,12 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, transform: WeightTr
     # RLinf's value heads have another architecture: ignore them.
     to_external = storage.layout.to_external
     check_weights(
-        target, weights, folder, may_lack=HEADS, may_contain=HEADS, format_name=lambda key: f"'{to_external(key)}'"
+        target,
+        weights,
+        folder,
+        optional_prefixes=HEADS,
+        ignored_prefixes=HEADS,
+        format_name=lambda key: f"'{to_external(key)}'",
     )
     with torch.no_grad():
         for key, tensor in weights.items():
@@ -148,7 +153,10 @@ class VlaFiles:
                 extra_tensors = {
                     k: t
                     for k, t in target_format.extra_tensors.items()
-                    if not (target_format.layout.to_local(k).startswith(HEADS) or (is_sft and STATISTIC.fullmatch(k)))
+                    if not (
+                        target_format.layout.to_local(k).startswith(HEADS)
+                        or (is_sft and STATISTIC_PATTERN.fullmatch(k))
+                    )
                 }
                 target_format = replace(target_format, extra_tensors=extra_tensors)
             save_weights(_get_base_weights(module), folder, target_format)
@@ -199,7 +207,7 @@ class VlaFiles:
 
 def _get_base_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a `FlowModule` by name, without the prefix `MODEL_PREFIX`; heads keep their names."""
-    return {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in base_state(module).items()}
+    return {key.removeprefix(MODEL_PREFIX): tensor for key, tensor in get_base_state(module).items()}
 
 
 def _get_extra_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from embodyrl.policies.flow.vla.statistics import (
     LEROBOT_EPS,
     OPENPI_EPS,
     OPENPI_FILE,
-    STATISTIC,
+    STATISTIC_PATTERN,
     Affine,
     FlowStatistics,
     read_lerobot,
@@ -268,7 +268,7 @@ def _read_statistics(path: Path) -> dict[str, np.ndarray]:
     """Read the normalization statistics from a safetensors file, without reading the weights."""
     try:
         with safe_open(path, "np") as file:
-            return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118
+            return {key: file.get_tensor(key) for key in file.keys() if STATISTIC_PATTERN.fullmatch(key)}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from error
 
@@ -298,7 +298,7 @@ def _with_lerobot_statistics(files: dict[str, bytes], mode: str) -> dict[str, by
     for name, content in processors.items():
         files |= _add_statistics_files(name, content["steps"], numbers)
     for name in [name for name in files if fnmatch(name, "policy_*normalizer*.safetensors")]:
-        other_tensors = {k: t for k, t in load(files[name]).items() if not (numbers and STATISTIC.fullmatch(k))}
+        other_tensors = {k: t for k, t in load(files[name]).items() if not (numbers and STATISTIC_PATTERN.fullmatch(k))}
         tensors = {f"{part}.{n}": row[n] for part, row in numbers.items() for n in _STATISTIC_NAMES if n in row}
         files[name] = save(other_tensors | {key: np.asarray(row, np.float32) for key, row in tensors.items()})
     modes = dict.fromkeys((part.rpartition(".")[2].upper() for part in numbers), mode)

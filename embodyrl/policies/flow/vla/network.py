@@ -19,11 +19,11 @@ from embodyrl.policies.flow.layers import (
     Decoder,
     DecoderLayer,
     KeysValues,
-    block_mask,
-    key_mask,
-    rotary,
+    build_block_mask,
+    build_key_mask,
+    build_rope,
 )
-from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, time_embedding
+from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, embed_time
 from embodyrl.policies.flow.prompts import FlowPromptEncoder
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.vla.folder import from_deltas, get_prompt_format, pad_dims, read_normalizer, to_deltas
@@ -73,12 +73,12 @@ class Pi0(FlowModel):
         num_state_tokens = 0 if self.spec.adaptive else 1
         size, device = num_state_tokens + self.spec.horizon, prefix.valid.device
         blocks = (torch.arange(size, device=device) >= num_state_tokens).long()
-        prefix_mask, suffix_mask = key_mask(prefix.valid), block_mask(blocks)
+        prefix_mask, suffix_mask = build_key_mask(prefix.valid), build_block_mask(blocks)
         mask = torch.cat(
             [prefix_mask.expand(-1, -1, size, -1), suffix_mask.expand(len(prefix_mask), -1, -1, -1)], dim=-1
         )
         positions = prefix.valid.sum(1, keepdim=True) + torch.arange(size, device=device)
-        context = AttentionContext(rotary(positions, self.spec.expert), mask)
+        context = AttentionContext(build_rope(positions, self.spec.expert), mask)
         contexts = tuple(replace(context, memory=keys_values) for keys_values in prefix.layers)
         return Memory(contexts=contexts, state=prefix.state)
 
@@ -87,7 +87,7 @@ class Pi0(FlowModel):
 
         For pi0, the tokens also contain the state, and the second value is None.
         """
-        actions, time_features = self.action_in_proj(x), time_embedding(time, self.spec.expert.width)
+        actions, time_features = self.action_in_proj(x), embed_time(time, self.spec.expert.width)
         if self.spec.adaptive:
             return actions, F.silu(self.time_mlp(time_features.to(actions.dtype)))
         state = self.state_proj(memory.state.to(actions.dtype))[:, None]
@@ -134,17 +134,17 @@ class SmolVla(FlowModel):
         """Append the state to the keys and values of the prefix, and project both for layers with cross-attention."""
         text, size, device = self.spec.language, self.spec.horizon, prefix.valid.device
         valid = torch.cat([prefix.valid, prefix.valid.new_ones(len(prefix.valid), 1)], dim=1)
-        prefix_mask, count = key_mask(valid), valid.sum(1, keepdim=True)
-        state = AttentionContext(rotary(count - 1, text), prefix_mask)
+        prefix_mask, count = build_key_mask(valid), valid.sum(1, keepdim=True)
+        state = AttentionContext(build_rope(count - 1, text), prefix_mask)
         layers = self._append_state(prefix, state)
         steps = torch.arange(size, device=device)
-        suffix_mask = block_mask(steps).expand(len(prefix_mask), -1, -1, -1)
+        suffix_mask = build_block_mask(steps).expand(len(prefix_mask), -1, -1, -1)
         joint_context = AttentionContext(
-            rotary(count + steps, self.spec.expert),
+            build_rope(count + steps, self.spec.expert),
             torch.cat([prefix_mask.expand(-1, -1, size, -1), suffix_mask], dim=-1),
         )
         # Positions start at 0; keys projected from the language model are already rotated.
-        cross_context = AttentionContext(rotary(steps[None], self.spec.expert), prefix_mask, self_attention=False)
+        cross_context = AttentionContext(build_rope(steps[None], self.spec.expert), prefix_mask, self_attention=False)
         contexts = []
         for i, (layer, pair) in enumerate(zip(self.expert.layers, layers, strict=True)):
             context = joint_context if self._is_joint_layer(i) else cross_context
@@ -154,7 +154,7 @@ class SmolVla(FlowModel):
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return action tokens with time embeddings, whose angles are computed in float64 as in the published code."""
-        time_features = time_embedding(time, self.spec.expert.width, double=True)
+        time_features = embed_time(time, self.spec.expert.width, double=True)
         return self._mix_time(self.action_in_proj(x), time_features), None
 
     def _append_state(self, prefix: Prefix, context: AttentionContext) -> tuple[KeysValues, ...]:

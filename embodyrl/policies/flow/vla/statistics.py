@@ -110,7 +110,7 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
         ) from error
 
 
-STATISTIC = re.compile(
+STATISTIC_PATTERN = re.compile(
     r"(?:(?:un)?normalize_\w+?\.)?(?:(?P<robot>.+?)[._])?(?:buffer[._])?"
     r"(?P<part>observation[._]state|action)\.(?P<number>mean|std|min|max|q01|q10|q50|q90|q99)"
 )
@@ -122,7 +122,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
     """Read the statistics in a LeRobot file: from its normalizer, or from the weights of an older model.
 
     Args:
-        tensors: tensors by name; see `STATISTIC`.
+        tensors: tensors by name; see `STATISTIC_PATTERN`.
         where: the file, for messages.
         robot: robot of the statistics, if there are several.
 
@@ -131,7 +131,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
     """
     statistics: dict[str, dict[str, dict[str, Any]]] = {}
     for key, tensor in tensors.items():
-        if (match := STATISTIC.fullmatch(key)) is not None:
+        if (match := STATISTIC_PATTERN.fullmatch(key)) is not None:
             name = "" if match["robot"] in (None, "buffer") else match["robot"]
             part = _LEROBOT_PARTS[match["part"].replace("_", ".")]
             row = np.asarray(tensor, np.float64).reshape(-1).tolist()

@@ -49,7 +49,7 @@ class ActPolicy(LeRobotPolicy):
 
     def _encode(self, obs: Observation) -> EncodedObservations:
         """Encode observations with a latent of zeros."""
-        tokens = self._network.embed(self._inputs(obs))
+        tokens = self._network.embed(self._build_inputs(obs))
         encoded = self._network.encode(tokens, self._build_zero_latent(len(obs)))
         return EncodedObservations(encoded.mean(0), (tokens, encoded))
 
@@ -104,7 +104,7 @@ class ActPolicy(LeRobotPolicy):
 
         The sum of absolute errors is divided by H A, including padding (LeRobot 0.4).
         """
-        network, inputs = self._network, self._inputs(obs)
+        network, inputs = self._network, self._build_inputs(obs)
         tokens, latent = network.embed(inputs), self._build_zero_latent(len(obs))
         divergence = target.new_zeros(len(obs))
         if self._config.use_vae:

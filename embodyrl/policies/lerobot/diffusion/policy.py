@@ -53,7 +53,7 @@ class DiffusionPolicy(LeRobotPolicy):
 
     def _encode(self, obs: Observation) -> EncodedObservations:
         """Return the condition [B, D] of the U-Net."""
-        condition = self._network.condition(self._inputs(obs))
+        condition = self._network.condition(self._build_inputs(obs))
         return EncodedObservations(condition, condition)
 
     def _predict(self, condition: Tensor, x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:

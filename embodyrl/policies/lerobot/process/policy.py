@@ -61,10 +61,10 @@ class LeRobotPolicy(InferenceOnlyPolicy):
             EmbodyError: LeRobot reports an error, exited, or exceeded the time limit.
         """
         count = self.spec.num_action_chunks
-        request = {"tasks": list(obs.instructions), "actions": count, "steps": self._steps(obs)}
+        request = {"tasks": list(obs.instructions), "actions": count, "steps": self._build_steps(obs)}
         return self.build_output(self._request(request, self._timeout_s, "model.answer_timeout_s")["chunk"])
 
-    def _steps(self, obs: Observation) -> list[dict[str, Any]]:
+    def _build_steps(self, obs: Observation) -> list[dict[str, Any]]:
         """Return the observation of each step as a dict of LeRobot features, oldest step first."""
         count = self._saved.n_obs_steps
         images = rotate_upright(obs.images, self._env.cameras.rotation_deg)

@@ -30,7 +30,7 @@ class Server:
 
     def reply(self, steps: list[dict[str, Any]], tasks: list[str], actions: int) -> dict[str, Any]:
         """Return {"chunk": actions [B, K, A]}, float32; `steps` are the observed steps, oldest first."""
-        batches = [self._batch(step, tasks) for step in steps]
+        batches = [self._build_batch(step, tasks) for step in steps]
         torch = self._torch
         with torch.inference_mode():
             self._policy.reset()
@@ -43,7 +43,7 @@ class Server:
             chunk = [self._postprocessor(self._policy.select_action(dict(batches[-1]))) for _ in range(actions)]
         return {"chunk": torch.stack(chunk, 1).float().cpu().numpy()}
 
-    def _batch(self, features: dict[str, Any], tasks: list[str]) -> Any:
+    def _build_batch(self, features: dict[str, Any], tasks: list[str]) -> Any:
         """Preprocess observations; images [B, H, W, 3] are converted to [B, 3, H, W] with values in 0..1."""
         batch: dict[str, Any] = {"task": tasks}
         for name, value in features.items():
