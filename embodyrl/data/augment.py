@@ -24,7 +24,7 @@ HUE = 0.05
 CROP_AREA = 0.9
 
 
-def draw(count: int, seed: int) -> Tensor:
+def sample_random_numbers(count: int, seed: int) -> Tensor:
     """Sample the uniform random numbers [6, count] that determine the augmentation of `count` frames."""
     return torch.rand(6, count, generator=torch.Generator().manual_seed(seed))
 
@@ -43,7 +43,7 @@ def sample_augmentations(seeds: Sequence[int], count: int, size: int, images: in
     cameras = images // steps
     sizes = [min(size, count - start) for start in range(0, count, size)]
     samples = [
-        draw(part_size * cameras, seed).unflatten(1, (part_size, cameras))
+        sample_random_numbers(part_size * cameras, seed).unflatten(1, (part_size, cameras))
         for part_size, seed in zip(sizes, seeds, strict=True)
     ]
     return torch.cat(samples, 1).repeat(1, 1, steps)
@@ -84,12 +84,12 @@ def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None
     count, height, width, _ = frames.shape
     margin = (1.0 - math.sqrt(CROP_AREA)) / 2.0
 
-    def sources(size: int, draw: Tensor) -> Tensor:
+    def get_source_positions(size: int, uniform: Tensor) -> Tensor:
         reach = int(margin * size) if pixels is None else pixels
-        offset = (draw * (2 * reach + 1)).floor().long() - reach
+        offset = (uniform * (2 * reach + 1)).floor().long() - reach
         return (torch.arange(size, device=frames.device) + offset[:, None]).clamp_(0, size - 1)
 
-    rows, columns = sources(height, down), sources(width, right)
+    rows, columns = get_source_positions(height, down), get_source_positions(width, right)
     if frames.device.type == "cpu":
         # Copy whole rows first: this takes a fifth of the time of the gather below, which copies single pixels.
         triples = zip(frames, rows, columns, strict=True)
@@ -136,5 +136,5 @@ def adjust_hue_and_saturation(pixels: Tensor, saturation: Tensor, hue: Tensor) -
     return value - chroma * (2.0 - distance).clamp_(0.0, 1.0)
 
 
-def _scale_to_range(draw: Tensor, bounds: tuple[float, float]) -> Tensor:
-    return bounds[0] + draw * (bounds[1] - bounds[0])
+def _scale_to_range(uniform: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return bounds[0] + uniform * (bounds[1] - bounds[0])

@@ -30,7 +30,7 @@ from embodyrl.text.sandboxed_objects import (
 )
 from embodyrl.text.sandboxed_values import Values
 
-LONGEST = 16 << 20
+MAX_MESSAGE_BYTES = 16 << 20
 """Maximum size of a message in bytes."""
 TEST = "__test__"
 """Name of the module of a test."""
@@ -65,7 +65,7 @@ class Link(Values):
 
     def read(self):
         """Read the next message; raise EOFError if the other end is closed or the line is too long."""
-        line = self._in.readline(LONGEST)
+        line = self._in.readline(MAX_MESSAGE_BYTES)
         if not line.endswith(b"\n"):
             raise EOFError("The other process exited, or sent a message that is too long.")
         message = json.loads(line)

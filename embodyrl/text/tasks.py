@@ -16,7 +16,7 @@ _SPARE = 1000
 """Number of additional samples, to replace repeated questions."""
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-Draw = Callable[[random.Random], tuple[str, str]]
+RowSampler = Callable[[random.Random], tuple[str, str]]
 """Function that samples a (prompt, answer) pair."""
 COLORS = {
     "black": (0, 0, 0),
@@ -33,11 +33,11 @@ COLORS = {
 def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `5=` with the answer xxxxx."""
 
-    def draw(rng: random.Random) -> tuple[str, str]:
+    def sample_row(rng: random.Random) -> tuple[str, str]:
         number = rng.randint(1, longest)
         return f"{number}=", "x" * number
 
-    return _build_rows(draw, rows, seed)
+    return _build_rows(sample_row, rows, seed)
 
 
 def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
@@ -53,11 +53,11 @@ def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, see
 def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `7*8=` with the answer 56."""
 
-    def draw(rng: random.Random) -> tuple[str, str]:
+    def sample_row(rng: random.Random) -> tuple[str, str]:
         a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice(operations)
         return f"{a}{operation}{b}=", str(OPERATIONS[operation](a, b))
 
-    return _build_rows(draw, rows, seed)
+    return _build_rows(sample_row, rows, seed)
 
 
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
@@ -68,7 +68,7 @@ def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
 def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """Return rows such as `3,7,2:23=`, whose answer is an expression that uses each number once and equals 23."""
 
-    def draw(rng: random.Random) -> tuple[str, str]:
+    def sample_row(rng: random.Random) -> tuple[str, str]:
         numbers = [rng.randint(1, largest) for _ in range(count)]
         value = numbers[0]
         for number in numbers[1:]:
@@ -76,7 +76,7 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
         task = f"{','.join(map(str, rng.sample(numbers, count)))}:{value}"
         return f"{task}=", task
 
-    return _build_rows(draw, rows, seed)
+    return _build_rows(sample_row, rows, seed)
 
 
 def colour(
@@ -87,7 +87,7 @@ def colour(
     If `shuffled`, the color of the square is independent of the answer (control experiment).
     """
 
-    def draw(rng: random.Random) -> TextRow:
+    def sample_row(rng: random.Random) -> TextRow:
         generator, side = np.random.default_rng(rng.getrandbits(32)), size // 2
         answer, x, y = rng.choice(list(COLORS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
         shown_color = rng.choice(list(COLORS)) if shuffled else answer
@@ -96,18 +96,18 @@ def colour(
         image = (image + generator.integers(-noise, noise + 1, image.shape)).clip(0, 255).astype(np.uint8)
         return replace(build_row("?", answer), pictures=(image,))
 
-    return [draw(random.Random(f"{seed}/{row}")) for row in range(rows)]
+    return [sample_row(random.Random(f"{seed}/{row}")) for row in range(rows)]
 
 
-def _build_word_task(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
-    def draw(rng: random.Random) -> tuple[str, str]:
+def _build_word_task(letters: str, size: int, answer: Callable[[str], str]) -> RowSampler:
+    def sample_row(rng: random.Random) -> tuple[str, str]:
         word = "".join(rng.choice(letters) for _ in range(size))
         return f"{word}=", answer(word)
 
-    return draw
+    return sample_row
 
 
-def _build_rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
+def _build_rows(sample_row: RowSampler, rows: int, seed: int) -> list[TextRow]:
     """Return `rows` rows, or fewer if the task has fewer questions.
 
     Repeated questions are skipped, so that a held-out question does not occur in training.
@@ -115,7 +115,7 @@ def _build_rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
     rng = random.Random(seed)
     answers: dict[str, str] = {}
     for _ in range(rows + _SPARE):
-        question, answer = draw(rng)
+        question, answer = sample_row(rng)
         answers[question] = answer
         if len(answers) == rows:
             break

@@ -7,7 +7,7 @@ import colorsys
 import numpy as np
 import torch
 
-from embodyrl.data.augment import adjust_hue_and_saturation, augment, draw, jitter, shift
+from embodyrl.data.augment import adjust_hue_and_saturation, augment, jitter, sample_random_numbers, shift
 
 CPU = torch.device("cpu")
 
@@ -51,12 +51,12 @@ def test_brightness_and_contrast_follow_their_formulas() -> None:
 def test_augmentation_differs_by_frame_and_is_deterministic() -> None:
     frame = np.random.default_rng(0).integers(0, 256, (1, 1, 40, 40, 3), np.uint8)
     images = np.repeat(np.repeat(frame, 3, axis=0), 2, axis=1)
-    one, two = (augment(images, draw(6, 7).unflatten(1, (3, 2)), CPU) for _ in range(2))
+    one, two = (augment(images, sample_random_numbers(6, 7).unflatten(1, (3, 2)), CPU) for _ in range(2))
     assert (one.shape, one.dtype) == (images.shape, np.uint8)
     np.testing.assert_array_equal(one, two)
     flat = one.reshape(6, -1)
     assert len({row.tobytes() for row in flat}) == 6
-    assert (augment(images, draw(6, 8).unflatten(1, (3, 2)), CPU) != one).any()
+    assert (augment(images, sample_random_numbers(6, 8).unflatten(1, (3, 2)), CPU) != one).any()
     assert images.base is None or (images[0, 0] == frame[0, 0]).all()
 
 

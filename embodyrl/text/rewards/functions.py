@@ -90,7 +90,7 @@ def _named_number(response: str) -> Number | None:
     """Return the number that the response names as its answer, or the last number of the response."""
     matches = re.findall(r"(?i)\banswer\b(?:\s+is)?[\s:*]*([^\n]+?)(?:[.!]?[*\s]*(?:\n|$)|[.!][*]*\s)", response)
     number = parse_single_number(matches[-1].replace("*", "")) if matches else None
-    return number if number and number.finished else find_last_number(response)
+    return number if number and number.is_simplified else find_last_number(response)
 
 
 def choice(prompt: str, response: str, reference: str) -> float:

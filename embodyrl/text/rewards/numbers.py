@@ -51,7 +51,7 @@ _OTHER_VALUE = re.compile(
 )
 _UNEQUAL = re.compile(r"\\not\b|\\n?eq\b(?<!\\eq)|\\ne\b|[\u2260<>]|!=")
 _SIDES = re.compile(r":?=+|\\approx\b|\\simeq\b|\u2248")
-_LONGEST = 100
+_MAX_LENGTH = 100
 """Maximum length of a number in characters, because conversion of longer numbers is slow or fails."""
 _ASCII = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
@@ -70,7 +70,7 @@ class Number(NamedTuple):
     """Notation: `/` for a fraction, `^` for a power, `%` or `million` for a number with this unit; otherwise empty."""
     parts: tuple[int, int] | None = None
     """Numerator and denominator, or base and exponent."""
-    finished: bool = True
+    is_simplified: bool = True
     """False for fractions that are not reduced, and for powers whose base is not 10."""
 
 
@@ -87,7 +87,7 @@ def _to_ascii(text: str) -> str:
 
 
 def _parse_number(match: re.Match[str]) -> Number | None:
-    if len(match[0]) > _LONGEST:
+    if len(match[0]) > _MAX_LENGTH:
         return None
     sign = -1 if match["sign"] == "-" else 1
     unit = (match["scale"] or "").replace("\\", "").replace("percent", "%").replace("per cent", "%")
@@ -117,12 +117,12 @@ def _parse_number(match: re.Match[str]) -> Number | None:
 
 def find_last_number(text: str) -> Number | None:
     """Return the last number in a string, or None if the last number is an expression."""
-    return next((n if n and n.finished else None for _, n in reversed([*find_numbers(text)])), None)
+    return next((n if n and n.is_simplified else None for _, n in reversed([*find_numbers(text)])), None)
 
 
 def find_first_number(text: str) -> Number | None:
     """Return the first number in a string, or None if the first number is an expression."""
-    return next((n if n and n.finished else None for _, n in find_numbers(text)), None)
+    return next((n if n and n.is_simplified else None for _, n in find_numbers(text)), None)
 
 
 def parse_single_number(text: str) -> Number | None:
@@ -182,9 +182,9 @@ def _is_repeating(value: Fraction) -> bool:
 def restates_prompt(answer: Number, reference: Number, prompt: str) -> bool:
     """Return True if the answer is a number of the prompt in a notation that differs from the reference's (6/8, 0.75).
 
-    Unfinished numbers such as 48/2 and 2^3 also count as restated if their value is shorter, or if there is no prompt.
+    Unsimplified numbers such as 48/2 and 2^3 also count as restated if their value is shorter or without a prompt.
     """
-    if answer.form == reference.form and (answer.finished or answer.parts == reference.parts):
+    if answer.form == reference.form and (answer.is_simplified or answer.parts == reference.parts):
         return False
     if answer.scale != reference.scale and answer.value == reference.value:
         return False  # 12 % for 12
@@ -193,6 +193,6 @@ def restates_prompt(answer: Number, reference: Number, prompt: str) -> bool:
         if re.search(rf"(?<![\d.]){first}\D{{1,24}}{second}(?![\d.]*\d)", prompt):
             return True
         shorter = answer.form == "/" or len(str(answer.value)) <= len(f"{first}{second}")
-        if not answer.finished and (not prompt.strip() or (shorter and answer.value.denominator == 1)):
+        if not answer.is_simplified and (not prompt.strip() or (shorter and answer.value.denominator == 1)):
             return True
     return any(n and n.form == answer.form and n.value == answer.value for _, n in find_numbers(prompt))

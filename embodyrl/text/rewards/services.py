@@ -41,7 +41,7 @@ def find_reward(name: str) -> Reward:
     return function
 
 
-_LONGEST = 1 << 16
+_MAX_RESPONSE_BYTES = 1 << 16
 """Maximum size of the HTTP response of a reward service, in bytes."""
 
 
@@ -58,9 +58,9 @@ class RemoteReward:
         body = json.dumps({"prompt": prompt, "response": response, "reference": reference}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as reply:  # the alarm of the reward process limits the time
-            text = reply.read(_LONGEST + 1)
-        if len(text) > _LONGEST:
-            raise ValueError(f"The reply of {self.url} has more than {_LONGEST} bytes.")
+            text = reply.read(_MAX_RESPONSE_BYTES + 1)
+        if len(text) > _MAX_RESPONSE_BYTES:
+            raise ValueError(f"The reply of {self.url} has more than {_MAX_RESPONSE_BYTES} bytes.")
         value = json.loads(text)
         return float(value["reward"] if isinstance(value, dict) else value)
 
