@@ -119,7 +119,7 @@ COMMANDS = {
     "doctor": "embodyrl.cli.doctor.command:doctor",
     "eval": "embodyrl.commands.evaluate:evaluate",
     "export-env": "embodyrl.cli.export_env:export_env",
-    "list": "embodyrl.cli.discover.command:list_things",
+    "list": "embodyrl.cli.discover.command:list_names",
     "new": "embodyrl.cli.new:new",
     "play": "embodyrl.cli.play:play",
     "push": "embodyrl.cli.checkpoints:push",

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from embodyrl import parts
 from embodyrl.cli.commands import COMMANDS
-from embodyrl.cli.output import about
+from embodyrl.cli.output import get_help
 from embodyrl.config import compose
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import Key, Settings, field_docs, format_value
@@ -46,7 +46,7 @@ def configuration() -> str:
     lines += ["This page lists the keys of all components of the package.", "", "## Options", ""]
     for group in compose.default_options("train"):
         lines += [f"### {group}=", ""]
-        lines += [f"`{name}`\n:   {about(group, name, file)}\n" for name, file in compose.options(group).items()]
+        lines += [f"`{name}`\n:   {get_help(group, name, file)}\n" for name, file in compose.options(group).items()]
     sections: dict[str, list[Key]] = {}
     for key in all_keys().values():
         sections.setdefault(key.name.split(".")[0] if "." in key.name else "top level", []).append(key)

@@ -8,7 +8,7 @@ import pytest
 
 from embodyrl import parts
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
-from embodyrl.cli.commands import package_commands
+from embodyrl.cli.commands import find_package_commands
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.inline import InlineLauncher
 from embodyrl.commands import COMMANDS
@@ -73,7 +73,7 @@ def test_package_adds_a_second_component_to_each_group(tmp_path, monkeypatch, gr
     assert registry.group == f"embodyrl.{group}"
     assert "second" in registry.names()
     assert registry.get("second") is registry.get(name) is registry.get(target)
-    assert group != "commands" or package_commands()["second"].target == target
+    assert group != "commands" or find_package_commands()["second"].target == target
 
 
 @pytest.mark.parametrize("group", REGISTRIES)

@@ -134,7 +134,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         CheckpointError: the manifest is damaged, or a file is missing, unexpected, a link, or of a wrong size or
-            content; the message names it.
+            content; the message contains the path.
     """
     if manifest.format > 1 and manifest.digest != manifest.compute_digest():
         raise CheckpointError(
@@ -150,7 +150,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{path} has {size} bytes instead of {entry.size}: it is truncated or changed. Use another checkpoint."
             )
-    # Before hashing, which takes minutes: sizes and names reveal most damage.
+    # Sizes and names are checked before the hashes, which take minutes.
     if unlisted := sorted(existing.keys() - manifest.files.keys()):
         raise CheckpointError(
             f"{folder / unlisted[0]} is not listed in {MANIFEST_NAME} ({len(unlisted)} such files). "
@@ -193,7 +193,7 @@ class CheckpointStore:
         return self.root / f"step_{step:06d}"
 
     def folders(self) -> list[int]:
-        """Return the steps that have a folder, ascending, including damaged folders without a manifest."""
+        """Return the steps of all checkpoint folders, ascending, including damaged folders without a manifest."""
         if not self.root.is_dir():
             return []
         return sorted(int(match[1]) for entry in self.root.iterdir() if (match := _STEP_PATTERN.fullmatch(entry.name)))
@@ -234,11 +234,11 @@ class CheckpointStore:
         """Call `fill(folder)` to write the files of a checkpoint into a scratch folder, which is deleted after errors.
 
         Args:
-            step: training step; must not exist yet.
+            step: training step, which must not have a checkpoint yet.
             fill: writes plain files and folders.
 
         Raises:
-            CheckpointError: the step exists, or the disk is full (before or while writing).
+            CheckpointError: the step has a checkpoint, or the disk is full (before or while writing).
         """
         target = self.path(step)
         if target.exists():
@@ -285,7 +285,7 @@ class CheckpointStore:
         except BaseException as error:
             written = size_bytes(scratch)
             shutil.rmtree(scratch, ignore_errors=True)
-            # A dead worker is not a checkpoint error: training cannot continue without it.
+            # The error of an exited worker stays a WorkerError, because training cannot continue without the worker.
             if is_full_disk(error) and not isinstance(error, WorkerError):
                 free = shutil.disk_usage(self.root).free
                 text = _format_full_disk_error(self.path(step), needed=max(needed, written), free=free, cause=error)
@@ -296,7 +296,7 @@ class CheckpointStore:
         """Verify the size and the checksum of each file of a checkpoint, and return the manifest.
 
         Raises:
-            CheckpointError: names the damaged file and, if there is one, the next older complete checkpoint.
+            CheckpointError: a file is damaged; the message contains its path and the next older complete checkpoint.
         """
         path = Path(path)
         try:
@@ -326,7 +326,7 @@ class CheckpointStore:
         return stale
 
     def clean_stale(self) -> list[Path]:
-        """Delete scratch folders of dead processes; call before this process writes."""
+        """Delete the scratch folders of exited processes. Call this method before the first checkpoint is written."""
         if not self.root.is_dir():
             return []
         matches = ((_SCRATCH_PATTERN.fullmatch(entry.name), entry) for entry in self.root.iterdir())
@@ -400,7 +400,7 @@ def _is_other_process(pid: int) -> bool:
 
 
 def read_step(weights: Path | None) -> int:
-    """Return the training step of the evaluated weights; 0 for weights without a checkpoint of this package."""
+    """Return the training step of a policy folder; 0 if the folder is not part of a checkpoint of this package."""
     if weights is None or not (weights.parent / MANIFEST_NAME).is_file():
         return 0
     CheckpointStore(weights.parent.parent).verify(weights.parent)

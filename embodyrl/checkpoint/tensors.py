@@ -107,7 +107,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore a state of `get_rng_state`; CUDA states are restored for devices that exist in both processes."""
+    """Restore a result of `get_rng_state`. CUDA states are restored for devices that exist in both processes."""
     torch.set_rng_state(state["torch"])
     for index, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda_state, index)

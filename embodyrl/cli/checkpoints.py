@@ -81,7 +81,7 @@ def _export(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
         raise ConfigError(
-            "embodyrl ckpt prune needs --keep N, where N is the number of newest checkpoints to keep, at least 1."
+            "embodyrl ckpt prune needs --keep N. N is the number of newest checkpoints to keep, at least 1."
         )
     store = CheckpointStore(find_run(args.arguments[1]) / "checkpoints")
     from embodyrl.commands.run_folder import lock_folder
@@ -111,7 +111,7 @@ def _select_checkpoints(argument: str) -> tuple[CheckpointStore, list[int]]:
         return store, [int(step)]
     store = CheckpointStore(find_run(argument) / "checkpoints")
     if not store.folders():
-        raise CheckpointError(f"The run {argument} has no complete checkpoint.")
+        raise CheckpointError(f"The run {argument} has no checkpoint. Choose another run: embodyrl list runs.")
     return store, store.folders()
 
 

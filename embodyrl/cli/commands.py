@@ -30,17 +30,17 @@ class Command:
     long_help: bool = False
     """If True, the help contains config groups and common keys."""
     own_flags: bool = False
-    """If True, the command parses its own flags: all arguments are passed on unparsed."""
+    """If True, the function of the command receives all arguments unparsed."""
 
     def epilog(self) -> str:
         """Return the text after the flags in `--help`."""
         text = "examples:\n" + "\n".join(f"  {example}" for example in self.examples) if self.examples else ""
         if self.long_help:
-            text += "\n\n" + _groups_and_keys(self.usage.split()[1])
+            text += "\n\n" + _format_groups_and_keys(self.usage.split()[1])
         return text
 
 
-def _read(name: str) -> Command:
+def _read_command(name: str) -> Command:
     """Return a command of `parts.py` with its texts and flags."""
     fields = dict(_TEXTS["commands"][name])
     flags = _TEXTS["flags"] | fields.pop("flag", {})
@@ -53,11 +53,11 @@ def _read(name: str) -> Command:
 
 
 _NAMES = [*_TEXTS["first"], *sorted(parts.COMMANDS.keys() - {*_TEXTS["first"]})]
-COMMANDS = {name: _read(name) for name in _NAMES}
+COMMANDS = {name: _read_command(name) for name in _NAMES}
 """Commands of this package by name, the most common commands first."""
 
 
-def package_commands() -> dict[str, Command]:
+def find_package_commands() -> dict[str, Command]:
     """Return the commands of other installed packages, whose functions parse their own arguments."""
     return {
         entry.name: Command(
@@ -74,7 +74,7 @@ def package_commands() -> dict[str, Command]:
 
 def overview() -> str:
     """Return the text of `embodyrl --help`."""
-    commands = COMMANDS | package_commands()
+    commands = COMMANDS | find_package_commands()
     common_commands = {name: commands.pop(name) for name in _TEXTS["first"] if name in commands}
     width = max(map(len, [*common_commands, *commands]))
     return _TEXTS["overview"].format(first=_format_table(common_commands, width), more=_format_table(commands, width))
@@ -93,7 +93,7 @@ def _get_help_width() -> int:
     return min(120, shutil.get_terminal_size().columns - 2)
 
 
-def _groups_and_keys(command: str) -> str:
+def _format_groups_and_keys(command: str) -> str:
     """Return the sections "groups" and "common keys" of the help of commands such as `train`."""
     from embodyrl.cli.output import group_variants
     from embodyrl.config import compose
@@ -105,20 +105,20 @@ def _groups_and_keys(command: str) -> str:
     for group, default in compose.default_options(command).items():
         families = group_variants(group, compose.options(group))
         names = [f"{'*' * (name == default)}{name}" for name in families]
-        lines.append(_fill(f"  {group:<10}  {', '.join(names)}", columns, 14))
+        lines.append(_wrap(f"  {group:<10}  {', '.join(names)}", columns, 14))
     problems: list[str] = []
     values = {setting.key: setting.value for setting in compose.compose(command, [], [], problems)[2]}
     keys = choose_classes(command, values, problems)[0].keys
-    if not keys.keys() >= {*_TEXTS["common_keys"]}:  # keys of `embodyrl train` in the help of other commands
+    if not keys.keys() >= {*_TEXTS["common_keys"]}:  # the help of other commands also shows keys of `train`
         from embodyrl.plan.keys import all_keys
 
         keys = all_keys()
-    lines += ["", f"common keys (key=value, with the value of plain `embodyrl {command}`):"]
+    lines += ["", f"common keys (key=value, with the values of `embodyrl {command}` without arguments):"]
     for name in _TEXTS["common_keys"]:
         value = format_value(values.get(name, keys[name].default))
-        lines.append(_fill(f"  {name}={value}  {keys[name].doc}", columns, 6))
+        lines.append(_wrap(f"  {name}={value}  {keys[name].doc}", columns, 6))
     return "\n".join([*lines, "", f"all keys: embodyrl show {command}"])
 
 
-def _fill(text: str, columns: int, indent: int) -> str:
+def _wrap(text: str, columns: int, indent: int) -> str:
     return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

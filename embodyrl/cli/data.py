@@ -21,14 +21,14 @@ _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_v
 def data(args: argparse.Namespace) -> int:
     """Run `embodyrl data`: describe, merge, filter or replay data sets."""
     folder = next((argument for argument in args.arguments[:1] if resolve_asset(argument).is_dir()), "DIR")
-    needs = f"embodyrl data needs an action, for example `embodyrl data info {folder}`"
-    action = choose_name(args.arguments, _ACTIONS, needs)
+    error_start = f"embodyrl data needs an action, for example `embodyrl data info {folder}`"
+    action = choose_name(args.arguments, _ACTIONS, error_start)
     folders = args.arguments[1:]
     if args.episodes is not None and action != "replay":
-        raise ConfigError("--episodes applies only to `embodyrl data replay`. Remove it.")
+        raise ConfigError("--episodes applies only to `embodyrl data replay`. Remove --episodes.")
     filter_flags = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(args, name)]
     if action != "filter" and filter_flags:
-        raise ConfigError(f"{filter_flags[0]} applies only to `embodyrl data filter`. Remove it.")
+        raise ConfigError(f"{filter_flags[0]} applies only to `embodyrl data filter`. Remove this flag.")
     if action == "replay":
         return _replay(args, folders)
     min_folders, max_folders, expected = {
@@ -50,14 +50,14 @@ def _describe(args: argparse.Namespace, folders: list[str]) -> int:
 
 
 def _format_summary(summary: dict[str, Any]) -> list[str]:
-    authors = ", ".join(f"{count} {name}" for name, count in summary["actions"].items())
-    versions = ", ".join(f"{count} of version {version}" for version, count in summary["versions"].items())
+    actions = ", ".join(f"{count} {name}" for name, count in summary["actions"].items())
+    versions = ", ".join(f"{count} episodes of version {version}" for version, count in summary["versions"].items())
     success = "unknown" if summary["success"] is None else f"{100 * summary['success']:.1f} %"
     mean_return = "unknown" if summary["mean_return"] is None else f"{summary['mean_return']:.4g}"
     return [
         f"{summary['folder']}: {summary['episodes']} episodes, {summary['frames']} frames of {summary['env']}",
         f"  success  {success} · mean return {mean_return}",
-        f"  actions  {authors}",
+        f"  actions  {actions}",
         f"  policy   {versions}",
         *(f"  warning  {warning}" for warning in summary["warnings"]),
         *(f"  task     {count} episodes: {task}" for task, count in summary["tasks"].items()),
@@ -117,8 +117,8 @@ def _replay(args: argparse.Namespace, arguments: list[str]) -> int:
         if not args.json:
             recorded = {True: "success", False: "failure", None: "unknown"}[episode.recorded]
             print(
-                f"  episode {episode.episode:<5} {outcome} (recorded {recorded}) · {episode.steps} steps · start "
-                f"differs by {episode.start_difference:.2g} · {episode.task}",
+                f"  episode {episode.episode:<5} {outcome} (recorded {recorded}) · {episode.steps} steps · "
+                f"initial state differs by {episode.start_difference:.2g} · {episode.task}",
                 flush=True,
             )
     success = sum(episode["success"] for episode in episodes) / len(episodes)

@@ -38,24 +38,22 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
         read_baseline(cfg)
     lines = start_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env))
     lines += training_banner_lines(run_plan) if training else resource_banner_lines(run_plan)
-    return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan), *_verdict(run_plan)]
+    return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan), *_describe_verdict(run_plan)]
 
 
-def _verdict(run_plan: RunPlan) -> list[tuple[str, str]]:
+def _describe_verdict(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the last line of `--dry-run`, which confirms that the run fits on this machine."""
     if run_plan.algorithm is None:
         return [("verdict", "fits on this machine")]
     rates, steps = predict(run_plan), run_plan.total_steps
     if rates is None:
-        return [
-            ("verdict", "fits on this machine · time: each step line shows the time left (predicted with GPUs only)")
-        ]
+        return [("verdict", "fits on this machine · no time prediction on CPUs; each step line shows the time left")]
     total = rough_duration(rates.seconds * steps)
     return [("verdict", f"fits on this machine · about {total} for {steps} steps, without validations")]
 
 
 def _get_banner_lines(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines of the command; the modules of other commands are not imported."""
+    """Return the banner lines (label, text) of the command, and import only the module of this command."""
     if cfg.command == "collect":
         from embodyrl.commands.collect import collection_banner_lines as lines
     elif cfg.command == "dagger":

@@ -23,7 +23,7 @@ def export_env(args: argparse.Namespace) -> int:
     paths, overrides = split_overrides(args.arguments)
     if len(paths) != 2:
         raise ConfigError(
-            "embodyrl export-env takes an environment and an output folder, for example: export-env tabletop OUT."
+            "embodyrl export-env takes an environment and a folder, for example: embodyrl export-env tabletop OUT."
         )
     env, out = paths[0], Path(paths[1])
     if out.exists():
@@ -44,8 +44,8 @@ def export_env(args: argparse.Namespace) -> int:
             for placeholder, value in values.items():
                 text = text.replace(f"@{placeholder}@", value)
             (folder / template.name.removesuffix(".tmpl")).write_text(text, encoding="utf-8")
-        for options in reversed(args.config_dir):  # the first folder with an option counts
-            shutil.copytree(options, folder / "conf", ignore=_other_files, dirs_exist_ok=True)
+        for options in reversed(args.config_dir):  # copied last: the first folder has priority
+            shutil.copytree(options, folder / "conf", ignore=_list_ignored_files, dirs_exist_ok=True)
         extra = f"[{cfg.env.env_type}]" if cfg.env.env_type in EXTRAS.values() else ""
         (folder / "requirements.txt").write_text(f"embodyrl{extra}=={__version__}\n", encoding="utf-8")
     lines = [f"  {out}/{path.name}" for path in sorted(out.iterdir())]
@@ -53,6 +53,6 @@ def export_env(args: argparse.Namespace) -> int:
     return 0
 
 
-def _other_files(folder: str, names: list[str]) -> list[str]:
+def _list_ignored_files(folder: str, names: list[str]) -> list[str]:
     """Return the entries of a config folder that are neither options (.yaml) nor folders."""
     return [name for name in names if not name.endswith(".yaml") and not Path(folder, name).is_dir()]

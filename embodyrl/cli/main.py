@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from embodyrl.cli.commands import COMMANDS, overview, package_commands
+from embodyrl.cli.commands import COMMANDS, find_package_commands, overview
 from embodyrl.cli.output import disable_garbage_collection
 from embodyrl.errors import (
     CheckpointError,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 ok, 1 failed, 2 usage or configuration, 3 a check failed, 4 workers beyond their restart
-        budget, 5 non-finite, 6 unusable checkpoint or full disk, 128 + n on signal n.
+        budget, 5 non-finite numbers, 6 unusable checkpoint or full disk, 128 + n on signal n.
     """
     if argv is None:
         _open_streams()
@@ -154,7 +154,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if name in _MOVED_COMMANDS:
         raise ConfigError(_MOVED_COMMANDS[name])
-    command = COMMANDS.get(name) or package_commands().get(name)
+    command = COMMANDS.get(name) or find_package_commands().get(name)
     if command is None:
         hint = closest(name, COMMANDS)
         if not hint and "=" in name:

@@ -13,7 +13,7 @@ from embodyrl.errors import replace_control_characters
 from embodyrl.files import json_text
 
 _FAMILY_SIZE = 10
-"""Minimum number of variants that are listed in one line."""
+"""Minimum number of variants of a family that is listed as one name, such as libero_pro_*."""
 
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
@@ -55,7 +55,7 @@ def group_variants(group: str, names: Iterable[str]) -> dict[str, list[str]]:
     return families
 
 
-def about(group: str, option: str, file: Path) -> str:
+def get_help(group: str, option: str, file: Path) -> str:
     """Return the description of a group option: the first comment of its file other than `# @package ...`."""
     from embodyrl.config.compose import variants
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from embodyrl.cli.runs import find_run, latest_run
+from embodyrl.cli.runs import find_newest_run, find_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
 
@@ -17,7 +17,7 @@ def play(args: argparse.Namespace) -> int:
     trust, runs = split_trust(args.arguments)
     if len(runs) > 1 or not args.port.isdecimal():
         raise ConfigError("embodyrl play takes one run and an integer --port: embodyrl play runs/my_run --port 8000.")
-    run = find_run(runs[0]) if runs else latest_run("embodyrl play", is_training=True)
+    run = find_run(runs[0]) if runs else find_newest_run("embodyrl play", is_training=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.run_folder import lock_folder
     from embodyrl.config.compose import format_override

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import show_result
-from embodyrl.cli.runs import find_run, latest_run
+from embodyrl.cli.runs import find_newest_run, find_run
 from embodyrl.errors import ConfigError, replace_control_characters
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
@@ -26,7 +26,7 @@ def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`: write or serve an HTML page about runs."""
     from embodyrl.reports.page import write_report
 
-    runs = [find_run(argument) for argument in args.arguments] or [latest_run("embodyrl report")]
+    runs = [find_run(argument) for argument in args.arguments] or [find_newest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
     write = partial(write_report, runs)
@@ -72,7 +72,7 @@ def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path
     from embodyrl.web_pages.loopback import Answer, LoopbackServer
 
     if args.json or not args.port.isdecimal():
-        raise ConfigError("--watch serves a page: remove --json, and set --port to a number.")
+        raise ConfigError("--watch serves a page. Remove --json, and set --port to a number.")
 
     def page() -> Answer:
         with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +91,7 @@ def view(args: argparse.Namespace) -> int:
     """Run `embodyrl view`: show the dashboard of a run in the terminal."""
     if len(args.arguments) > 1:
         raise ConfigError("embodyrl view takes one run, for example: embodyrl view runs/my_run.")
-    run = find_run(args.arguments[0]) if args.arguments else latest_run("embodyrl view")
+    run = find_run(args.arguments[0]) if args.arguments else find_newest_run("embodyrl view")
     from rich.console import Console
     from rich.live import Live
 
@@ -112,7 +112,7 @@ def build_dashboard(history: History) -> RenderableType:
 
     evaluation = history.evaluations[-1] if history.evaluations else history.unfinished
     if not (history.rows or evaluation):
-        return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for them.")
+        return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for the first metrics.")
     if reply_lines := list(sample_lines(select_samples(history, _MAX_REPLIES))):
         return Group(_build_score_table(history, evaluation), Text("\n".join(["replies", *reply_lines])))
     return _build_score_table(history, evaluation)
@@ -137,6 +137,6 @@ def _build_score_table(history: History, evaluation: Evaluation | None) -> Rende
     tasks = tuple(names.get(task_id, "") for task_id in range(max(names, default=-1) + 1))
     total = history.values.get("runner.max_steps")
     if not isinstance(total, int):
-        raise ConfigError(f"{history.folder / 'config.yaml'} has no number runner.max_steps. Restore the file.")
+        raise ConfigError(f"{history.folder / 'config.yaml'}: runner.max_steps is not a number. Restore the file.")
     events = (replace_control_characters(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
     return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)

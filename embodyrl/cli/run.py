@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.cli.output import disable_garbage_collection
-from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
+from embodyrl.cli.runs import NEWEST, find_experiment_run, find_newest_run, find_run
 from embodyrl.commands import COMMANDS
 from embodyrl.config.compose import dir_flags, format_override
 from embodyrl.config.paths import resolve_run
@@ -33,13 +33,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--json cannot be combined with --dry-run. Use --print-config, or remove --dry-run.")
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
-            raise ConfigError("--resume, --print-config, --dry-run or --json cannot be combined with -m; remove one.")
+            raise ConfigError("-m cannot be combined with --resume, --print-config, --dry-run or --json; remove them.")
         from embodyrl.cli.sweep import sweep
 
         return sweep(args.command, args.arguments, args.config_dir)
     if args.command == "eval" and args.until_significant:
         if args.resume or args.print_config or args.dry_run:
-            raise ConfigError("--resume, --print-config or --dry-run cannot be combined with --until-significant.")
+            raise ConfigError("--until-significant cannot be combined with --resume, --print-config or --dry-run.")
         from embodyrl.commands.sequential import until_significant
 
         return until_significant(args.until_significant, args.arguments, args.config_dir, args.json)
@@ -60,7 +60,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
     """Return the composed config and the command's keyword arguments: `resume` if the command can resume a run."""
     arguments, folders = args.arguments, args.config_dir
     if args.command in ("train", "sft"):
-        cfg, resume = _train_config(args)
+        cfg, resume = _compose_train_config(args)
         return cfg, {} if cfg.is_train_command and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
         if split_trust(arguments)[1] or folders:
@@ -90,14 +90,14 @@ def _find_resumed_run(args: argparse.Namespace) -> Path:
     """Return the run folder that `--resume` names; without a name, the newest run folder of this command."""
     if args.resume != NEWEST:
         return Path(args.resume) if args.command != "eval" else find_run(args.resume)
-    return latest_run(f"embodyrl {args.command} --resume", is_training=args.command != "eval")
+    return find_newest_run(f"embodyrl {args.command} --resume", is_training=args.command != "eval")
 
 
-def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
+def _compose_train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     """Compose the config of `train`; return the config and the run folder to resume, if any.
 
-    With the name of a run, the saved config of the run is used. With `auto`, the config of the command line is used;
-    if the experiment has no run, a new run starts.
+    `--resume RUN` uses the saved config of the run. `--resume auto` uses the config of the command line, and starts a
+    new run if the experiment has no run.
     """
     prefix = "runner.resume_dir="
     resume_values = (
@@ -122,7 +122,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
         return cfg, None
     if cfg.runner.experiment_name is None:
         raise ConfigError("--resume auto needs the name of the experiment; set runner.experiment_name=NAME.")
-    return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
+    return cfg, find_experiment_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
 def handle_config_flags(args: argparse.Namespace, cfg: Config) -> bool:

@@ -17,7 +17,7 @@ def run_folders(output_dir: Path) -> list[Path]:
     return [file.parent for file in files]
 
 
-def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
+def find_experiment_run(output_dir: Path, experiment_name: str) -> Path | None:
     """Return the folder of the newest training run of an experiment; None if the experiment has no training run."""
     for folder in run_folders(output_dir):
         saved = flatten(read_plain_yaml(folder / "config.yaml"))
@@ -27,7 +27,7 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
     return None
 
 
-def latest_run(command: str, *, is_training: bool | None = None) -> Path:
+def find_newest_run(command: str, *, is_training: bool | None = None) -> Path:
     """Return the folder of the newest run in ./runs.
 
     Args:
@@ -35,19 +35,19 @@ def latest_run(command: str, *, is_training: bool | None = None) -> Path:
         is_training: True: only training runs, False: only evaluations, None: both.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: ./runs contains no such run.
     """
     for folder in run_folders(Path("runs")):
         if is_training is None or (folder / "checkpoints").is_dir() == is_training:
             return folder
-    raise ConfigError(f"{command}: no such run in ./runs. Pass the folder of a run, or start a run: embodyrl train.")
+    raise ConfigError(f"{command}: ./runs contains no matching run. Pass a run folder, or start a run: embodyrl train.")
 
 
 def find_run(run: str) -> Path:
     """Return the run folder for a path, or for the name of a run in ./runs.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: the run does not exist.
     """
     for path in (Path(run), Path("runs") / run):
         if (path / "config.yaml").is_file():

@@ -21,7 +21,7 @@ def serve(args: argparse.Namespace) -> int:
     def write_line(line: str) -> None:
         print(replace_control_characters(line), file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    write_line(f"embodyrl {__version__} · serve · Ctrl-C ends it")
+    write_line(f"embodyrl {__version__} · serve · Ctrl-C stops the server")
 
     def report_ready(url: str) -> None:
         if args.json:

@@ -24,7 +24,7 @@ from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.schema import Config
 
 _NAME = "runner.experiment_name="
-_SIGNALS_S = 1.0
+_MAX_WAIT_S = 1.0
 """Maximum duration of a blocking wait, in seconds. A signal that arrives just before a wait is handled after at most
 this time."""
 
@@ -46,7 +46,7 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
             for override in OverridesParser.create().parse_overrides(list(arguments))
         ]
         jobs = [list(job) for job in itertools.product(*choices)]
-    except (HydraException, ValueError):  # no such syntax; a range without end
+    except (HydraException, ValueError):  # invalid syntax, or a range without an end
         jobs = []
     if not jobs:
         raise ConfigError(f"Cannot sweep '{' '.join(arguments)}'. With -m, write key=a,b or key=range(0,3).")
@@ -68,7 +68,7 @@ def sweep(command: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -
     """
     jobs = expand(arguments)
     configs = [load_with_ckpt(command, job, config_dirs=config_dirs) for job in jobs]
-    _check_parts(configs)
+    _check_components(configs)
     flags = dir_flags(config_dirs)
     codes: list[int | None] = [None] * len(jobs)
     results: list[dict[str, Any]] = [{} for _ in jobs]
@@ -76,17 +76,17 @@ def sweep(command: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -
     with running.forward_signals():
         for index, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
             output_folder = Path(cfg.runner.output_dir)
-            earlier = _config_times(output_folder)
+            earlier = _get_config_times(output_folder)
             command_line = format_shell_command([command, *job, *flags], cfg)
             print(f"[{index + 1}/{len(jobs)}] {command_line}", flush=True)
             codes[index] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
-            # Also a run that `runner.on_existing=resume` resumed.
+            # This includes a run that `runner.on_existing=resume` resumed.
             results[index] = next(
-                (describe_run(run) for run, _ in _config_times(output_folder).items() - earlier.items()), {}
+                (describe_run(run) for run, _ in _get_config_times(output_folder).items() - earlier.items()), {}
             )
             if running.stopped:
                 break
-        if has_room(sys.stdout, 1.0):  # else there is no reader, as in a closed terminal
+        if has_room(sys.stdout, 1.0):  # else the output has no reader, for example after the terminal was closed
             _print_table(jobs, codes, results)
             if running.stopped and any(argument.startswith(_NAME) for argument in arguments):
                 print("resume  with the same arguments and runner.on_existing=resume")
@@ -95,9 +95,9 @@ def sweep(command: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -
     return 128 + running.stopped if running.stopped else int(any(codes))
 
 
-def _check_parts(configs: Sequence[Config]) -> None:
+def _check_components(configs: Sequence[Config]) -> None:
     """Raise an error if a config has incompatible components."""
-    # Imported late: a wrong key is rejected without the imports of the run plan.
+    # Imported here, so that an unknown key is reported without the slow imports of the run plan.
     from embodyrl.plan.build import build_run_plan
     from embodyrl.plan.checks import check_components
 
@@ -106,7 +106,7 @@ def _check_parts(configs: Sequence[Config]) -> None:
         build_run_plan(cfg, training=not cfg.runner.only_eval)
 
 
-def _config_times(folder: Path) -> dict[Path, int]:
+def _get_config_times(folder: Path) -> dict[Path, int]:
     """Return the modification time of the config of each run in a folder, by run folder."""
     return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(folder)}
 
@@ -146,7 +146,7 @@ class _SweepProcess:
             self._process.send_signal(PARENT_EXITED)
         while True:
             try:  # a signal that arrives just before a wait does not interrupt it
-                return self._process.wait(_SIGNALS_S)
+                return self._process.wait(_MAX_WAIT_S)
             except subprocess.TimeoutExpired:
                 continue
 

@@ -39,7 +39,7 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     size = f", {_format_count(parameters)} parameters, {cfg.model.precision_name}" if parameters else ""
     lines = {
         "environment": f"{env.name}: {_describe_tasks(env, split)} · {_describe_envs(run_plan)} · "
-        f"{_time_limit_text(env, split)}",
+        f"{_describe_time_limit(env, split)}",
         "policy": f"{policy.name}{size}{_describe_inputs(env, policy)} · output: {_describe_outputs(env, policy)}",
     }
     if run_plan.algorithm is not None:
@@ -75,7 +75,7 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     if env.cameras.names and not policy.inputs.num_images and run_plan.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras.names)}: '{policy.name}' reads no images (model=cnn does)"
     if task_bytes := run_plan.env_costs.task_bytes:
-        lines["simulators"] = task_memory_text(env, task_bytes, split, run_plan.env_workers_per_node)
+        lines["simulators"] = describe_task_memory(env, task_bytes, split, run_plan.env_workers_per_node)
     return list(lines.items())
 
 
@@ -128,7 +128,7 @@ _PRESET_GROUPS = ("start", "experiment", "algorithm")
 """Groups whose options set values of other groups."""
 
 
-def task_memory_text(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
+def describe_task_memory(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
     """Describe the memory that a loaded task needs, and the number of loaded tasks that each env worker keeps."""
     num_tasks = len(split.task_ids or env.tasks)
     in_memory = min(num_tasks, get_max_tasks_in_memory(task_bytes, workers))
@@ -202,7 +202,7 @@ def _describe_rollout_length(run_plan: RunPlan) -> str:
     return f"{quota} chunks of actions in each of {plan.num_envs} environments{repeats}"
 
 
-def _time_limit_text(env: EnvSpec, split: EnvSplit) -> str:
+def _describe_time_limit(env: EnvSpec, split: EnvSplit) -> str:
     """Describe the time limit of an episode."""
     limit = split.time_limit(env)
     own = "" if limit == split.max_episode_steps else " (the environment's own limit)"

@@ -86,7 +86,7 @@ def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, als
         (["train", "--json", "--dry-run"], "--json cannot be combined with --dry-run"),
         (["train", "--resume", "nowhere"], "no config.yaml"),
         (["train", "--config-dir", "nowhere"], "no such folder"),
-        (["list"], "embodyrl list needs the kind"),
+        (["list"], "embodyrl list needs a kind"),
         (["list", "env"], "Did you mean 'envs'?"),
         (["list", "envs", "seed=1"], "no more arguments"),
         (["show", "algoritm"], "Did you mean 'algorithm'?"),
@@ -313,17 +313,17 @@ def test_eval_resume_of_a_training_run_is_an_error(tmp_path: Path, capsys: pytes
 
 
 def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from embodyrl.cli.runs import newest_run
+    from embodyrl.cli.runs import find_experiment_run
 
     old, new, evaluation = (remove_random_init_key(tmp_path / name) for name in "abc")
     for age, folder in enumerate((evaluation, new, old)):
         os.utime(folder / "config.yaml", (100 - age, 100 - age))
-    assert newest_run(tmp_path, "kitchen") is None
+    assert find_experiment_run(tmp_path, "kitchen") is None
     for folder in (old, new):
         (folder / "checkpoints").mkdir()
-    assert newest_run(tmp_path, "kitchen") == new
-    assert newest_run(tmp_path, "garage") is None
-    assert newest_run(tmp_path / "nowhere", "kitchen") is None
+    assert find_experiment_run(tmp_path, "kitchen") == new
+    assert find_experiment_run(tmp_path, "garage") is None
+    assert find_experiment_run(tmp_path / "nowhere", "kitchen") is None
     assert main(["train", "--resume", "auto"]) == 2
     assert "runner.experiment_name=NAME" in capsys.readouterr().err
 
@@ -390,7 +390,7 @@ def test_commands_without_a_run_use_the_newest_run(
     monkeypatch.chdir(tmp_path)
     for words in (["report"], ["view"], ["train", "--resume"], ["train", "--resume", "runner.max_steps=3"]):
         assert main(words) == 2
-        assert "no such run in ./runs" in capsys.readouterr().err
+        assert "contains no matching run" in capsys.readouterr().err
     write_run(tmp_path / "runs" / "new")
     assert main(["view"]) == 0
     assert "new" in capsys.readouterr().out

@@ -412,4 +412,4 @@ def test_symlink_loops_and_an_empty_config_are_reported(tmp_path, capsys):
     assert main(["report", str(run)]) == main(["card", str(run)]) == main(["view", str(run)]) == 0
     (run / "config.yaml").write_text("")
     assert main(["view", str(run)]) == 2
-    assert "config.yaml has no number runner.max_steps. Restore the file" in capsys.readouterr().err
+    assert "config.yaml: runner.max_steps is not a number. Restore the file" in capsys.readouterr().err

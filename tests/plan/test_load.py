@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.cli.output import about
+from embodyrl.cli.output import get_help
 from embodyrl.config import compose
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
@@ -145,7 +145,7 @@ def test_every_yaml_composes_and_has_a_description(override: str) -> None:
     group, _, option = override.partition("=")
     file = compose.options(group)[option]
     load_config("train", [override])
-    assert len(about(group, option, file)) > 10
+    assert len(get_help(group, option, file)) > 10
 
 
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_object", "libero_goal"])

@@ -10,23 +10,23 @@ from pathlib import Path
 from embodyrl.cli.arguments import choose_name
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.discover.runs import describe_run
-from embodyrl.cli.output import about, group_variants, show_result
+from embodyrl.cli.output import get_help, group_variants, show_result
 from embodyrl.cli.runs import run_folders
 from embodyrl.config import compose
 from embodyrl.errors import ConfigError
 from embodyrl.parts import EXTRAS
 
 
-def list_things(args: argparse.Namespace) -> int:
+def list_names(args: argparse.Namespace) -> int:
     """Run `embodyrl list`, which prints names of components, runs or pip extras."""
     groups = {f"{group}s": group for group in compose.default_options("train")}
     kinds = [*groups, "extras", "runs"]
-    kind = choose_name(args.arguments, kinds, "embodyrl list needs the kind of names to list")
+    kind = choose_name(args.arguments, kinds, "embodyrl list needs a kind of names")
     overrides = args.arguments[1:]
     if kind == "runs":
-        folder = _runs_folder(overrides)
+        folder = _get_runs_folder(overrides)
         rows = [describe_run(run) for run in run_folders(folder)]
-        lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
+        lines = [_format_run(**row) for row in rows] or [f"no runs in {folder}/"]
     elif overrides and (kind == "extras" or len(overrides) > 1 or "=" in overrides[0]):
         raise ConfigError(f"embodyrl list {kind} takes no more arguments; remove '{overrides[0]}'.")
     elif kind == "extras":
@@ -39,15 +39,15 @@ def list_things(args: argparse.Namespace) -> int:
         }
         if not options:
             raise ConfigError(f"No name in `embodyrl list {kind}` starts with '{start}'.")
-        rows = [{"name": name, "about": about(group, name, file)} for name, file in options.items()]
-        lines = [*_format_table(rows if start else _with_families(kind, group, rows))]
+        rows = [{"name": name, "about": get_help(group, name, file)} for name, file in options.items()]
+        lines = [*_format_table(rows if start else _merge_families(kind, group, rows))]
         lines += [row["about"] for row in _list_extras() if row["missing"]]
     show_result(args, rows, lines)
     return 0
 
 
-def _with_families(kind: str, group: str, rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """Replace the rows of a large family of variants with one row."""
+def _merge_families(kind: str, group: str, rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Merge the rows of each large family of variants, such as libero_pro_*, into one row."""
     by_name = {row["name"]: row for row in rows}
     result: list[Mapping[str, str]] = []
     for name, members in group_variants(group, by_name).items():
@@ -77,7 +77,7 @@ def _list_extras() -> list[dict[str, str]]:
     return rows
 
 
-def _runs_folder(overrides: list[str]) -> Path:
+def _get_runs_folder(overrides: list[str]) -> Path:
     """Return the folder that the override `runner.output_dir=DIR` selects, or the default folder."""
     from embodyrl.config.compose import parse_override
     from embodyrl.plan.settings import RunnerSettings
@@ -89,7 +89,7 @@ def _runs_folder(overrides: list[str]) -> Path:
     return Path(str(folder))
 
 
-def _run_line(*, started: str, path: str, step: int | None, success: float | None, **fields: object) -> str:
+def _format_run(*, started: str, path: str, step: int | None, success: float | None, **fields: object) -> str:
     mean_return = fields["return"]
     score = "success     -" if success is None else f"success {success:.3f}"
     if success is None and mean_return is not None:
@@ -129,7 +129,7 @@ def show(args: argparse.Namespace) -> int:
     rows, lines, heading = [], [], "" if len(order) > 1 else None
     for name in names:
         key = keys[name]
-        # A free mapping may have been set through one of its entries.
+        # The source of a mapping may be the source of one of its entries.
         key_sources = [source for source_key, source in cfg.sources.items() if is_key_or_subkey(source_key, [name])]
         row = {
             "key": name,
@@ -147,7 +147,7 @@ def show(args: argparse.Namespace) -> int:
             f"    {key.doc}",
         ]
     if len(order) > 1:
-        lines += ["", f"{len(rows)} keys. One section: embodyrl show NAME ({', '.join(filter(None, order))})."]
+        lines += ["", f"{len(rows)} keys. Show one section: embodyrl show NAME ({', '.join(filter(None, order))})."]
     show_result(args, rows, lines)
     return 0
 

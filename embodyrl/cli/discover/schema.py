@@ -1,4 +1,4 @@
-"""JSON schema of a config, with the documentation of every key."""
+"""JSON schema of a config, for editors that check YAML."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def json_schema(schema: Schema) -> dict[str, Any]:
                 entry["description"] = doc
     top = definitions.pop(TopSettings.__name__)
     loss_properties = definitions.pop(schema.loss.__name__).get("properties", {})
-    definitions.pop(Settings.__name__, None)  # the default of the loss
+    definitions.pop(Settings.__name__, None)  # the settings class if there is no loss
     if "algorithm" in schema.sections:  # the keys of the loss are written next to the keys of the estimator
         definitions[schema.sections["algorithm"].__name__]["properties"] |= loss_properties
     sections = {name: refs[settings_class, "validation"] for name, settings_class in schema.sections.items()}

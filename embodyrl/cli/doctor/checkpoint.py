@@ -43,7 +43,7 @@ class Mistake(NamedTuple):
 
     name: str
     keys: tuple[str, ...]
-    """Config keys, or the file, whose values in training show the mistake."""
+    """Config keys whose values in training reveal the mistake, or the file with these values."""
     message_parts: tuple[str, ...]
     """Parts of the messages about this mistake."""
 
@@ -99,7 +99,7 @@ def diagnose(
     lines = [*lines, ("command", command)]
     if cfg.reads_rows:
         return lines, []
-    recorded = _read_record(resolve_run(folder), weights)
+    recorded = _read_training_settings(resolve_run(folder), weights)
     findings = [Finding("settings", "warn", named.pop(""))] if "" in named else []
     for mistake in MISTAKES:
         text = named.get(mistake.name)
@@ -124,13 +124,13 @@ def _find_options(folder: str, overrides: Sequence[str], config_dirs: Sequence[P
         return []
     added, path = [], format_override("model.path", folder)
     if "env" not in groups:
-        recorded = _read_record(resolve_run(folder), resolve_run(folder))
+        recorded = _read_training_settings(resolve_run(folder), resolve_run(folder))
         keys = ("env.task_suite_name", "environment", "env.robot", "env.env_type")
         names, text = [recorded.get(key) for key in keys], Path(folder).name.lower().replace("-", "_")
         names += sorted((name for name in options("env", config_dirs) if name in text), key=len, reverse=True)
         added += [f"env={name}" for name in names if name in options("env", config_dirs)][:1]
         if not added:
-            raise ConfigError(f"{folder} does not name the environment of its training. Add env=NAME.")
+            raise ConfigError(f"The files in {folder} do not contain the training environment. Add env=NAME.")
     arguments = [*overrides, *added]
     if "model" in groups:
         with suppress(EmbodyError):  # `diagnose` reports the error
@@ -149,7 +149,7 @@ def _find_options(folder: str, overrides: Sequence[str], config_dirs: Sequence[P
     if len(fitting) == 1:
         return [*added, f"model={next(iter(fitting))}", path]
     if not fitting:
-        raise ConfigError(f"{folder} fits no model= option in {' '.join(arguments)}. Add model=NAME for the reason.")
+        raise ConfigError(f"{folder} fits no model= option with {' '.join(arguments)}. For the reason, add model=NAME.")
     first, *others = fitting.values()
     different = [key for key in first if any(other.get(key) != first[key] for other in others)]
     raise ConfigError(
@@ -157,7 +157,7 @@ def _find_options(folder: str, overrides: Sequence[str], config_dirs: Sequence[P
     )
 
 
-def _read_record(folder: Path, weights: Path) -> Mapping[str, Any]:
+def _read_training_settings(folder: Path, weights: Path) -> Mapping[str, Any]:
     """Return the settings of the training by config key, from the saved config and the file of policy inputs."""
     file = find_weights_config(folder)
     inputs = {INPUTS_FILE: ""} if (weights / INPUTS_FILE).is_file() else {}
@@ -170,7 +170,7 @@ def _find_mistake_name(problem: str) -> str:
 
 
 def _compare(mistake: Mistake, run_plan: RunPlan, recorded: Mapping[str, Any]) -> list[Finding]:
-    """Compare the settings of a run plan with those of the training, to find mistakes that pass the checks of a run.
+    """Compare the settings of a run plan with those of the training, to find mistakes that no check of a run detects.
 
     The result is empty if the run has no key of the mistake.
     """

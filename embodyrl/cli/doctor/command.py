@@ -38,7 +38,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json or args.report:
         print("checking this machine ...", file=sys.stderr, flush=True)
     findings: list[Finding] = []
-    for finding in _findings(cfg, folders):
+    for finding in _run_checks(cfg, folders):
         findings.append(finding)
         if not (args.json or args.report):
             print(_format(finding), flush=True)
@@ -55,14 +55,14 @@ def _check_checkpoint(args: argparse.Namespace, folders: Sequence[str], override
     from embodyrl.cli.doctor.checkpoint import diagnose
 
     if len(folders) > 1 or args.report:
-        raise ConfigError("embodyrl doctor FOLDER checks one checkpoint, without --report. Other arguments: key=value.")
+        raise ConfigError("embodyrl doctor FOLDER takes one folder and key=value. Remove other folders and --report.")
     lines, findings = diagnose(folders[0], overrides, args.config_dir)
     summary = {"lines": lines, "findings": [dataclasses.asdict(entry) for entry in findings]}
     show_result(args, summary, [*(f"  {label:<12} {text}" for label, text in lines), *map(_format, findings)])
     return 3 if any(entry.level == "FAIL" for entry in findings) else 0
 
 
-def _findings(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:
+def _run_checks(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:
     """Run the checks, and yield one finding per check."""
     yield probes.probe_python()
     yield probes.probe_torch()
@@ -98,7 +98,7 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 
 def _probe_config(cfg: Config) -> list[Finding]:
     """Check that this machine meets the requirements of the chosen environment and policy."""
-    from embodyrl.commands.banner import task_memory_text
+    from embodyrl.commands.banner import describe_task_memory
     from embodyrl.plan.build import count_env_workers, plan_devices
     from embodyrl.plan.checks import check_components
 
@@ -106,10 +106,10 @@ def _probe_config(cfg: Config) -> list[Finding]:
         check_components(cfg)
         spec = env_spec(cfg)
     except ConfigError as error:
-        fix = "correct this line, or choose another part: embodyrl list envs, embodyrl list models"
+        fix = "correct this setting, or choose another component: embodyrl list envs, embodyrl list models"
         return [Finding("config", "FAIL", problem, fix) for problem in error.problems]
     findings = [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]
     if task_bytes := env_costs(cfg.env, spec).task_bytes:
         workers = count_env_workers(cfg, spec, plan_devices(cfg, training=True), cfg.env.train.total_num_envs)
-        findings.append(Finding("simulators", "ok", task_memory_text(spec, task_bytes, cfg.env.train, workers)))
+        findings.append(Finding("simulators", "ok", describe_task_memory(spec, task_bytes, cfg.env.train, workers)))
     return findings

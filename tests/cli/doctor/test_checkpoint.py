@@ -210,4 +210,4 @@ def test_all_presets_that_fit_the_files_are_listed(folder: Path, capsys) -> None
     (folder / RECORD).unlink()
     (folder / INPUTS_FILE).unlink()
     assert main(["doctor", str(folder)]) == 2
-    assert "does not name the environment of its training" in capsys.readouterr().err
+    assert "do not contain the training environment" in capsys.readouterr().err
