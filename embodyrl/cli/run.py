@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "eval" and args.until_significant:
         if args.resume or args.print_config or args.dry_run:
             raise ConfigError("--until-significant cannot be combined with --resume, --print-config or --dry-run.")
-        from embodyrl.commands.sequential import until_significant
+        from embodyrl.commands.sequential import compare_policies
 
-        return until_significant(args.until_significant, args.arguments, args.config_dir, args.json)
+        return compare_policies(args.until_significant, args.arguments, args.config_dir, args.json)
     with disable_garbage_collection():
         cfg, kwargs = _compose(args)
     if handle_config_flags(args, cfg):

@@ -56,18 +56,18 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         )
     if env.reward.success != RewardSpec().success:
         lines["success"] = env.reward.success
-    if isinstance(own := cfg.reward, StepRewardSettings) and own.path is not None:
-        lines["reward"] = f"{own.path} ({own.mode})"
+    if isinstance(reward := cfg.reward, StepRewardSettings) and reward.path is not None:
+        lines["reward"] = f"{reward.path} ({reward.mode})"
     lines |= dict(precision_banner_lines(cfg)) | dict(preset_banner_lines(cfg))
     warnings = (*env.warnings, *policy.warnings, *_time_limit_warnings(run_plan), *_dense_reward_warnings(run_plan))
     if policy.inputs.instructions and not env.text.instructed:
         warnings += (
-            f"'{policy.name}' reads instructions, and the environment has none, so its name is used; fix: "
-            "env.instruction=TEXT",
+            f"'{policy.name}' reads instructions, but the environment has none, so the name of the environment is "
+            "used; fix: env.instruction=TEXT",
         )
     if parameters and env.text.instructed and not policy.inputs.instructions and len(split.task_ids or env.tasks) > 1:
         warnings += (
-            f"'{policy.name}' reads no instructions; fix, unless images and state show the task: select one task, "
+            f"'{policy.name}' reads no instructions; fix, unless images or state show the task: select one task with "
             "env.train.task_ids=[0] env.eval.task_ids=[0]",
         )
     if warnings:
@@ -82,9 +82,9 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
 def machine_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the line of `--dry-run` about this machine as (label, text)."""
     mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
-    arena = f"shared arena {mib:.0f} MiB ({run_plan.capacity} records)"
+    shared = f"shared memory {mib:.0f} MiB ({run_plan.capacity} records)"
     cores = f"{(count := available_cores())} core{'s' * (count != 1)}"
-    return [("machine", f"{cores} · {arena} · disk {_free_disk(run_plan.cfg) / GIB:.0f} GiB free")]
+    return [("machine", f"{cores} · {shared} · disk {_free_disk(run_plan.cfg) / GIB:.0f} GiB free")]
 
 
 def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
@@ -97,7 +97,7 @@ def evaluation_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     training, held_out = run_plan.algorithm is not None, held_out_banner_lines(run_plan)
     text += ", initial states that training does not use" if training and not held_out else ""
     if (num_requested := count_requested_episodes(cfg, env)) > plan.num_episodes:
-        text += f"; {num_requested} episodes were requested, but the others would be exact copies"
+        text += f"; {num_requested} episodes were requested, but the remaining episodes would be exact copies"
     label = "validation" if training else "evaluation"
     factory = ENVS.get(cfg.env.env_type)
     env_lines = factory.get_banner_lines(cfg.env) if isinstance(factory, SimFactory) else []
@@ -129,7 +129,7 @@ _PRESET_GROUPS = ("start", "experiment", "algorithm")
 
 
 def describe_task_memory(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
-    """Describe the memory that a loaded task needs, and the number of loaded tasks that each env worker keeps."""
+    """Describe the memory of a loaded task, and the number of loaded tasks that each env worker keeps in memory."""
     num_tasks = len(split.task_ids or env.tasks)
     in_memory = min(num_tasks, get_max_tasks_in_memory(task_bytes, workers))
     return (
@@ -163,14 +163,14 @@ def require_disk(cfg: Config, checkpoint_bytes: int, total_steps: int) -> None:
     """
     interval, free = cfg.runner.save_interval, _free_disk(cfg)
     num_written = 1 if interval == -1 else -(-total_steps // interval)
-    num_written += interval != -1 and num_written < total_steps  # after minutes without a checkpoint
+    num_written += interval != -1 and num_written < total_steps  # a checkpoint after five minutes without one
     num_held = min(num_written, cfg.checkpoint.keep + 1)
     if checkpoint_bytes * num_held > free:
         # With checkpoint.keep=1, two checkpoints are stored while the second is written.
         fewer = ", set checkpoint.keep=1" if num_held > 2 else ", set runner.save_interval=-1" if num_held > 1 else ""
-        in_memory = f", and up to {num_held} checkpoints are stored at a time" if num_held > 1 else ""
+        stored = f", and up to {num_held} checkpoints are stored at a time" if num_held > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {_format_bytes(checkpoint_bytes)}{in_memory}, but only {_format_bytes(free)} are free "
+            f"A checkpoint needs {_format_bytes(checkpoint_bytes)}{stored}, but only {_format_bytes(free)} are free "
             f"in {cfg.runner.output_dir}. Free disk space{fewer}, or change runner.output_dir."
         )
 
@@ -249,15 +249,15 @@ def _describe_outputs(env: EnvSpec, policy: PolicySpec) -> str:
     chunk, dim = policy.num_action_chunks, policy.action_dim
     actions = f"{chunk} action{'s' * (chunk > 1)}"
     if env.action.kind is ActionKind.discrete:
-        return f"{actions}, each one of {env.action.sizes[0]}"
+        return f"{actions}, each with {env.action.sizes[0]} choices"
     return f"{actions} of {dim} number{'s' * (dim > 1)}"
 
 
 def _dense_reward_warnings(run_plan: RunPlan) -> Iterator[str]:
     """Warn if a policy may earn more by waiting near the goal than by success, which ends the episode."""
     cfg, env = run_plan.cfg, run_plan.env
-    own = cfg.reward
-    replaced = isinstance(own, StepRewardSettings) and own.path is not None and own.mode is RewardMode.replace
+    reward = cfg.reward
+    replaced = isinstance(reward, StepRewardSettings) and reward.path and reward.mode is RewardMode.replace
     summed = env.reward.dense and not replaced and not getattr(cfg.env, "use_rel_reward", False)
     if run_plan.algorithm is not None and summed and not cfg.env.train.ignore_terminations:
         yield (

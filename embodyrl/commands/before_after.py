@@ -58,9 +58,10 @@ def record(
     videos: Path,
     monitor: Monitor,
 ) -> EvalResult:
-    """Repeat the recorded actions of validation episodes to record videos; return the result with the recordings.
+    """Replay the stored actions of validation episodes to record videos; return the result with the video paths.
 
-    Episodes with a different outcome are skipped and reported, because simulators may be nondeterministic.
+    A replayed episode may have another outcome, because simulators may be nondeterministic. Such an episode is reported
+    and gets no video.
     """
     cfg = run_plan.cfg
     plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
@@ -72,24 +73,24 @@ def record(
 
     done: list[Episode] = []
 
-    def note(episode: Episode) -> None:
+    def on_episode(episode: Episode) -> None:
         done.append(episode)
         monitor.progress(len(done), len(actions), f"recording videos of step {result.step}")
 
     missing = {e.episode_id for e in plan.episodes} - actions.keys()
-    again = Rollout(plan.exclude(missing), keep=False, video=choose, replayed=actions, on_episode=note)
-    repeated = workers.scheduler.collect(again)
-    for problem in dict.fromkeys(repeated.video_problems):
+    rollout = Rollout(plan.exclude(missing), keep=False, video=choose, replayed=actions, on_episode=on_episode)
+    replay_result = workers.scheduler.collect(rollout)
+    for problem in dict.fromkeys(replay_result.video_problems):
         monitor.text(f"recording failed: {problem}")
     rows = {row.episode: row for row in read_episodes(result.folder / EPISODES_FILE)}
     recorded: dict[int, str] = {}
-    for episode in repeated.episodes:
+    for episode in replay_result.episodes:
         number = episode.spec.episode_id
         if episode.video and bool(rows[number].success_once) == episode.success_once:
             recorded[number] = episode.video
         elif episode.video:
             Path(episode.video).unlink(missing_ok=True)
-            outcome = "had another outcome when its actions were repeated"
+            outcome = "had another outcome when it was replayed"
             monitor.text(f"episode {number} of step {result.step} {outcome}; it has no video")
     updated_rows = (replace(row, video=recorded.get(row.episode, row.video)).to_json() for row in rows.values())
     write_atomically(result.folder / EPISODES_FILE, "".join(json.dumps(row) + "\n" for row in updated_rows))
@@ -109,7 +110,7 @@ def record_changes(
     if cfg.video.startswith("changed:") and all((result.folder / ACTIONS_FILE).is_file() for result in (first, last)):
         episode_ids = select_episodes_to_record(before, after, int(cfg.video.removeprefix("changed:")))
         videos.mkdir(parents=True, exist_ok=True)
-        first, last = (record(run_plan, workers, end, episode_ids, videos, monitor) for end in (first, last))
+        first, last = (record(run_plan, workers, result, episode_ids, videos, monitor) for result in (first, last))
         order = {episode: index for index, episode in enumerate(episode_ids)}
         last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda recording: order[recording[0]])))
     joined_videos = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, monitor=monitor)

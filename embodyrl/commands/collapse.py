@@ -51,7 +51,7 @@ class CollapseCheck:
         self._last.append(metrics)
         if len(self._last) < WINDOW:
             return []
-        warnings = {warning.partition(":")[0]: warning for warning in self._warnings()}
+        warnings = {warning.partition(":")[0]: warning for warning in self._find_warnings()}
         new = [warning for name, warning in warnings.items() if name not in self._issued_warnings]
         self._issued_warnings |= warnings.keys()
         return [f"warning: step {step}: {warning}" for warning in new]
@@ -67,7 +67,7 @@ class CollapseCheck:
         return means[0], means[1]
 
     def _success_warning(self, success: tuple[float, float]) -> str | None:
-        """Return a warning if success falls by more than three standard errors; name KL and learning rate."""
+        """Return a warning, with KL and learning rate, if the success rate falls by more than three standard errors."""
         episodes = self._compare_windows("train/episodes")
         if not episodes or success[1] >= _SUCCESS_FRACTION * success[0]:
             return None
@@ -82,7 +82,7 @@ class CollapseCheck:
             f"actor.optim.lr{rate_text}, increase actor.optim.warmup_steps, or set algorithm.kl_beta."
         )
 
-    def _warnings(self) -> Iterator[str]:
+    def _find_warnings(self) -> Iterator[str]:
         success = self._compare_windows("train/success_once")
         if success and (warning := self._success_warning(success)):
             yield warning
@@ -113,7 +113,7 @@ class CollapseCheck:
         if cut_off and cut_off[1] > max(_CUT_OFF, 2 * cut_off[0]):
             yield (
                 f"possible reward hacking, cut off: {return_change}, but {cut_off[1]:.0%} of the replies reach "
-                f"algorithm.sampling_params.max_new_tokens, {cut_off[0]:.0%} at first. Read the replies: "
+                f"algorithm.sampling_params.max_new_tokens, {cut_off[0]:.0%} in the first steps. Read the replies: "
                 "`embodyrl report`."
             )
 

@@ -65,8 +65,8 @@ def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
 def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     """Collect `collect.episodes` episodes into `collect.out`, the same number for each task.
 
-    Every env step is a frame. As in `eval`, all actions of a chunk are executed before the next inference. For
-    expert labels, the policy infers at each step.
+    Each env step is stored as a frame. As in `eval`, all actions of a chunk are executed before the next inference.
+    With expert labels, the policy computes an action at each step.
 
     Raises:
         EmbodyError: any failure with a known cause; data that are already written stay usable.
@@ -114,7 +114,7 @@ def build_collection_plan(cfg: Config) -> RunPlan:
     return replace(
         base,
         env_workers=split_envs(num_envs, count_env_workers(cfg, base.env, base.devices, num_envs)),
-        # The running episode of each environment, and its open requests.
+        # Space for the running episode of each environment and for its open requests.
         capacity=num_envs * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
         labeled=is_labeled,
@@ -131,7 +131,7 @@ def _check_demonstrations(cfg: Config, env: EnvSpec) -> None:
     folders = [str(path) for path in (first, *cfg.demonstrations.more, cfg.data.val_path) if path is not None]
     cards = [read_card(resolve_asset(folder), cfg.demonstrations).env for folder in folders]
     problems = [
-        f"The demonstrations in {folder} differ from those of data.path in {difference}."
+        f"The demonstrations in {folder} differ from those of data.path in {difference}. Use data of one environment."
         for folder, card in zip(folders, cards, strict=True)
         if (difference := describe_differences(card, cards[0]))
     ]
@@ -201,7 +201,7 @@ def build_card(run_plan: RunPlan) -> Card:
 
 
 class _Collection:
-    """A running collection: the run plan, and the numbers of trials and of kept episodes."""
+    """State of a running collection: run plan, number of trials and number of stored episodes per task."""
 
     def __init__(self, run_plan: RunPlan, monitor: MonitorGroup, weights: Path | None) -> None:
         self.run_plan = run_plan
@@ -232,7 +232,7 @@ class _Collection:
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
             lines = [*start_banner_lines(self.run_plan, self.weights), ("demos", demos)]
             print_banner(self.monitor, self.cfg, folder, "collect", lines)
-            if self._missing_trials():
+            if self._list_missing_trials():
                 self._collect(writer, folder.logs)
         finally:
             writer.close()
@@ -254,7 +254,7 @@ class _Collection:
                 self.run_plan, logs, self.monitor.text, start_from=self.weights, progress=self.monitor.progress
             )
             with workers.running():
-                while trials := self._missing_trials():
+                while trials := self._list_missing_trials():
                     self._run_batch(workers, writer, trials)
         except Interrupted as interruption:
             writer.flush()
@@ -263,7 +263,7 @@ class _Collection:
             )
             raise
 
-    def _missing_trials(self) -> list[tuple[int, int]]:
+    def _list_missing_trials(self) -> list[tuple[int, int]]:
         """Return task id and trial number of the missing episodes of each task.
 
         Raises:
@@ -287,7 +287,7 @@ class _Collection:
         pending = list(range(len(trials)))
 
         def write(*, flush_all: bool) -> None:
-            # In the order of trials, not of completion: the data set does not depend on the number of workers.
+            # Written in the order of trials, so that the data set does not depend on the number of workers.
             while pending and (pending[0] in finished or flush_all):
                 demonstration = finished.pop(pending.pop(0), None)
                 if demonstration is not None:
@@ -336,11 +336,11 @@ def copy_episode(arena: Arena, episode: Episode, actor: Actor, *, trial: int, ve
     """Copy an episode from the arena, whose records are reused later. Each record must contain one env step.
 
     Args:
-        arena: records of the episode.
+        arena: shared memory with the records of the episode.
         episode: the episode.
-        actor: author of all actions.
+        actor: policy, expert or person that chose all actions.
         trial: number of the episode among all episodes of its task.
-        version: version of the weights.
+        version: training step of the weights; -1: no weights.
     """
     records, spec = episode.records, episode.spec
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"

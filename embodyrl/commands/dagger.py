@@ -57,7 +57,7 @@ class ScriptedExpert:
         collect(apply_overrides(cfg, {"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Do nothing; the log of the training shows the progress."""
+        """Do nothing and return None; the training log shows the progress."""
         return None
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
 
 
 def _check_unchanged(cfg: Config, run: Path) -> None:
-    """Raise an error if the saved config of an earlier attempt at a round determines other weights.
+    """Raise an error if an earlier attempt at a round has other values of the settings that affect the weights.
 
     Raises:
         ConfigError: values differ; the message lists the values of the earlier attempt.
@@ -132,7 +132,7 @@ def _run_round(
 
 def _training_config(cfg: Config, previous: Path | None, run: Path, data: Sequence[Path]) -> Config:
     """Return the SFT config of a round; the initial weights are those of the previous round."""
-    # A round in which no episode was corrected has no data.
+    # A round without corrected episodes has no data.
     folders = [*cfg.demonstrations.more, *(str(folder) for folder in data if read_episodes(folder))]
     actors = cfg.demonstrations.actors or list(find_expert(cfg.dagger.expert).authors)
     round_values = {"data.more": folders, "data.actors": actors, "runner.experiment_name": run.name}

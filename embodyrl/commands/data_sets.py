@@ -53,7 +53,7 @@ class DataSet:
     rows: list[dict[str, Any]]
     """Metadata of the episodes, one dict per episode."""
     actor: IntArray
-    """[N] source of each action (policy, expert or person), as a value of `Actor`."""
+    """[N] actor of each action (policy, expert or person), as a value of `Actor`."""
     task: IntArray
     """[N] task index of each step."""
     names: dict[int, str]
@@ -147,7 +147,7 @@ class Selection:
     high: float | None = None
     """Maximum return of a selected episode."""
     actor: Actor | None = None
-    """Author of at least one action of each selected episode; None: any author."""
+    """Actor of at least one action of each selected episode; None: any actor."""
     version: int | None = None
 
     def matches(self, data_set: DataSet, row: dict[str, Any]) -> bool:
@@ -191,12 +191,12 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
     ]
     if not selected:
         folders = ", ".join(str(data_set.root) for data_set in sources)
-        raise ConfigError(f"No episode of {folders} satisfies the conditions. Relax them.")
+        raise ConfigError(f"No episode of {folders} satisfies the conditions. Relax the conditions.")
     for source, index in selected:
         if len(tasks := source.get_instructions(row := source.rows[index])) > 1:
             raise ConfigError(
                 f"{source.root}: episode {row['episode_index']} has {len(tasks)} instructions ({', '.join(tasks)}), "
-                "but a copied episode can have only one. Train on the original data set instead (data.path)."
+                "but a copied episode can have only one instruction. Train on the original data set (data.path)."
             )
     with lock_folder(out):
         writer = DatasetWriter(out, _build_card(sources, selection))
@@ -237,9 +237,10 @@ def _build_card(sources: Sequence[DataSet], selection: Selection) -> Card:
 
 
 def _merge_origins(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the source of the actions and rewards in all sets, for readers that need executed actions or rewards.
+    """Merge the metadata that describe how the actions and rewards of all data sets were obtained.
 
-    Executed actions cannot be computed from labels with different amounts of noise: such a set counts as labels.
+    If the data sets have different values of `expert_noise`, executed actions cannot be computed from the expert's
+    labels. The merged set is then described as a set of labels.
     """
     origin: dict[str, Any] = {}
     noise = {source.get("expert_noise") or 0.0 for source in sources}

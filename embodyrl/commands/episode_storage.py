@@ -94,14 +94,14 @@ def stores_episodes(run_plan: RunPlan) -> bool:
     if cfg.is_train_command and cfg.model.num_action_chunks > 1:
         raise ConfigError(
             f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "
-            "observation per chunk, but a data set has one per env step. Use `embodyrl eval` or `collect` with the "
+            "observation per chunk, but a data set needs one per env step. Use `embodyrl eval` or `collect` with the "
             "checkpoint, or model.num_action_chunks=1."
         )
     return True
 
 
-def with_every_step(run_plan: RunPlan) -> RunPlan:
-    """Return a copy of the plan with one record per env step, and arena space for one episode per environment."""
+def record_every_step(run_plan: RunPlan) -> RunPlan:
+    """Return a copy of the plan with one record per env step and shared memory for one episode per environment."""
     capacity = run_plan.num_envs * (run_plan.cfg.env.eval.max_episode_steps + 2)
     return replace(run_plan, single_step=True, capacity=capacity)
 

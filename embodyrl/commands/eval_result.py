@@ -76,7 +76,7 @@ class EvalResult:
     dropped: int
     """Number of episodes that were dropped after repeated worker crashes and are not part of the results."""
     overall: TaskResult
-    """Results over all tasks of the environment's own suite."""
+    """Results over all tasks of the main suite, which is the suite of the environment."""
     tasks: tuple[TaskResult, ...]
     folder: Path
     recordings: tuple[tuple[int, str], ...]
@@ -84,13 +84,13 @@ class EvalResult:
     wall_s: float
     env_steps: int
     lengths: tuple[int, int]
-    """Minimum and maximum episode length in steps, within the environment's own suite."""
+    """Minimum and maximum episode length in steps, within the main suite."""
     cut_off: float | None
     """Fraction of replies that reached the token limit; None: not a text task, or a game with its own limit."""
     solved_at_reset: tuple[int, ...] = ()
     """Ids of episodes whose goal is reached before the first action; the results include these episodes."""
     suites: tuple[TaskResult, ...] = ()
-    """Results of each suite, beginning with the environment's own suite; empty if only one suite was evaluated."""
+    """Results of each suite, the main suite first; empty if only one suite was evaluated."""
     paired: tuple[PairedComparison, ...] = ()
     """Comparisons with `eval.baseline`, one per suite."""
     baseline: str | None = None
@@ -170,7 +170,7 @@ def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
         numbers = ", ".join(map(str, result.solved_at_reset[:20])) + (", ..." if count > 20 else "")
         write_line(f"  warning  {count} of {total} episodes start with the goal already reached: {numbers}")
     for comparison in result.paired:
-        write_line(f"  {comparison.line((str(result.baseline), 'this one'))}")
+        write_line(f"  {comparison.line((str(result.baseline), 'this run'))}")
     if result.protocol is not None:
         write_line(f"  protocol {format_protocol(result.protocol)}")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
@@ -193,7 +193,7 @@ def _print_matrix(result: EvalResult, score_title: str, write_line: Callable[[st
     main_score = suites[0].score
     changes = ["", *(main_score.change(suite.score) for suite in suites[1:])]
     rows = [(suite.task, str(suite.score), change) for suite, change in zip(suites, changes, strict=True)]
-    _print_table([("suite", score_title, "against the first"), *rows], write_line)
+    _print_table([("suite", score_title, "difference from the first suite"), *rows], write_line)
 
 
 def _print_table(table: Sequence[Sequence[str]], write_line: Callable[[str], None]) -> None:
@@ -233,7 +233,7 @@ def _summarize_task(
 
 
 def summarize(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
-    """Build an EvalResult from episodes; `overall` covers only the environment's own suite."""
+    """Build an EvalResult from episodes; `overall` covers only the main suite."""
     ids = sorted({row.task_id for row in rows})
     by_suite = {env.get_suite(task): [row for row in rows if row.suite == env.get_suite(task)] for task in ids}
     main_rows = next(iter(by_suite.values())) if env.benchmark.suites else rows
@@ -265,13 +265,13 @@ def summarize_episodes(rows: Sequence[EpisodeRow]) -> list[TaskResult]:
     return [_summarize_task(task, "overall" if task < 0 else group[0].task, group) for task, group in groups]
 
 
-def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
-    """Convert an episode to a row of `episodes.jsonl`, with the unscaled return: divided by `EnvSpec.reward.factor`."""
+def to_episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
+    """Convert an episode to a row of `episodes.jsonl`. The return is divided by `EnvSpec.reward.factor`."""
     task_id = episode.spec.task_id
     # An environment that does not declare success may report success at the end of an episode.
     has_success = env.reward.reports_success or episode.success_once
     turns = _get_turns(episode.instruction)
-    # The instruction is all messages of a conversation, or the last message of a game with several turns.
+    # In text tasks, the instruction contains all messages of a conversation, or the last message of a game.
     has_task_name = bool(turns) or env.text.max_replies > 1
     suite = env.benchmark.suites[task_id] if env.benchmark.suites else ""
     first_state = env.get_reset_ids(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start
@@ -324,7 +324,7 @@ def compare_results(first: EvalResult, last: EvalResult) -> list[tuple[str, Scor
     if len(pairs) > 1:
         pairs.append(("all tasks", first.overall, last.overall))
     pairs += [(suite.task, suite, later) for suite, later in zip(first.suites[1:], last.suites[1:], strict=False)]
-    # Success rates, if either evaluation reports success.
+    # Compare success rates if one of the evaluations reports success.
     return [
         (name, before.score, after.score)
         if before.successes is None and after.successes is None
@@ -333,7 +333,7 @@ def compare_results(first: EvalResult, last: EvalResult) -> list[tuple[str, Scor
     ]
 
 
-def result_table(
+def build_result_table(
     first: EvalResult, last: EvalResult, paired: Sequence[PairedComparison] = ()
 ) -> tuple[str, list[tuple[str, str, str, str]]]:
     """Return title and rows (task, first, last, change) of the table at the end of a training run.
@@ -341,7 +341,7 @@ def result_table(
     Args:
         first: result of the first validation.
         last: result of the last validation.
-        paired: paired test of each suite; the environment's own suite is first.
+        paired: paired test of each suite; the main suite is first.
     """
     rows = compare_results(first, last)
     others = {test.suite: test for test in paired[1:]}

@@ -19,8 +19,8 @@ import numpy as np
 from embodyrl.checkpoint.store import read_step
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.banner import evaluation_banner_lines, start_banner_lines
-from embodyrl.commands.episode_storage import open_writer, stores_episodes, with_every_step
-from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarize
+from embodyrl.commands.episode_storage import open_writer, record_every_step, stores_episodes
+from embodyrl.commands.eval_result import EvalResult, print_table, summarize, to_episode_row
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_initial_weights
 from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
@@ -48,7 +48,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
 
     Args:
         cfg: settings of the evaluation.
-        overrides: command-line arguments, for the run's records.
+        overrides: command-line arguments, which are stored in the run folder.
         resume: run folder of an interrupted evaluation, whose finished episodes are not repeated.
 
     Raises:
@@ -56,7 +56,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     """
     run_plan = build_run_plan(cfg, training=False)
     if stores_episodes(run_plan):
-        run_plan = with_every_step(run_plan)
+        run_plan = record_every_step(run_plan)
     read_baseline(cfg)  # check before workers start
     weights = resolve_initial_weights(cfg, run_plan.env)
     step = read_step(weights)
@@ -75,7 +75,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
             ("run", str(folder.root)),
         ]
         print_banner(monitor, cfg, folder, "eval", lines)
-        folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume works
+        folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # --resume needs this folder
         try:
             workers = start_workers(run_plan, folder.logs, monitor.text, start_from=weights, progress=monitor.progress)
             with workers.running():
@@ -113,7 +113,7 @@ def run_evaluation(
     if cfg.video != "none":
         _check_writable(run.videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
-    (folder / TABLE_FILE).unlink(missing_ok=True)  # marks an evaluation as complete
+    (folder / TABLE_FILE).unlink(missing_ok=True)  # this file marks an evaluation as complete
     # Rewrite the file, because the last row of a killed process may be truncated.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
     stores_dataset = run_plan.single_step  # validations during training keep no episodes
@@ -121,7 +121,7 @@ def run_evaluation(
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log, writer_context as writer:
 
         def on_episode(episode: Episode) -> None:
-            rows.append(episode_row(episode, run_plan.env))
+            rows.append(to_episode_row(episode, run_plan.env))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation resumes with its finished episodes.
             log.flush()
@@ -225,4 +225,4 @@ class ValidationComparison:
     last: EvalResult
     videos: tuple[Path, ...] = ()
     paired: tuple[PairedComparison, ...] = ()
-    """Paired test of each suite; the environment's own suite is first."""
+    """Paired test of each suite; the main suite is first."""

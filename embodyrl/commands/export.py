@@ -55,7 +55,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
     cfg = load_saved_config(run, overrides, unused_keys=_UNUSED_KEYS)
-    if cfg.model.is_compiled:  # the model that merges the weights runs no inference
+    if cfg.model.is_compiled:  # merging the weights needs no inference
         keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
         cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unused_keys=_UNUSED_KEYS)
     source = store.path(step) / POLICY_FOLDER
@@ -179,14 +179,14 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
     Args:
         source: the folder; for a run, the result of `embodyrl ckpt export` is uploaded.
         repo: `owner/name`; created if missing.
-        private: a created repository is visible to its owner only.
+        private: a new repository is visible to its owner only.
         overrides: see `export`.
 
     Returns:
         `owner/name@commit`, for `model.path` or `data.path`.
 
     Raises:
-        ConfigError: the folder contains nothing to upload, or the hub rejects the upload; one line.
+        ConfigError: the folder contains nothing to upload, or the hub rejects the upload.
         EmbodyError: a link in the folder leads outside.
         CheckpointError: the checkpoint is damaged.
     """

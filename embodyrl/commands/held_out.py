@@ -37,7 +37,7 @@ def held_out_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
         demonstration_ids = _get_demonstration_ids(dict(cfg.leaves()), env) or {}
         ids_by_use = {"training": {*select_reset_ids(env, cfg.env.train)}, **demonstration_ids}
         counts = {use: len(states & ids) for use, ids in ids_by_use.items()}
-        return [("held out", _overlap_text(len(states), counts))] if any(counts.values()) else []
+        return [("held out", _describe_overlap(len(states), counts))] if any(counts.values()) else []
     lines = () if cfg.ckpt is None else _describe_history(cfg.ckpt, states, cfg, env)
     return [("held out", line) for line in lines]
 
@@ -68,7 +68,7 @@ def _describe_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) ->
     visited: set[Path] = set()
     while (file := find_weights_config(resolve_run(ckpt))) is not None and file not in visited:
         visited.add(file)
-        # Only numbers are read; no component in it is loaded.
+        # Only values are read; components that the config names are not imported.
         saved = flatten(read_plain_yaml(file))
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
         ids_by_use = _get_ids_by_use(saved, cfg, env)
@@ -76,13 +76,13 @@ def _describe_history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) ->
         if not counts:
             yield f"unknown: {name} used another environment, or its data are missing"
         else:
-            suggestion = _unused_states_text(env, ids_by_use) if any(counts.values()) else ""
-            yield _overlap_text(len(states), counts) + suggestion
+            suggestion = _suggest_unused_states(env, ids_by_use) if any(counts.values()) else ""
+            yield _describe_overlap(len(states), counts) + suggestion
         initial_weights = saved.get("model.path")
         if isinstance(saved.get("ckpt"), str):
             ckpt = saved["ckpt"]
         elif isinstance(initial_weights, str) and find_weights_config(resolve_run(initial_weights)):
-            # Other initial weights have no record.
+            # Initial weights without a saved config are not followed further.
             ckpt = initial_weights
         else:
             return
@@ -96,7 +96,7 @@ def _get_ids_by_use(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict
     """
     keys = ("env_type", "task_suite_name", "id", "axis")
     current = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
-    # SFT has no environment, and earlier versions had fewer keys.
+    # Configs of SFT have no section `env`, and configs of earlier versions have fewer keys.
     if "env.env_type" in saved and all(saved.get(key, value) == value for key, value in current.items()):
         row_spec, demonstration_ids = _with_row_split(saved, cfg, env), _get_demonstration_ids(saved, env)
         if row_spec is None or demonstration_ids is None:
@@ -104,9 +104,9 @@ def _get_ids_by_use(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict
         env = row_spec
         validates = saved.get("runner.val_check_interval") != -1 and not _is_dagger_round(saved)
         splits = {"training": "train"} | ({"validation": "eval"} if validates else {})
-        across = bool(saved.get("runner.val_suites"))
+        all_suites = bool(saved.get("runner.val_suites"))
         return {
-            use: _get_possible_ids(saved, split, env, across and split == "eval") for use, split in splits.items()
+            use: _get_possible_ids(saved, split, env, all_suites and split == "eval") for use, split in splits.items()
         } | demonstration_ids
     return _get_demonstration_ids(saved, env) or {}
 
@@ -128,7 +128,7 @@ def _with_row_split(saved: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvS
 def _get_demonstration_ids(saved: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
     """Return the reset ids of the demonstrations that a run used; None if a data set is missing or contains text."""
     folders = saved.get("algorithm.demonstrations") or []
-    if "env.env_type" not in saved or _is_dagger_round(saved):  # else it is text
+    if "env.env_type" not in saved or _is_dagger_round(saved):  # otherwise data.path contains text
         folders = [*folders, saved.get("data.path"), *(saved.get("data.more") or [])]
     ids_by_use: dict[str, set[int]] = {}
     for folder in filter(None, folders):
@@ -147,26 +147,26 @@ def _is_dagger_round(saved: Mapping[str, Any]) -> bool:
     return "dagger.rounds" in saved
 
 
-def _get_possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
+def _get_possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, all_suites: bool) -> set[int]:
     """Return the reset ids that the training split may have sampled, or that the first validation used."""
     ids = saved.get(f"env.{split}.state_ids") or get_state_range(env, split)
     try:
         values = EnvSplit(task_ids=saved.get(f"env.{split}.task_ids"), state_ids=ids)
     except ValidationError:
         return set()  # not a config written by embodyrl
-    selected = _select_ids(env, values, across=across)
+    selected = _select_ids(env, values, across=all_suites)
     total, per_task = saved.get("eval.episodes"), saved.get("eval.episodes_per_task")
     if split == "train" or not (isinstance(total, int) or isinstance(per_task, int)):
         return selected
     tasks = [
-        sorted(selected.intersection(env.get_reset_ids(task))) for task in select_tasks(env, values, across=across)
+        sorted(selected.intersection(env.get_reset_ids(task))) for task in select_tasks(env, values, across=all_suites)
     ]
     # The first state of each task, then the second state of each task, and so on.
     order = [state for states in zip_longest(*tasks) for state in states]
     return {*order[: max(0, total or (per_task or 0) * len(tasks))]} - {None}
 
 
-def _select_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
+def _select_ids(env: EnvSpec, split: EnvSplit, *, all_suites: bool = False) -> set[int]:
     """Return the reset ids that the split of another run selects in this environment.
 
     The other run may have more states (`env.sampled_states` of LIBERO); these states are ignored.
@@ -176,20 +176,20 @@ def _select_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[i
         if first >= (states := min(env.states_per_task)):
             return set()
         split = EnvSplit(task_ids=split.task_ids, state_ids=[first, min(last, states - 1)])
-    return {*select_reset_ids(env, split, across=across)}
+    return {*select_reset_ids(env, split, across=all_suites)}
 
 
-def _overlap_text(states: int, counts: dict[str, int]) -> str:
+def _describe_overlap(states: int, counts: dict[str, int]) -> str:
     if not any(counts.values()):
         return f"none of these initial states is used by {' or '.join(counts)}"
     uses = ", ".join(f"{use} uses {count}" for use, count in counts.items())
     return f"warning: of these {states} initial states {uses}; results on these states do not measure generalization"
 
 
-def _unused_states_text(env: EnvSpec, ids_by_use: Mapping[str, set[int]]) -> str:
-    """Return the key that selects the longest range of held-out states without a use; an empty text if none exists."""
+def _suggest_unused_states(env: EnvSpec, ids_by_use: Mapping[str, set[int]]) -> str:
+    """Suggest the setting that selects the longest range of unused held-out states; return "" if there is no range."""
     used, tasks = set().union(*ids_by_use.values()), [env.get_reset_ids(task) for task in own_tasks(env)]
     first, last = get_state_range(env, "eval") or (0, min(env.states_per_task) - 1)
     unused = np.setdiff1d(np.arange(first, last + 1), [i - ids.start for ids in tasks for i in used.intersection(ids)])
     longest = max(np.split(unused, np.flatnonzero(np.diff(unused) > 1) + 1), key=len)
-    return f"; env.eval.state_ids=[{longest[0]},{longest[-1]}] selects unused ones" if len(longest) else ""
+    return f"; env.eval.state_ids=[{longest[0]},{longest[-1]}] selects unused states" if len(longest) else ""

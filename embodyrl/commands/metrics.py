@@ -25,7 +25,7 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
     possibly none.
     """
     stats = collection.stats
-    # Work during an earlier update counts only for the time that this step waited for it.
+    # A rollout may overlap an earlier update; only the fraction for which this step waited is counted.
     waited_fraction = stats.wall_s / stats.span_s if stats.span_s else 1.0
     episodes = collection.episodes + collection.filtered
     finished = [episode for episode in episodes if episode.counted]

@@ -60,10 +60,10 @@ def replay(root: Path, overrides: Sequence[str], count: int | None = None) -> It
     spec = factory.spec(cfg.env, context)
     if (recorded.action.dim, recorded.state_dim) != (spec.action.dim, spec.state_dim):
         raise ConfigError(
-            f"{root} has {recorded.action.dim} numbers per action and {recorded.state_dim} per state, env "
-            f"'{spec.name}' {spec.action.dim} and {spec.state_dim}. Set env= and its keys as in the collection."
+            f"{root}: action size {recorded.action.dim}, state size {recorded.state_dim}; env '{spec.name}': "
+            f"{spec.action.dim} and {spec.state_dim}. Set env= and its keys to the values of the recording."
         )
-    sources, initial_states = _find_starts(data_set, rows, spec, can_restore=getattr(factory, "restores_states", False))
+    sources, initial_states = _find_states(data_set, rows, spec, can_restore=getattr(factory, "restores_states", False))
     actions, states = _read_vectors(data_set)
     images = np.zeros((1, len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
     with closing(factory.make(cfg.env, replace(context, initial_states=initial_states))) as env:
@@ -89,10 +89,10 @@ def replay(root: Path, overrides: Sequence[str], count: int | None = None) -> It
             )
 
 
-def _find_starts(
+def _find_states(
     data_set: DataSet, rows: Sequence[Mapping[str, Any]], spec: EnvSpec, *, can_restore: bool
 ) -> tuple[list[Source], dict[int, DoubleArray]]:
-    """Return the origin of each episode with numbers of `spec`, and the simulator states of converted data by reset id.
+    """Return the source of each episode, with ids of `spec`, and the simulator states of converted data by reset id.
 
     Raises:
         ConfigError: the initial state of an episode is not recorded, or the environment cannot restore the state.
@@ -114,7 +114,7 @@ def _find_starts(
         if source.trial not in converted or not free:
             raise ConfigError(
                 f"{data_set.root}: episode {row['episode_index']} ('{task}') has no recorded initial state for env "
-                f"'{spec.name}'. Set the env= of the recording; data of LIBERO (HDF5) must be converted again."
+                f"'{spec.name}'. Set env= to the environment of the recording. Convert LIBERO data (HDF5) again."
             )
         states[free[0]] = converted[source.trial]
         sources.append(replace(source, reset_id=free[0]))

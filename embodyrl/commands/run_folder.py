@@ -83,7 +83,7 @@ class RunFolder:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def restore(self) -> bool:
-        """Lock the folder and write its records again if it was deleted during the run; return True if it was.
+        """Restore the folder, its lock and its `records` if the folder was deleted during the run; return True if so.
 
         Raises:
             EmbodyError: another process uses the folder.
@@ -105,7 +105,7 @@ class RunFolder:
         """Close the folder.
 
         Raises:
-            CheckpointError: a write failed because the disk is full; with the newest checkpoint and the resume command.
+            CheckpointError: the disk is full; the message contains the newest checkpoint and the resume command.
             EmbodyError: a write failed because the folder was deleted.
         """
         self.close()
@@ -123,7 +123,7 @@ class RunFolder:
     def close(self) -> None:
         """Append the wall-clock and CPU time of this attempt to costs.jsonl, and release the lock."""
         wall, cpu = (end - start for end, start in zip(_get_elapsed_times(), self.started, strict=True))
-        # The largest of this process and its ended children; Linux counts KiB.
+        # Peak memory of this process or of its largest exited child, in KiB on Linux.
         peak = max(resource.getrusage(target).ru_maxrss for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
         row["peak_mib"] = round(peak / 1024)
@@ -146,7 +146,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
             CheckpointStore(checkpoint.parent).verify(checkpoint)
     root = resume or Path(cfg.runner.output_dir)
     try:
-        root = resume or _new_root(cfg, command)
+        root = resume or _choose_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
         started = _get_elapsed_times()
         # Before anything is written: the folder may contain the files of an active run.
@@ -155,7 +155,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
             _check_links(root)
             remove_scratch(root)
             is_new = os.listdir(root) == [_LOCK_FILE]
-            logs = _write_records(cfg, root, [command, *overrides])
+            logs = _write_run_files(cfg, root, [command, *overrides])
             records = {name: (root / name).read_bytes() for name in (CONFIG_FILE, _OVERRIDES_FILE, _MACHINE_FILE)}
         except (OSError, ConfigError):
             _release_lock(root / _LOCK_FILE, lock)
@@ -182,8 +182,8 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     )
 
 
-def _write_records(cfg: Config, root: Path, arguments: Sequence[str]) -> Path:
-    """Write config, command and machine into a locked run folder; return the new folder for logs."""
+def _write_run_files(cfg: Config, root: Path, arguments: Sequence[str]) -> Path:
+    """Write the files about config, command and machine into a locked run folder; return the new folder for logs."""
     attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
     logs = root / "logs" / f"attempt_{attempt}"
     logs.mkdir(parents=True)
@@ -195,7 +195,7 @@ def _write_records(cfg: Config, root: Path, arguments: Sequence[str]) -> Path:
     return logs
 
 
-def _new_root(cfg: Config, command: str) -> Path:
+def _choose_root(cfg: Config, command: str) -> Path:
     parent = Path(cfg.runner.output_dir)
     name = cfg.runner.experiment_name
     if name is None:
@@ -280,23 +280,23 @@ def _acquire_lock(lock: Path, folder: Path) -> int:
 
 
 def _check_links(folder: Path) -> None:
-    """Check that no link in a folder, possibly from an untrusted source, leads outside, and no file is a pipe.
+    """Check that a folder, possibly of untrusted origin, contains no links to paths outside, pipes or devices.
 
-    Links in `START_FOLDER` lead to weights, which are only read; those in checkpoints are rejected by the manifest.
-    All levels of data sets and videos are checked, and three levels of other folders: in deeper levels, trackers create
-    links to their logs.
+    Links in `START_FOLDER` are allowed, because they point to weights that are only read. Links in checkpoints are
+    rejected later, with the manifest. All levels of data sets and videos are checked, but only three levels of other
+    folders, because experiment trackers create links to their logs in deeper levels.
 
     Raises:
         ConfigError: a file or folder is such a link, or a pipe, socket or device.
     """
-    root, unchanged = os.path.realpath(folder), {folder / START_FOLDER, *folder.glob("checkpoints/*")}
+    root, unchecked = os.path.realpath(folder), {folder / START_FOLDER, *folder.glob("checkpoints/*")}
     patterns = ("*", "*/*", "*/*/*", *(f"{name}/**/*" for name in ("data", "meta", VIDEO_FOLDER, EPISODES_FOLDER)))
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
-        is_link = path.is_symlink() and unchanged.isdisjoint(path.parents)
+        is_link = path.is_symlink() and unchecked.isdisjoint(path.parents)
         if is_link and not Path(os.path.realpath(path)).is_relative_to(root):
-            raise ConfigError(f"{path} is a link to {os.readlink(path)}, outside {folder}. Replace it by its content.")
+            raise ConfigError(f"{path} is a link to {os.readlink(path)}, outside {folder}. Copy the target instead.")
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ConfigError(f"{path} is not a regular file. Delete it.")
+            raise ConfigError(f"{path} is not a regular file. Delete the file.")
 
 
 def _is_locked_by(lock: Path, handle: int) -> bool:
@@ -376,7 +376,7 @@ def resolve_initial_weights(cfg: Config, env: EnvSpec) -> Path | None:
     trains_adapter = cfg.is_train_command and model.is_lora and not _is_adapter(folder)
     run = find_run_config(resolve_run(cfg.ckpt))
     saved = read_saved(run) if run else {}
-    # The weights of a run that began with an adapter contain this adapter.
+    # The weights of a run that started with an adapter contain this adapter.
     if saved.get("model.lora.path") == model.lora.path or trains_adapter:
         return folder
     raise ConfigError(
@@ -405,7 +405,7 @@ def weight_banner_lines(cfg: Config, weights: Path | None, env: EnvSpec | None =
     elif adapter_path is not None and (weights is None or trains):
         description = f"{base} + adapter {adapter_path}, {'trained further' if trains else 'merged'}"
     else:
-        description = f"{base}, new adapters are trained on it" if trains else base
+        description = f"{base}, with new adapters" if trains else base
     lines = [("weights", description)]
     folder = weights if weights is not None or model.weights is None else resolve_asset(model.weights)
     if folder is not None and env is not None:
@@ -440,7 +440,7 @@ def _check_weights(cfg: Config, env: EnvSpec, folder: Path, source: str) -> None
             factory.compare(cfg.model, env, folder)
         except CheckpointError as error:
             raise ConfigError(
-                f"{source}: {error} Without env or model keys, the settings of the run apply; other folders need both."
+                f"{source}: {error} Remove env= and model= to use the run's settings; other folders need both."
             ) from error
     if problems := weight_problems(cfg.model, env, folder):
         raise ConfigError([f"{source}: {problem}" for problem in problems])

@@ -52,8 +52,8 @@ def log_e_value(wins: int, losses: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Result of the sequential test so far."""
+class SequentialResult:
+    """Result of the sequential test so far; `only_first` counts the pairs in which only the first policy succeeded."""
 
     pairs: int
     """Number of pairs tested until the decision; all pairs if there is no decision."""
@@ -68,14 +68,14 @@ class Verdict:
         return self.p_value <= SIGNIFICANT
 
 
-def run_test(differences: Iterable[int]) -> Verdict:
+def run_test(differences: Iterable[int]) -> SequentialResult:
     """Test pairs in order until the policies differ significantly.
 
     Args:
         differences: success of the second minus success of the first policy (-1, 0 or 1), one pair per initial state.
 
     >>> run_test([0, 1] * 20)
-    Verdict(pairs=16, only_first=0, only_second=8, p_value=0.03515625)
+    SequentialResult(pairs=16, only_first=0, only_second=8, p_value=0.03515625)
     """
     wins, pairs, largest = {1: 0, -1: 0, 0: 0}, 0, 0.0
     for difference in differences:
@@ -84,21 +84,21 @@ def run_test(differences: Iterable[int]) -> Verdict:
         largest = max(largest, log_e_value(wins[1], wins[-1]))
         if math.exp(-largest) <= SIGNIFICANT:
             break
-    return Verdict(pairs, wins[-1], wins[1], round(math.exp(-largest), 10))
+    return SequentialResult(pairs, wins[-1], wins[1], round(math.exp(-largest), 10))
 
 
-def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> int:
+def compare_policies(runs: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> int:
     """Run `embodyrl eval --until-significant RUN_A RUN_B`; return the exit code.
 
     Raises:
         ConfigError: the runs have different initial states, horizons or success keys, the initial states are too
-            few or occur several times, or an argument names a run or a folder.
+            few or occur several times, or an override sets the weights or the run folder.
     """
     if reserved := [
         override for override in overrides if override.partition("=")[0] in _RESERVED_KEYS or "=" not in override
     ]:
         raise ConfigError(
-            f"--until-significant evaluates two runs in folders of their own; remove {' '.join(reserved)}."
+            f"--until-significant sets the weights and the run folders itself; remove {' '.join(reserved)}."
         )
     evaluations = [_PolicyEvaluation(run, overrides, config_dirs) for run in runs]
     first, second = (evaluation.compose() for evaluation in evaluations)
@@ -109,7 +109,7 @@ def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs
         )
     max_pairs = min(map(_count_max_pairs, (first, second)))
     print_line = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
-    print_line(f"at most {max_pairs} episodes of each policy; level 5 % at every number of episodes")
+    print_line(f"at most {max_pairs} episodes of each policy; significance level 5 %")
     verdict = run_test([])
     for count in _test_sizes(max_pairs):
         with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -130,8 +130,8 @@ def until_significant(runs: Sequence[str], overrides: Sequence[str], config_dirs
     return 0
 
 
-def _format_result(verdict: Verdict, runs: Sequence[str], max_pairs: int) -> str:
-    counts = f"only {runs[0]} succeeds {verdict.only_first}, only {runs[1]} {verdict.only_second}"
+def _format_result(verdict: SequentialResult, runs: Sequence[str], max_pairs: int) -> str:
+    counts = f"only {runs[0]} succeeds in {verdict.only_first}, only {runs[1]} in {verdict.only_second}"
     test = f"sequential test p = {verdict.p_value:.3g}"
     if not verdict.is_decided:
         return f"{verdict.pairs} episodes: {counts}; {test}: no significant difference"
@@ -164,7 +164,7 @@ def _count_max_pairs(cfg: Config) -> int:
     if states < (min_pairs := _compute_min_pairs()):
         raise ConfigError(
             f"--until-significant: {states} initial states are too few for a significant difference. At least "
-            f"{min_pairs} are needed, if one policy wins all of them. Raise eval.episodes, or evaluate more states "
+            f"{min_pairs} are needed, if one policy wins in all of them. Raise eval.episodes, or evaluate more states "
             "(env.eval.state_ids)."
         )
     if states < plan.num_episodes:

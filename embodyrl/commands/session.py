@@ -35,7 +35,7 @@ from embodyrl.version import __version__
 SAVE_EVERY_S = 300.0
 """Maximum number of seconds without a checkpoint, unless only the last step is saved."""
 _LONG_SAVE_S = 15.0
-"""A checkpoint that takes longer, in seconds, is written less often."""
+"""Duration of a save, in seconds, above which checkpoints between the intervals are written less often."""
 
 W = TypeVar("W", bound=RunningWorkers)
 
@@ -106,20 +106,20 @@ class Session:
         self._pending_save: Future[None] | None = None
         self._next_save = time.monotonic() + SAVE_EVERY_S
         self._temporary: list[int] = []
-        """Step of the last checkpoint, if it is between the intervals."""
+        """Step of the last checkpoint if it is not a multiple of `runner.save_interval`; the next save replaces it."""
 
-    def find_start(self) -> Path | None:
+    def restore_newest_checkpoint(self) -> Path | None:
         """Return the newest checkpoint and restore step counter and best score from it; None: start at step 0.
 
         Raises:
-            CheckpointError: the newest checkpoint is damaged (older ones are never used silently), or all are missing.
+            CheckpointError: the newest checkpoint is damaged (older checkpoints are never used instead), or missing.
         """
         latest, rows = self._store.latest(), read_rows(self.folder.root / METRICS_FILE)
         if latest is None:
             interval = self.cfg.runner.save_interval
             newest = max((row.get("step", 0) for row in rows), default=0)
-            # The folder exists from the start. A row is written before its checkpoint, which may be pending for one
-            # more interval.
+            # The checkpoint folder is created at the start of a run. The rows of a step are written before its
+            # checkpoint, which may be pending for one more interval.
             is_deleted = newest and not self._store.root.is_dir()
             is_late = -1 < interval * (1 + self.cfg.checkpoint.async_save) < newest
             if self._warnings or is_deleted or is_late:
@@ -142,7 +142,7 @@ class Session:
         missing = count_missing_rows(earlier, self.step, self._log_interval)
         if missing and METRICS_LOGGER in self.cfg.runner.logger.backends:
             self._warnings.append(
-                f"{METRICS_FILE} has no rows of {missing} earlier training steps, so reports leave them out"
+                f"{METRICS_FILE} has no rows of {missing} earlier training steps, so reports omit these steps"
             )
         return latest
 
@@ -178,7 +178,7 @@ class Session:
         if self.step >= total:
             # The run may have ended by the number of epochs instead of steps.
             limits = "runner.max_steps" if self.cfg.runner.max_epochs < 0 else "runner.max_epochs or runner.max_steps"
-            self.monitor.text(f"no training steps are left: this is step {self.step} of {total}; raise {limits}")
+            self.monitor.text(f"no training steps are left: the run is at step {self.step} of {total}; raise {limits}")
 
     @contextmanager
     def running(self, start: Callable[[], W]) -> Iterator[W]:
@@ -191,7 +191,7 @@ class Session:
             try:
                 workers = start()
             except Interrupted as interruption:
-                raise self.stop_message(interruption) from None
+                raise self.add_stop_message(interruption) from None
             with workers.running():
                 yield workers
         finally:
@@ -215,11 +215,11 @@ class Session:
 
     @contextmanager
     def save_on_interrupt(self, save: Callable[[], Path]) -> Iterator[None]:
-        """Save a checkpoint if the block ends by a signal, lost env workers, a full disk, or an error of a callback."""
+        """Save a checkpoint if a signal, lost env workers, a full disk, or an error of a callback ends the block."""
         try:
             yield
         except Interrupted as interruption:
-            raise self.stop_message(interruption, save()) from None
+            raise self.add_stop_message(interruption, save()) from None
         except WorkerError as error:
             saved = None
             if error.actors_reply and self.step:
@@ -246,7 +246,7 @@ class Session:
             raise
 
     def record_score(self, *score: float) -> None:
-        """Record a validation score and its step if no earlier score is higher.
+        """Record a validation score and its step if the score is higher than all earlier scores.
 
         Steps without a checkpoint, such as step 0, are ignored.
         """
@@ -306,7 +306,7 @@ class Session:
     def save_if_due(self, save: Callable[[], Path]) -> None:
         """Save a checkpoint every `runner.save_interval` steps, and after some minutes without a checkpoint.
 
-        The next checkpoint replaces a checkpoint between the intervals. The caller saves after the last step.
+        A checkpoint between two intervals is replaced by the next checkpoint. The caller saves after the last step.
         """
         self._warn_on_error(partial(self.wait_for_save, wait=False))
         interval, started = self.cfg.runner.save_interval, time.monotonic()
@@ -326,8 +326,8 @@ class Session:
                 raise
             self.monitor.text(f"warning: a checkpoint could not be written, training continues: {error}")
 
-    def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
-        """Wait for a pending save, and set the interruption's message: signal, step, checkpoint and resume command."""
+    def add_stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
+        """Wait for a pending save; set the interruption's message to signal, step, checkpoint and resume command."""
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "

@@ -15,7 +15,7 @@ import numpy as np
 from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
-from embodyrl.commands.sft_actors import SupervisedActors, start_supervised
+from embodyrl.commands.sft_actors import SftActors, start_sft_actors
 from embodyrl.commands.sft_setup import augments_images, load_inputs, sft_banner_lines
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
@@ -55,7 +55,7 @@ def sft(
         EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     banner_lines = sft_banner_lines(cfg)
-    if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
+    if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # text data have no environment
         check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, resume)
     command = "dagger" if cfg.command == "dagger" else "sft"
     with open_run(cfg, command, overrides, resume) as folder:
@@ -78,7 +78,7 @@ class _Sft:
 
     def run(self) -> SftResult:
         session, folder = self.session, self.session.folder
-        start = session.find_start()
+        start = session.restore_newest_checkpoint()
         try:
             self.inputs = load_inputs(self.cfg, folder.root / START_FOLDER)
         except EmbodyError:  # the data or the model cannot be used
@@ -90,7 +90,7 @@ class _Sft:
         lines = [*self.banner_lines, *self.inputs.banner_lines, ("run", str(folder.root)), folder.log_command]
         session.print_banner(lines, self._count_total_steps())
         start_all = partial(
-            start_supervised,
+            start_sft_actors,
             self.cfg,
             self.inputs,
             total_steps=session.total,
@@ -107,7 +107,7 @@ class _Sft:
             return runner.max_steps
         return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.inputs.train) / batch))
 
-    def _train(self, actors: SupervisedActors, start: Path | None) -> SftResult:
+    def _train(self, actors: SftActors, start: Path | None) -> SftResult:
         with self.session.save_on_interrupt(partial(self._save, actors)):
             if start is not None:
                 actors.loop.call(LoadRequest(folder=str(start)))
@@ -118,7 +118,7 @@ class _Sft:
         env_file = root / ENVIRONMENT_FILE
         env_settings = read_saved(env_file) if env_file.is_file() else {}
         weights, trust = format_override("ckpt", str(root)), trust_overrides(self.cfg, env_settings)
-        # Rows of text and third-party data name no environment.
+        # Text rows and third-party data contain no environment settings.
         env_override = [] if env_file.is_file() else ["env=..."]
         commands = [["eval", weights, *env_override, *trust], ["train", weights, *env_override, *trust]]
         if self.cfg.objective.trains_reward_model:
@@ -126,12 +126,12 @@ class _Sft:
         self.session.print_summary(checkpoint, *commands, ["report", str(root)])
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.last_metrics)
 
-    def _loop(self, actors: SupervisedActors) -> None:
+    def _loop(self, actors: SftActors) -> None:
         session, runner = self.session, self.cfg.runner
         if session.step == 0 and runner.val_check_interval != -1:
-            self.monitor.log(0, self._measure(actors))
+            self.monitor.log(0, self._validate(actors))
         elif row := session.interrupted_validation_metrics(runner.val_check_interval):
-            self.monitor.log(session.step, row | self._measure(actors))
+            self.monitor.log(session.step, row | self._validate(actors))
         losses: list[float] = []
         started = time.perf_counter()
         while session.step < session.total:
@@ -152,50 +152,50 @@ class _Sft:
                 row["time/samples_per_s"] = self.cfg.actor.global_batch_size / seconds
                 try:
                     if validates:
-                        row |= self._measure(actors)
+                        row |= self._validate(actors)
                 finally:
                     # The step is done and will not be repeated, even if its validation was interrupted.
                     self.monitor.log(session.step, row)
                 losses, started = [], time.perf_counter()
             session.save_if_due(lambda: self._save(actors))
 
-    def _update(self, actors: SupervisedActors) -> dict[str, float]:
+    def _update(self, actors: SftActors) -> dict[str, float]:
         """Run one optimizer step on the batch of the current step."""
         step, cfg = self.session.step, self.cfg
-        rows = self._batch(step)
+        rows = self._select_batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments_images(cfg) else ()
         seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
         with actors.write_samples(self.inputs.train, rows) as record_refs:
             reply = actors.loop.call(ImitateRequest(step=step, record_refs=record_refs, augment=seeds))
         return {f"actor/{name}": value for name, value in reply.metrics.items()}
 
-    def _batch(self, step: int) -> IntArray:
+    def _select_batch(self, step: int) -> IntArray:
         """Return the sample indices of the batch of a step, from one seeded permutation per epoch."""
         count, size = len(self.inputs.train), self.cfg.actor.global_batch_size
         # Computed from the step and not stored: a resumed run continues at the same position in the data.
         epochs, offsets = np.divmod(np.arange(step * size, (step + 1) * size), count)
-        return np.concatenate([self._order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
+        return np.concatenate([self._get_order(int(epoch))[offsets[epochs == epoch]] for epoch in np.unique(epochs)])
 
-    def _order(self, epoch: int) -> IntArray:
+    def _get_order(self, epoch: int) -> IntArray:
         if epoch not in self._epoch_orders:
             count = len(self.inputs.train)
             rng = np.random.default_rng(derive(self.cfg.seed, "sft-order", epoch))
             self._epoch_orders = {epoch: rng.permutation(count) if self.cfg.data.shuffle else np.arange(count)}
         return self._epoch_orders[epoch]
 
-    def _measure(self, actors: SupervisedActors) -> dict[str, float]:
-        """Return the loss and the accuracy on held-out samples, and on training samples without augmentation."""
+    def _validate(self, actors: SftActors) -> dict[str, float]:
+        """Return metrics of held-out samples, and of training samples without augmentation: loss, accuracy or error."""
         started = time.perf_counter()
-        metrics = self._score(actors, self.inputs.train, "train")
+        metrics = self._evaluate(actors, self.inputs.train, "train")
         score = metrics["train/loss"]
         if self.inputs.validation is not None:
-            metrics |= self._score(actors, self.inputs.validation, "eval")
+            metrics |= self._evaluate(actors, self.inputs.validation, "eval")
             score = metrics["eval/loss"]
         self.session.record_score(-score)
         self.last_metrics = dict(metrics)
         return metrics | {"time/validate": time.perf_counter() - started}
 
-    def _score(self, actors: SupervisedActors, samples: Samples, name: str) -> dict[str, float]:
+    def _evaluate(self, actors: SftActors, samples: Samples, name: str) -> dict[str, float]:
         count, size = len(samples), self.cfg.actor.global_batch_size
         # Always the same samples, spread over all samples, so that the losses of two steps can be compared.
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
@@ -211,7 +211,7 @@ class _Sft:
             total = sums["accuracy"]
         return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{accuracy_name}": total / len(rows)}
 
-    def _save(self, actors: SupervisedActors) -> Path:
+    def _save(self, actors: SftActors) -> Path:
         meta = {"model": self.inputs.policy.name, "data": self.cfg.data.path}
         with actors.supervisor.defer_signals():
             return self.session.save(actors.save, meta)

@@ -29,7 +29,7 @@ from embodyrl.workers.lifecycle import PolicyHostInit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedActors(RunningWorkers):
+class SftActors(RunningWorkers):
     """Running actor ranks of an SFT run; the driver passes samples through shared memory (the arena)."""
 
     loop: EventLoop
@@ -51,7 +51,7 @@ class SupervisedActors(RunningWorkers):
         self.arena.free(record_refs)
 
 
-def start_supervised(
+def start_sft_actors(
     cfg: Config,
     inputs: SftInputs,
     *,
@@ -59,7 +59,7 @@ def start_supervised(
     log_dir: Path,
     write_line: Callable[[str], None],
     progress: Progress,
-) -> SupervisedActors:
+) -> SftActors:
     """Start the actor ranks of an SFT run, and wait until they are ready.
 
     Args:
@@ -108,6 +108,6 @@ def start_supervised(
     specs = build_actor_specs(init, ranks, rendezvous.rank_info, plan_devices(cfg, training=True))
     policy = PolicyClient(supervisor, specs, timeout_s=faults.update_timeout_s)
     loop = EventLoop(supervisor, policy)
-    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, rendezvous=rendezvous)
+    actors = SftActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, rendezvous=rendezvous)
     actors.wait_until_ready(loop, specs, {}, progress)
     return actors

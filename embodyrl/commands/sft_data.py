@@ -28,7 +28,7 @@ from embodyrl.types import ActionKind, EnvSpec, FloatArray, PolicySpec
 
 _MAX_COPIED_BYTES = 64 * 2**20
 _CONSTANT_STD = 1e-5
-"""Standard deviation of an action dimension, relative to half its range, that counts as constant."""
+"""Standard deviation, relative to half the range, up to which an action dimension is treated as constant."""
 
 
 def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
@@ -36,8 +36,8 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
 
     Raises:
         EmbodyError: a folder is damaged, empty, or too large for the memory.
-        ConfigError: data.more or data.val_path belongs to another environment, or no action chunk is only by the
-            authors in `data.actors`.
+        ConfigError: data.more or data.val_path belongs to another environment, or no action chunk comes only from
+            the actors in `data.actors`.
     """
     data = cfg.demonstrations
     assert data.path is not None
@@ -53,7 +53,7 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
         num_held_out = max(1, round(data.val_share * len(unique_keys)))
     order = np.random.default_rng(derive(cfg.seed, "sft-validation")).permutation(len(unique_keys))
     is_held_out = np.isin(split_keys, unique_keys[order[:num_held_out]])
-    training = _samples(cfg, demos, np.flatnonzero(~is_held_out).tolist(), env, policy)
+    training = _make_samples(cfg, demos, np.flatnonzero(~is_held_out).tolist(), env, policy)
     if data.actors and not len(training):
         raise ConfigError(
             f"data.actors={list(data.actors)}: no action chunk of data.path comes only from these actors. Add actors, "
@@ -63,7 +63,7 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     if val_path is not None:
         demos = load_demonstrations(val_path, data)
         held_out = list(range(demos.num_episodes))
-    validation = _samples(cfg, demos, held_out, env, policy) if held_out else None
+    validation = _make_samples(cfg, demos, held_out, env, policy) if held_out else None
     return training, validation if validation is not None and len(validation) else None
 
 
@@ -71,7 +71,7 @@ def require_match(model: ModelSettings, env: EnvSpec, policy: PolicySpec) -> Non
     """Check that a policy can be trained and fits the data.
 
     Raises:
-        ConfigError: it cannot, or does not.
+        ConfigError: the policy cannot be trained, or does not fit the data.
     """
     if model.weights is None and policy.untrainable:
         raise ConfigError(
@@ -85,7 +85,7 @@ def require_match(model: ModelSettings, env: EnvSpec, policy: PolicySpec) -> Non
 
 
 def require_history(cfg: Config, root: Path) -> None:
-    """Check that the policy reads the observation steps of the data.
+    """Check that the policy reads the number of observation steps that the data contain.
 
     Raises:
         ConfigError: the policy reads another number of steps.
@@ -137,7 +137,7 @@ def _resolve_matching_path(folder: str, data: DemonstrationSettings, *compared_f
     return other
 
 
-def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
+def _make_samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
     is_paired, data = cfg.objective.name is Objective.dpo, cfg.demonstrations
     length = policy.imitated or policy.num_action_chunks
     steps = demos.get_ranked_pairs(episodes, length).ravel() if is_paired else demos.get_steps(episodes)
@@ -161,9 +161,10 @@ def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSp
 
 
 def build_policy_spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
-    """Return the policy spec for the data. Statistics of the initial weights, for other robots, are not read.
+    """Return the policy spec for the data, without the initial weights' statistics, which may be of another robot.
 
-    Random initial weights need no statistics. DPO keeps the action statistics, which the reference also uses.
+    Random initial weights need no statistics. With DPO, the statistics of the initial weights are kept, because the
+    reference policy uses the same statistics.
 
     Args:
         cfg: config of the run.
@@ -182,7 +183,7 @@ def build_policy_spec(cfg: Config, env: EnvSpec, folder: Path) -> PolicySpec:
 def action_log_std(train: Samples, env: EnvSpec) -> tuple[float, ...]:
     """Return the log standard deviation of each action dimension, relative to half its range; empty if discrete.
 
-    Without a range of an action dimension, half the range is 1. A constant dimension has 0.
+    If a dimension has no finite range, half the range is taken as 1. A constant dimension has the value 0.
     """
     if env.action.kind is not ActionKind.box or not len(train):
         return ()
@@ -205,7 +206,7 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     if env.action.gripper is not None:
         # The gripper is not scaled, as in the public statistics, because its action is a binary choice.
         mask[env.action.gripper.index] = False
-    # Constant actions keep their value, and constant states may change later.
+    # A constant action stays constant (`unit=False`), but a constant state may change in a rollout (`unit=True`).
     entry: dict[str, Any] = {"action": _describe(actions, unit=False)}
     if states.shape[-1]:
         entry["proprio"] = _describe(states, unit=True)

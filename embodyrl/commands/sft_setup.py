@@ -183,12 +183,12 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     if names[:count]:
         size, augmentation = "x".join(map(str, card.env.cameras.size)), "on" if augments_images(cfg) else "off"
         frames = f"{', '.join(names[:count])} {size} · augmentation {augmentation}"
-        frames += f" · not read: {', '.join(names[count:])}" if names[count:] else ""
+        frames += f" · unused: {', '.join(names[count:])}" if names[count:] else ""
     convention = f"{describe_gripper(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"
     return [
         *zip(("data", *("" for _ in cfg.demonstrations.more)), map(_describe_data, (root, *extra_paths)), strict=True),
         ("frames", frames),
-        ("as stored", convention),
+        ("conventions", convention),
         model,
         *precision_banner_lines(cfg),
         *(("warning", warning) for warning in _input_warnings(cfg.model, spec, card.env)),
@@ -235,7 +235,7 @@ def _load_text(cfg: Config) -> SftInputs:
     """Load text rows; the target of a row is the reference answer with an end token.
 
     Raises:
-        ConfigError: see `_text_parts`.
+        ConfigError: see `_get_text_parts`.
     """
     rows, env, policy = _get_text_parts(cfg)
     split = len(rows) - rows.held_out

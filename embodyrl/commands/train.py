@@ -16,7 +16,7 @@ from embodyrl.commands.banner import evaluation_banner_lines, require_disk, star
 from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import build_collapse_check
 from embodyrl.commands.episode_storage import EpisodeDatasetWriter, open_writer, stores_episodes
-from embodyrl.commands.eval_result import EvalResult, result_table
+from embodyrl.commands.eval_result import EvalResult, build_result_table
 from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run, resolve_initial_weights
@@ -111,16 +111,16 @@ class _Training:
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
-        start = session.find_start()
-        none = [("validation", "none (runner.val_check_interval=10 enables it)")]
+        start = session.restore_newest_checkpoint()
+        no_validation = [("validation", "none (runner.val_check_interval=10 enables it)")]
         lines = [
             ("run", str(folder.root)),
             *start_banner_lines(self.run_plan, self.weights),
-            *(evaluation_banner_lines(self.run_plan) if self._validates else none),
+            *(evaluation_banner_lines(self.run_plan) if self._validates else no_validation),
             folder.log_command,
         ]
         session.print_banner(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
-        # Also for a resumed run, because the reference uses the initial weights; the actor loads the checkpoint.
+        # A resumed run also loads the initial weights, for the reference; the actor then loads the checkpoint.
         start_all = partial(
             start_workers,
             self.run_plan,
@@ -154,7 +154,7 @@ class _Training:
             workers.scheduler.publish(self.session.step)
             for row in read_rows(self.session.folder.root / METRICS_FILE):
                 self.collapse_check.check(row.get("step", 0), row)  # earlier steps of a resumed run
-            self._begin(workers)
+            self._validate_initial_weights(workers)
             with open_writer(self.run_plan, workers.arena, self.session.folder.root, self.monitor.text) as writer:
                 self._loop(workers, actors, writer)
             checkpoint = save()
@@ -169,7 +169,7 @@ class _Training:
             last_eval=self.last_eval,
         )
 
-    def _begin(self, workers: RolloutWorkers) -> None:
+    def _validate_initial_weights(self, workers: RolloutWorkers) -> None:
         """Validate the initial weights; in a resumed run, read the result of the first validation instead."""
         folder, env = self.session.folder, self.run_plan.env
         if self.session.step == 0 and self._validates:
@@ -221,9 +221,9 @@ class _Training:
                 batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _EMPTY_BATCH
                 self.monitor.progress(0, 0, "update")
                 result = actors.update(step, rollout, batch)
-                # Only now: the update read these records.
+                # Released after the update, which reads these records.
                 workers.scheduler.release(rollout)
-                # Before publishing: the version of the weights is their number of updates.
+                # Set before publishing, because the version of the weights is their number of updates.
                 session.step = step + 1
                 published = time.perf_counter()
                 workers.scheduler.publish(session.step)
@@ -288,17 +288,17 @@ class _Training:
     def _report(self, checkpoint: Path) -> None:
         if self.first_eval is not None and self.last_eval is not None:
             paired = self.comparison.paired if self.comparison else ()
-            self.monitor.results(*result_table(self.first_eval, self.last_eval, paired))
+            self.monitor.results(*build_result_table(self.first_eval, self.last_eval, paired))
             before, after = self.first_eval.overall, self.last_eval.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"mean return: {before.mean_return:.4g} before, {after.mean_return:.4g} after")
         root, trust = str(self.session.folder.root), trust_overrides(self.cfg)
-        uses = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
-        uses = uses if self.run_plan.env.simulator.renders else uses[:2]
+        commands = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
+        commands = commands if self.run_plan.env.simulator.renders else commands[:2]
         joined = self.comparison.videos if self.comparison else ()
         videos = joined or (self.last_eval.videos if self.last_eval is not None else ())
         where = f"{Path(videos[0]).parent} ({len(videos)}{' before/after' if joined else ''})" if videos else ""
-        self.session.print_summary(checkpoint, *uses, more=[("videos", where)] if videos else ())
+        self.session.print_summary(checkpoint, *commands, more=[("videos", where)] if videos else ())
 
 
 class StepRollouts:
@@ -320,9 +320,9 @@ class StepRollouts:
 
     def collect(self, step: int, progress: Callable[[int, int], None]) -> RolloutResult:
         """Finish the rollout of a step. Call `progress(finished, total)` after each episode."""
-        self._open(step, step + self._max_staleness)
+        self._open_rollouts(step, step + self._max_staleness)
         rollout = self._rollouts.pop(step)
-        # Without a reference to the rollout: a cycle would keep the rollouts of many steps in memory.
+        # `on_episode` has no reference to the rollout: a reference cycle would keep rollouts of many steps in memory.
         total, result = rollout.plan.expected, rollout.out
 
         def on_episode(_: Episode) -> None:
@@ -331,7 +331,7 @@ class StepRollouts:
         rollout.on_episode = on_episode
         collection = self._scheduler.finish(rollout)
         if self._algorithm.estimator.needs_greedy:
-            # Without records: only the returns are compared.
+            # Greedy episodes need no records, because only their returns are used.
             greedy_result = self._scheduler.collect(
                 Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False)
             )
@@ -347,9 +347,9 @@ class StepRollouts:
 
     def queue_next(self, step: int) -> None:
         """Queue the next rollouts: idle environments reset immediately, and inference waits for the new weights."""
-        self._open(step, min(step + self._max_staleness, self._run_plan.total_steps - 1))
+        self._open_rollouts(step, min(step + self._max_staleness, self._run_plan.total_steps - 1))
 
-    def _open(self, first: int, last: int) -> None:
+    def _open_rollouts(self, first: int, last: int) -> None:
         algorithm, cfg = self._algorithm, self._cfg
         for step in range(first, min(last, self._run_plan.total_steps - 1) + 1):
             if step not in self._rollouts:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_env import toy_spec
 
-from embodyrl.commands.eval_result import EvalResult, compare_results, episode_row, summarize
+from embodyrl.commands.eval_result import EvalResult, compare_results, summarize, to_episode_row
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.scheduler.rollout import RolloutResult, RolloutStats
 from embodyrl.types import BenchmarkSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
@@ -183,12 +183,12 @@ def test_episode_row_contains_unscaled_rewards():
         instruction="go left",
         duration_s=1.23456,
     )
-    kept = episode_row(episode, replace(toy_spec(2), reward=RewardSpec(factor=2.0)))
+    kept = to_episode_row(episode, replace(toy_spec(2), reward=RewardSpec(factor=2.0)))
     assert (kept.episode, kept.task_id, kept.task, kept.reset_id, kept.seed) == (5, 1, "go left", 9, 31)
     assert (kept.success_once, kept.success_at_end, kept.episode_return, kept.steps) == (True, False, 3.0, 3)
     assert (kept.terminated, kept.truncated, kept.seconds) == (False, True, 1.235)
     silent = replace(toy_spec(2), reward=RewardSpec(reports_success=False))
-    unknown = episode_row(replace(episode, success=np.zeros_like(won)), silent)
+    unknown = to_episode_row(replace(episode, success=np.zeros_like(won)), silent)
     assert (unknown.success_once, unknown.success_at_end) == (None, None)
 
 
@@ -213,7 +213,7 @@ def test_states_are_numbered_within_each_suite(task, reset_id, suite, state):
         terminated=False,
         truncated=True,
     )
-    kept = episode_row(episode, env)
+    kept = to_episode_row(episode, env)
     assert (kept.reset_id, kept.suite, kept.state) == (reset_id, suite, state)
 
 

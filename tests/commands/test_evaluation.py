@@ -16,7 +16,7 @@ from text_runs import text_config
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.cli.dry_run import describe
-from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarize
+from embodyrl.commands.eval_result import EvalResult, print_table, summarize, to_episode_row
 from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
@@ -262,7 +262,7 @@ def played(*success: bool) -> Episode:
 
 def test_success_at_end_is_the_success_of_the_last_step() -> None:
     """If episodes continue after success, the goal may be lost again."""
-    lost, kept = (episode_row(played(*steps), GO) for steps in ((False, True, False), (False, True, True)))
+    lost, kept = (to_episode_row(played(*steps), GO) for steps in ((False, True, False), (False, True, True)))
     assert (lost.success_once, lost.success_at_end) == (True, False)
     assert (kept.success_once, kept.success_at_end) == (True, True)
     overall = summarize([lost, kept], RolloutResult(), GO, Path()).overall
@@ -270,7 +270,7 @@ def test_success_at_end_is_the_success_of_the_last_step() -> None:
 
 
 def rows_of(*known: bool) -> list[EpisodeRow]:
-    return [episode_row(played(False, False), replace(GO, reward=RewardSpec(reports_success=k))) for k in known]
+    return [to_episode_row(played(False, False), replace(GO, reward=RewardSpec(reports_success=k))) for k in known]
 
 
 def test_evaluation_without_success_signal_reports_no_success() -> None:
@@ -282,7 +282,7 @@ def test_evaluation_without_success_signal_reports_no_success() -> None:
     said = table_of(result)
     assert said[0].split() == ["task", "return,", "95", "%", "interval", "steps"]
     assert said[1].split()[:2] == ["go", "5"]
-    late = [*rows_of(False), episode_row(played(False, True), replace(GO, reward=RewardSpec(reports_success=False)))]
+    late = [*rows_of(False), to_episode_row(played(False, True), replace(GO, reward=RewardSpec(reports_success=False)))]
     assert summarize(late, RolloutResult(), GO, Path()).overall.success_once == 0.5, "some only speak at the end"
 
 

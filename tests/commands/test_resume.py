@@ -68,7 +68,7 @@ def test_resuming_a_finished_run_changes_nothing(golden):
     before = (golden / "metrics.jsonl").read_bytes(), weights(golden, 4)
     resume_toy(golden)
     assert ((golden / "metrics.jsonl").read_bytes(), weights(golden, 4)) == before
-    assert "no training steps are left: this is step 4 of 4" in (golden / "logs" / "events.log").read_text()
+    assert "no training steps are left: the run is at step 4 of 4" in (golden / "logs" / "events.log").read_text()
 
 
 @pytest.mark.integration

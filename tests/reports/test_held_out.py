@@ -60,7 +60,7 @@ def test_evaluation_reports_states_used_by_its_run(tmp_path: Path) -> None:
     assert f"none of these initial states is used by training of {run} or validation of {run}" in test
     both = lines(tmp_path, *ckpt, "env.eval.state_ids=[0,2]", command="eval")
     assert f"of these 3 initial states training of {run} uses 1, validation of {run} uses 1;" in both
-    (unused,) = re.findall(r"env\.eval\.state_ids=\S+ selects unused ones", both)
+    (unused,) = re.findall(r"env\.eval\.state_ids=\S+ selects unused states", both)
     assert "none of these" in lines(tmp_path, *ckpt, unused.split()[0], command="eval")
     # Also of the run that it started from.
     later = tmp_path / "later"
