@@ -30,7 +30,7 @@ from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, read_episodes, r
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.memory_limits import resource_banner_lines
-from embodyrl.plan.protocols import protocol_record
+from embodyrl.plan.protocols import build_protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import read_baseline
@@ -143,7 +143,7 @@ def run_evaluation(
     if not rows:
         raise EmbodyError("No episode of the evaluation finished. See the logs of the env workers for the cause.")
     result = summarize(rows, collection, run_plan.env, folder)
-    result = replace(result, protocol=protocol_record(cfg, run_plan.env))
+    result = replace(result, protocol=build_protocol_record(cfg, run_plan.env))
     if (compare := read_baseline(cfg)) is not None:
         result = replace(result, baseline=Path(str(cfg.eval.baseline)).name, paired=tuple(compare(rows)))
     if cfg.video.startswith("changed:"):

@@ -61,12 +61,13 @@ def compose(
     problems: list[str],
     *,
     unused_groups: Container[str] = (),
-    on_run: bool = False,
+    has_base_run: bool = False,
 ) -> tuple[dict[str, str], list[Setting], list[Setting]]:
     """Return the chosen option of each config group, the settings of the arguments, and the settings of the files.
 
-    Arguments of the groups `unused_groups`, which have no options for this command, are returned as values. `on_run` is
-    true if the config of a run becomes the base of the config. Invalid arguments are appended to `problems`.
+    Arguments of the groups `unused_groups`, which have no options for this command, are returned as values.
+    `has_base_run` is True if the saved config of a run is the base of the config. Invalid arguments are appended to
+    `problems`.
 
     Raises:
         ConfigError: the files cannot be composed; the problems are included.
@@ -76,16 +77,16 @@ def compose(
         overrides.append(Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}"))
     try:
         values = compose_groups(command, groups, config_dirs)
-        # An experiment selects all values, although a run is the base.
-        ignores_start = on_run and groups.get("experiment", "null") == "null"
+        # An experiment preset sets all values, also if the base is the config of a run.
+        ignores_start = has_base_run and groups.get("experiment", "null") == "null"
         if ignores_start or _has_other_weights(values, overrides, config_dirs):
-            values = compose_groups(command, groups | _start_override(command), config_dirs)
+            values = compose_groups(command, groups | _get_start_override(command), config_dirs)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     return groups, overrides, values
 
 
-def _start_override(command: str) -> dict[str, str]:
+def _get_start_override(command: str) -> dict[str, str]:
     return {"start": "none"} if "optional start" in _defaults(command) else {}
 
 
@@ -165,7 +166,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"{shorten(text)}: '@' is not supported; write {name}=...")
     if isinstance(value, str) and value and is_yaml_only(text_value := text.partition("=")[2].strip()):
         number = text_value.replace(".", "")
-        raise ConfigError(f"{shorten(text)}: {text_value} is YAML. Write {name}={number}, or quotes for text.")
+        raise ConfigError(f"{shorten(text)}: {text_value} is valid only in YAML. Write {name}={number}, or quote text.")
     return name, value
 
 
@@ -303,7 +304,7 @@ def variants(group: str) -> dict[str, tuple[str | None, str, dict[str, Any]]]:
 def compose_groups(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]) -> list[Setting]:
     """Return the unresolved values from the root file of a command and from the chosen group options."""
     folders = tuple(search_path(config_dirs))
-    # Included files do not change while the program runs.
+    # Compositions of included files are cached, because these files do not change while the program runs.
     composed = compose_files if len(folders) > 1 else _compose_included
     try:
         return list(composed(root_file(command), tuple(groups.items()), folders))
@@ -315,7 +316,8 @@ def compose_groups(command: str, groups: Mapping[str, str], config_dirs: Sequenc
 def compose_files(root: str, options: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
     """Return the values from a root file and group options, with interpolations unresolved, each with its source file.
 
-    `options` are options from the command line, which override the options of files. The first folder with a file wins.
+    `options` are options from the command line, which override the options of files. The first folder that
+    contains a file has priority.
 
     Raises:
         ConfigError: a file or group does not exist, a file is not plain YAML, or Hydra cannot read a defaults list.

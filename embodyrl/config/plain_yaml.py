@@ -68,7 +68,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     is_plain = command_line_type(text) == _yaml_type(text) == "str"
-    # Quotes of the other kind fold rare line breaks.
+    # In single quotes, YAML would fold these rare line breaks.
     style = '"' if _LINE_BREAKS.search(text) else None if is_plain else "'"
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
@@ -122,16 +122,16 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file} is not a config; write `key: value` lines.")
+        raise ConfigError(f"{file} is not a config. Write lines of the form `key: value`.")
     return raw
 
 
 def _find_problem(event: yaml.Event) -> str | None:
     """Return the reason, with a fix, why an element of a file is rejected; None: the element is valid."""
     if isinstance(event, yaml.AliasEvent):
-        return "YAML aliases are refused (unbounded size); remove them."
+        return "YAML aliases are refused, because their size is unbounded; remove the aliases."
     if (tag := getattr(event, "tag", None)) is not None:
-        return f"YAML tag '{tag}' is refused (tags can run code); remove it."
+        return f"YAML tag '{tag}' is refused, because tags can run code; remove the tag."
     if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and not is_yaml_only(text := event.value):
         in_yaml, in_override = _yaml_type(text), command_line_type(text)
         if in_yaml != in_override:

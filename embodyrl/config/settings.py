@@ -92,7 +92,7 @@ class Settings(BaseModel):
     appended as ": reason". Keys that start with / are relative to the whole config. "never: reason" is always false."""
 
     def __eq__(self, other: object) -> bool:
-        """Return True for equal classes and values, regardless of the sources of the values."""
+        """Return True if classes and values are equal, regardless of the sources of the values."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def problems(self) -> Iterator[str]:
@@ -108,7 +108,7 @@ class Settings(BaseModel):
             yield from section.leaves(prefix + name)
 
     def used_fields(self) -> Iterable[str]:
-        """Return the names of the fields in use."""
+        """Return the names of the fields that are keys or sections of the current command; by default all fields."""
         return type(self).model_fields
 
     def nested(self) -> Iterator[tuple[str, Settings]]:
@@ -257,7 +257,7 @@ def field_docs(kind: type) -> dict[str, str]:
     try:
         # Python keeps no docstrings of attributes, so the source is parsed.
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    except (OSError, TypeError, SyntaxError):  # a class without source, for example from a prompt
+    except (OSError, TypeError, SyntaxError):  # a class without a source file, for example from an interactive session
         return {}
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -283,7 +283,7 @@ def get_keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
 
 
 def get_parents(name: str) -> Iterator[str]:
-    """Return the names of the sections that contain a key, innermost first."""
+    """Yield the names of the sections that contain a key, innermost first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
@@ -295,7 +295,7 @@ def is_key_or_subkey(name: str, keys: Iterable[str]) -> bool:
 
 
 def find_key(keys: Mapping[str, Key], name: str) -> Key | None:
-    """Return the key with this name, or the key of the free mapping that contains the name; None: unknown."""
+    """Return the key with this name, or the key whose value is a mapping with this entry; None: unknown."""
     if name in keys:
         return keys[name]
     return next((keys[parent] for parent in get_parents(name) if parent in keys and keys[parent].is_mapping), None)
@@ -308,7 +308,7 @@ def get_doc(kind: type[Settings], field: str) -> str:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Build nested mappings from values by dotted name; the inverse of `flat`."""
+    """Build nested mappings from values by dotted name; the inverse of `flatten`."""
     tree: dict[str, Any] = {}
     for name, value in leaves.items():
         *parents, leaf_name = name.split(".")

@@ -117,7 +117,7 @@ def find_user_modules(cfg: Settings) -> dict[str, Path]:
 def python_path(cfg: Settings) -> list[str]:
     """Return the folders with user code that PYTHONPATH must contain for a command of this config.
 
-    Installed packages need no entry, also if they are installed from a folder (`pip install -e`).
+    Installed packages need no entry, including packages that are installed from a folder (`pip install -e`).
     """
     current = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     start_folders = os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))  # found by `python -m` and `python FILE`
@@ -157,7 +157,7 @@ def _find_source(module: str) -> Path | None:
 
 
 def _may_import(env_id: str) -> bool:
-    """Return True for a hub program, a `module:Id-v0`, and a `namespace/Id-v0` whose module is not installed."""
+    """Return True for a hub program, a `module:Id-v0`, and a `namespace/Id-v0` whose module is no installed package."""
     namespace, slash, _ = env_id.partition("/")
     is_local = slash != "" and namespace.isidentifier() and _find_source(namespace) is not None
     return (

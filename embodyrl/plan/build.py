@@ -60,7 +60,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     validates = algorithm is None or cfg.runner.val_check_interval != -1
     for name, split in cfg.env.splits.items():
         if isinstance(split, EnvSplit) and (name != "eval" or validates):
-            # Called for its errors only: missing tasks and states are reported now, not at the first validation.
+            # The call reports missing tasks and states now, not at the first validation; the result is not used.
             select_reset_ids(env, split)
     if validates and cfg.has_evaluations:
         num_envs = max(num_envs, eval_episodes(cfg, env, policy).num_envs)
@@ -140,12 +140,12 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
     if updates_reference and (sharded or cfg.algorithm.reference_path):
         yield (
             "algorithm.reference_interval: the reference must be a copy of the policy in the same "
-            "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
+            "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and remove algorithm.reference_path."
         )
     if estimator.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         yield (
-            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
-            "reset id; set it to true."
+            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes from "
+            "one initial state; set this key to true."
         )
 
 
@@ -180,7 +180,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
         )
     if policy.observed_steps not in (0, env.history):
         problems.append(
-            f"env '{env.name}' shows {env.history} observation steps, but model '{policy.name}' reads "
+            f"env '{env.name}' provides {env.history} observation steps, but model '{policy.name}' reads "
             f"{policy.observed_steps}; set env.history={policy.observed_steps}, or for `embodyrl sft` "
             f"data.history={policy.observed_steps}."
         )
@@ -204,7 +204,7 @@ def split_envs(num_envs: int, num_workers: int) -> tuple[WorkerEnvs, ...]:
     return tuple(env_workers)
 
 
-def _in_process(cfg: Config) -> bool:
+def _runs_in_process(cfg: Config) -> bool:
     return LAUNCHERS.get(cfg.launcher.name).in_process
 
 
@@ -217,13 +217,13 @@ def count_ranks(cfg: Config) -> int:
     has_engine = cfg.has_rollouts and cfg.rollout.backend != "hf"
     replay = cfg.is_train_command and cfg.algorithm.transitions
     critic = cfg.is_train_command and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
-    # Each of these works in one process only, so additional GPUs stay unused.
+    # Each of these features works in one process only, so additional GPUs stay unused.
     is_single_process = (
         cfg.model.is_compiled or replay or critic or (not num_rollout_processes and (asynchronous or has_engine))
     )
     nodes, gpus = component_nodes(cfg), len(visible_gpus())
     free = gpus * len({*nodes["actor"], *nodes["rollout"]}) - num_rollout_processes
-    return 1 if is_single_process or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
+    return 1 if is_single_process or _runs_in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
 
 
 def component_nodes(cfg: Config) -> Mapping[str, tuple[int, ...]]:
@@ -238,7 +238,7 @@ def plan_devices(cfg: Config, *, training: bool) -> Devices:
     (`cluster/ray_cluster`).
     """
     num_rollout_processes = cfg.rollout_processes if training else 0
-    ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
+    ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _runs_in_process(cfg) else visible_gpus()
     hosts = [place_policy(nodes, number, ranks) for number in range(ranks + num_rollout_processes)]
     if len({0, *hosts, *nodes["env"]}) == 1:
         return assign_devices(gpus, ranks + num_rollout_processes)
@@ -278,7 +278,7 @@ def _count_optimizer_steps(cfg: Config, samples: int) -> int:
 
 
 def _count_records(cfg: Config, env: EnvSpec, algorithm: Algorithm | None, num_envs: int) -> int:
-    in_flight = 2 * num_envs  # per environment: the record of the current chunk and the record of the next observation
+    in_flight = 2 * num_envs  # for each environment, the records of its current chunk and of its next observation
     if algorithm is None:
         return in_flight
     samples = _count_samples(cfg, algorithm)

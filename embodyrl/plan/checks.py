@@ -50,10 +50,10 @@ def build_checked_config(
     unused_key_warnings: list[str],
     problems: list[str],
 ) -> Config:
-    """Return the config with these values, its warnings and the sources of its values.
+    """Build a config with warnings and sources. `last` contains the effective setting of each key, with its source.
 
     Raises:
-        ConfigError: `problems` and invalid values, or, if there are none, contradictions.
+        ConfigError: `problems` and invalid values; if there are none, contradictions between values.
     """
     cfg = validate_config(schema, values, problems, last)
     if cfg is None or problems:
@@ -76,7 +76,7 @@ def validate_config(
     sections: dict[str, Any] = {"": build_settings(TopSettings, top, keys, last, errors)}
     for name, kind in schema.sections.items():
         section, prefix = tree.get(name, {}), f"{name}."
-        # Keys of the loss and of the estimator are written next to each other.
+        # The keys of the loss and of the estimator are both in the section `algorithm`.
         if name == "algorithm" and isinstance(section, dict):
             loss_values = {key: value for key, value in section.items() if key in schema.loss.model_fields}
             section = {
@@ -108,11 +108,11 @@ def build_settings(
     try:
         return kind.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        problems += _wrong_values(keys, prefix, last, error)
+        problems += _format_value_errors(keys, prefix, last, error)
     return None
 
 
-def _wrong_values(
+def _format_value_errors(
     keys: Mapping[str, Key], prefix: str, last: Mapping[str, Setting], error: ValidationError
 ) -> Iterator[str]:
     for entry in error.errors(include_url=False):
@@ -135,8 +135,8 @@ def _format_rule(key: Key, value: Any) -> str:
     return f"must be {key.expectation}.{closest(str(value), key.choices)}{default}"
 
 
-def wrong_value(key: Key, value: Any) -> list[str]:
-    """Return an error if a value has a wrong type or range for a key that this command does not use."""
+def check_value(key: Key, value: Any) -> list[str]:
+    """Return an error if a value of a key that this command does not use has a wrong type or range."""
     kind: Any = Annotated[key.field.annotation, key.field]
     try:
         TypeAdapter(kind, config=Settings.model_config).validate_json(json.dumps(value, default=str), strict=True)

@@ -52,13 +52,13 @@ _EVAL = CommandSections(
     keys_by_condition={
         "video!=none": _VIDEO,
         "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
-        "never: `embodyrl eval` plays env.eval": "env.train",
+        "never: `embodyrl eval` runs episodes of env.eval": "env.train",
     }
     | _SAMPLED,
 )
 _RECORDED = {
-    "never: recordings are a data set": "video_cfg faults.on_video_error",
-    "never: `collect` plays env.train and collect.episodes": "env.eval eval.episodes eval.episodes_per_task "
+    "never: episodes are recorded as a data set": "video_cfg faults.on_video_error",
+    "never: `collect` runs collect.episodes of env.train": "env.eval eval.episodes eval.episodes_per_task "
     "eval.samples eval.baseline eval.show_replies eval.sampling_params.temperature",
 }
 
@@ -68,7 +68,7 @@ _COLLECT = CommandSections(
     splits=("train",),
     keys_by_condition={
         "never: nothing is trained": f"{_LOOP} actor.optim",
-        "never: collect.out is the data set": "runner.keep_episodes",
+        "never: collect.out contains the episodes": "runner.keep_episodes",
     }
     | _SAMPLED
     | _RECORDED,
@@ -76,7 +76,7 @@ _COLLECT = CommandSections(
 _SFT = CommandSections(
     sections=f"{_RUN} checkpoint data objective",
     keys_by_condition={
-        "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
+        "never: no episodes are run": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
         "runner.profile faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
         "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
         "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
@@ -87,7 +87,7 @@ _DAGGER = CommandSections(
     splits=("train",),
     keys_by_condition={
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
-        "never: the labels are imitated": "objective.name",
+        "never: DAgger uses behavior cloning": "objective.name",
         "never: only `embodyrl train` is profiled": "runner.profile",
         "never: the same command resumes an incomplete run": "runner.on_existing runner.resume_dir",
     }

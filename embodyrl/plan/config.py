@@ -67,16 +67,17 @@ def load_config(
     problems: list[str] = []
     unused_groups = SELECTORS.keys() - get_selectors(command)
     groups, overrides, file_settings = compose(
-        command, arguments, config_dirs, problems, unused_groups=unused_groups, on_run=base is not None
+        command, arguments, config_dirs, problems, unused_groups=unused_groups, has_base_run=base is not None
     )
     if base is not None and groups.get("experiment", "null") == "null":  # an experiment selects all settings
         file_settings = merge_with_base(base, command, groups, file_settings, overrides, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in overrides):
-        file_settings = [setting for setting in file_settings if setting.key != "eval.episodes"]  # it would override
+        # eval.episodes of a file would override episodes_per_task.
+        file_settings = [setting for setting in file_settings if setting.key != "eval.episodes"]
     weight_settings, warnings = get_weight_settings(command, [*file_settings, *overrides], problems, fetch=fetch)
     protocol_settings = get_protocol_settings([*file_settings, *overrides], problems)
     settings = [*file_settings, *weight_settings, *protocol_settings, *overrides]
-    return _finish(command, settings, problems, fetch=fetch, warnings=warnings)
+    return _build_config(command, settings, problems, fetch=fetch, warnings=warnings)
 
 
 def load_with_ckpt(command: str, arguments: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
@@ -125,7 +126,7 @@ def load_saved_config(
     used_values = {key: value for key, value in saved.items() if not is_key_or_subkey(key, unused_keys)}
     check_trust(used_values, overrides, file, problems)
     settings = [Setting(key, value, str(file)) for key, value in saved.items() if key != "trust"]
-    return _finish(command, [*settings, *overrides], problems)
+    return _build_config(command, [*settings, *overrides], problems)
 
 
 def _group_error(command: str, group: str, option: str) -> str:
@@ -139,7 +140,7 @@ def _group_error(command: str, group: str, option: str) -> str:
     return f"{group}={option}: a saved run accepts no group options; override single keys, for example {example}."
 
 
-def _finish(
+def _build_config(
     command: str,
     settings: Sequence[Setting],
     problems: list[str],
@@ -155,7 +156,7 @@ def _finish(
             for s in settings
         ]
     last = _get_last_settings(settings)
-    # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
+    # Resolved before the classes are chosen, because a name such as env.env_type may be an interpolation.
     values = _resolve(last, command, problems)
     schema, invalid_groups = choose_classes(command, values, problems)
     # An empty mapping on the command line removes the values that files set below the key.
@@ -210,7 +211,7 @@ def _resolve(last: Mapping[str, Setting], command: str, problems: list[str]) -> 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # Replaced by a resolver that records its values, so that no message or file shows a secret
+    # This resolver records the values of environment variables, so that no message or file shows a secret
     # (`errors.mask_hidden_values`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
     schema, _ = choose_classes(command, {name: value for name, value in values.items() if name not in unresolved}, [])
@@ -241,7 +242,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 
 def _derive_values(cfg: Config) -> dict[str, Any]:
-    """Return derived values: values of sections, reply lengths, and the time limit of an evaluation protocol."""
+    """Return derived values: values from `data`, reply lengths, and the time limit of an evaluation protocol."""
     derived = _derive_from_data(cfg)
     if cfg.has_rollouts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
@@ -267,10 +268,10 @@ def _derive_from_data(cfg: Config) -> dict[str, Any]:
         return {}
     if "unnorm_key" not in type(cfg.model).model_fields:
         return {}
-    # Imported only if needed: pyarrow takes long.
+    # Imported only if needed, because importing pyarrow is slow.
     from embodyrl.data.cards import read_card
 
-    key = None  # null: the key of the statistics is that of the environment
+    key = None  # null: the statistics have the key of the environment
     with suppress(EmbodyError):  # `sft` reports missing and damaged data
         env = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env
         key = None if env.benchmark.unnorm_key else env.name

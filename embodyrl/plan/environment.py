@@ -24,7 +24,7 @@ def env_context(cfg: Config) -> EnvContext:
         renders_images=not cfg.has_evaluations or cfg.video != "none",
         reward=cfg.reward if isinstance(cfg.reward, StepRewardSettings) else None,
         chunk=cfg.model.num_action_chunks if cfg.has("model") else 0,
-        suites=_additional_suites(cfg) if cfg.has_evaluations else (),
+        suites=_find_additional_suites(cfg) if cfg.has_evaluations else (),
     )
     return with_text_task(cfg, context) if cfg.reads_rows else context
 
@@ -34,7 +34,7 @@ def env_spec(cfg: Config) -> EnvSpec:
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
 
 
-def _additional_suites(cfg: Config) -> tuple[str, ...]:
+def _find_additional_suites(cfg: Config) -> tuple[str, ...]:
     """Return the suites of `runner.val_suites`, in the environment's order and without the configured suite.
 
     Raises:
@@ -51,6 +51,6 @@ def _additional_suites(cfg: Config) -> tuple[str, ...]:
     if unknown := [name for name in requested if name not in (*available, main_suite)]:
         raise ConfigError(
             f"runner.val_suites: '{unknown[0]}' is not a suite of env '{cfg.env.env_type}'."
-            f"{closest(unknown[0], available)} Known: {suite_names}. Leave it out, or choose another env."
+            f"{closest(unknown[0], available)} Known: {suite_names}. Remove this suite, or choose another env."
         )
     return tuple(name for name in available if name in requested)

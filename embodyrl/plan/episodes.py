@@ -84,13 +84,13 @@ def train_episodes(
     """
     split, algorithm = cfg.env.train, cfg.algorithm
     num_envs, size = split.total_num_envs, algorithm.group_size
-    reset_ids = np.repeat(_reset_id_stream(cfg, env, step, outcomes), size)
+    reset_ids = np.repeat(_select_reset_ids(cfg, env, step, outcomes), size)
     if counts_chunk_steps:
         epochs = reset_ids.reshape(algorithm.rollout_epoch, num_envs)
-        waves = [_quota_wave(cfg, env, step, epoch, ids) for epoch, ids in enumerate(epochs)]
+        waves = [_build_quota_wave(cfg, env, step, epoch, ids) for epoch, ids in enumerate(epochs)]
     else:
         index = np.arange(len(reset_ids))
-        episodes = tuple(_train_episodes(cfg, env, step, index, index // size, reset_ids))
+        episodes = tuple(_build_train_specs(cfg, env, step, index, index // size, reset_ids))
         length = len(episodes) if split.auto_reset else num_envs
         waves = [EpisodeBatch(queues=(episodes[start : start + length],)) for start in range(0, len(episodes), length)]
     return _episode_list(cfg, split, waves, num_envs)
@@ -101,7 +101,7 @@ def refill_episodes(
 ) -> EpisodeList:
     """Return the episodes of `groups` additional groups, which replace filtered groups of a training step."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
-    # Numbers after all groups that the step could have planned, because ids of episodes determine the noise.
+    # Refills use new episode ids, after all ids that the step may have planned, because ids determine the noise.
     index = np.arange(first * size, (first + groups) * size)
     if has_weights(cfg):
         seed = derive(cfg.seed, "curriculum-refill", step, attempt)
@@ -109,7 +109,7 @@ def refill_episodes(
     else:
         ids = reset_id_array(env, cfg.env.train)
         reset_ids = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
-    return make_single_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, reset_ids))
+    return make_single_wave(cfg, cfg.env.train, _build_train_specs(cfg, env, step, index, index // size, reset_ids))
 
 
 def greedy_episodes(cfg: Config, plan: EpisodeList) -> EpisodeList:
@@ -190,7 +190,7 @@ def _episode_list(cfg: Config, split: EnvSplit, waves: list[EpisodeBatch], num_e
     )
 
 
-def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, outcomes: TaskOutcomes | None) -> list[int]:
+def _select_reset_ids(cfg: Config, env: EnvSpec, step: int, outcomes: TaskOutcomes | None) -> list[int]:
     """Return the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
     if has_weights(cfg):
@@ -213,7 +213,7 @@ def _permutation(seed: int, epoch: int, count: int) -> IntArray:
     return np.random.default_rng(derive(seed, "reset-ids", epoch)).permutation(count)
 
 
-def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: IntArray) -> EpisodeBatch:
+def _build_quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: IntArray) -> EpisodeBatch:
     """Return a wave with one queue per environment, long enough for the quota if episodes end after one chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
@@ -225,11 +225,11 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: Int
 
     @cache
     def specs(index: int) -> Sequence[EpisodeSpec]:
-        """Return the nth episode of each queue, planned together because array operations are faster on batches."""
+        """Return episode number `index` of each queue, planned together because array operations are faster."""
         ids = reset_ids
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, index)) % len(choices)]
-        return _train_episodes(cfg, env, step, members * per_env + index, members // size, ids)
+        return _build_train_specs(cfg, env, step, members * per_env + index, members // size, ids)
 
     def queue(env_index: int) -> Sequence[EpisodeSpec]:
         return _LazyEpisodes(lambda index: specs(index)[env_index], per_env)
@@ -251,7 +251,7 @@ class _LazyEpisodes(Sequence[EpisodeSpec]):
         return self.create(range(self.length)[index])
 
 
-def _train_episodes(
+def _build_train_specs(
     cfg: Config, env: EnvSpec, step: int, index: IntArray, group: IntArray, reset_id: npt.ArrayLike
 ) -> Sequence[EpisodeSpec]:
     seeds, noise = derive_small(cfg.seed, "env", step, group), derive(cfg.seed, "noise", step, index)

@@ -13,7 +13,7 @@ class Expert(Protocol):
     scripted: ClassVar[bool]
     """True if the environment's scripted expert labels the states."""
     authors: ClassVar[tuple[str, ...]]
-    """Authors whose actions are imitated (`data.actors`); empty: all authors."""
+    """Actors whose actions are the targets of SFT (`data.actors`); empty: all actors."""
 
     def __init__(self, cfg: Config) -> None: ...
 

@@ -24,7 +24,7 @@ from embodyrl.config.settings import (
 )
 from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError, shorten
-from embodyrl.plan.checks import wrong_value
+from embodyrl.plan.checks import check_value
 from embodyrl.plan.command_sections import uses_section
 from embodyrl.plan.schema import (
     REGISTRIES,
@@ -75,7 +75,7 @@ def unused_keys(
         if _is_for_other_commands(command, last[name]):
             unused.setdefault(f"`embodyrl {command}`", []).append(name)
         elif not last[name].is_set_by_user and not is_known(name) and _is_training_key(name, values, problems):
-            continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
+            continue  # a key of a user-defined loss or estimator, whose code is imported only if the config is trusted
         elif not is_known(name) or name in schema.branches:
             num_unknown += 1
             problems += _unknown_key_errors(schema, last[name]) if num_unknown <= _MAX_UNKNOWN else []
@@ -159,15 +159,15 @@ def suggest(name: str, likely: Schema | None = None) -> str:
 
     Candidates are keys with a similar spelling, keys of other groups with the same last part, and synonyms.
 
-    `likely` has the keys of the command with the chosen components, which are searched first, because searching all
-    components imports them.
+    The keys in `likely`, of the command with the chosen components, are searched first, because searching all keys
+    imports all components.
     """
-    if likely is not None and (suggestion := _nearest(name, _with_parents(likely.keys), 0.75)):
+    if likely is not None and (suggestion := _find_nearest(name, _with_parents(likely.keys), 0.75)):
         return suggestion
-    return _nearest(name, _with_parents(all_keys()), 0.65)
+    return _find_nearest(name, _with_parents(all_keys()), 0.65)
 
 
-def _nearest(name: str, names: list[str], cutoff: float) -> str:
+def _find_nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
     # From exact to vague matches: the first match is suggested.
     if typo_match := closest(
@@ -272,8 +272,8 @@ def _report_unused(
     key_name = next((part for part in (name, *get_parents(name)) if part in known), None)
     changes_results = command.startswith(("env_type ", "model_type ")) or name == "ckpt"
     if changes_results or key_name is None:
-        problems.append(f"{setting.where}{command} does not read {shorten(name)}; leave it out.")
-    elif key_name == name and (errors := wrong_value(known[name], value)):
+        problems.append(f"{setting.where}{command} does not read {shorten(name)}; remove the key.")
+    elif key_name == name and (errors := check_value(known[name], value)):
         problems += errors
     elif value != to_builtin(known[key_name].default):
         unused.setdefault(command, []).append(name)

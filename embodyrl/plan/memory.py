@@ -43,7 +43,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     """
     plan = _plan_training(run_plan) if run_plan.algorithm else _plan_evaluation(run_plan)
     if run_plan.cfg.rollout.backend == "vllm":
-        plan = replace(plan, engine_memory_fraction=_engine_memory_fraction(run_plan, plan))
+        plan = replace(plan, engine_memory_fraction=_compute_engine_fraction(run_plan, plan))
     return plan
 
 
@@ -56,7 +56,7 @@ def _plan_training(run_plan: RunPlan) -> MemoryPlan:
     """
     cfg = run_plan.cfg
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
-    # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller plan.
+    # The fastest plan is preferred; if it exceeds the memory of a GPU, a slower and smaller plan is used.
     fast_plan = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = fast_plan.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Query the GPUs only if the result matters, because the query starts a program.
@@ -74,22 +74,22 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
     uses_bf16, adapters, is_separate = cfg.model.uses_bf16, costs.num_trained is not None, run_plan.is_disaggregated
     trained = total if costs.num_trained is None else costs.num_trained
-    if critic := _second_model_costs(run_plan, cfg.critic.path):  # all its parameters are trained
+    if critic := _get_second_model_costs(run_plan, cfg.critic.path):  # all its parameters are trained
         trained += critic.num_parameters
     weight_bytes = total * (2 if uses_bf16 else 4)
     # With adapters the base weights keep the compute precision; trained weights are float32.
     stored_bytes = (weight_bytes if adapters else 0) + 4 * trained
     sharded = run_plan.ranks > 1 or fsdp.cpu_offload
-    # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
+    # With HSDP, a copy of the weights has fewer shards than there are ranks.
     shards = (run_plan.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
-    single_micro_batch = sharded and _micro_batches(run_plan) == 1
+    single_micro_batch = sharded and _get_micro_batches(run_plan) == 1
     whole_gradients = not sharded or (gradient_sync == "step" and not single_micro_batch)
     prompts = math.inf if sharded else _count_prompts(run_plan)
     copies = uses_bf16 and not adapters and not sharded
-    activations = _activations(cfg, costs, trained, prompts=prompts, copies=copies, whole_gradients=whole_gradients)
+    activations = _get_activations(cfg, costs, trained, prompts=prompts, copies=copies, whole_gradients=whole_gradients)
     if critic:
         critic_costs = replace(critic, logit_bytes=(0, 0), output_gradient_bytes=(0, 0))  # critics have no log-probs
-        activations += _activations(
+        activations += _get_activations(
             cfg, critic_costs, critic.num_parameters, prompts=math.inf, copies=uses_bf16, whole_gradients=True
         )
     gradients = 4 * trained // (1 if whole_gradients else shards)
@@ -124,7 +124,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         offloaded=(stored_bytes + average_bytes + 12 * trained) // shards if offloaded else 0,
         inference=process + max(stored_bytes, weight_bytes + inference_batch + engine)
         if is_separate
-        else 0,  # its construction needs as much memory as that of an actor
+        else 0,  # building its policy needs as much memory as in an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
         env_worker=_ENV_PROCESS + _estimate_simulators(run_plan, run_plan.env_costs.host_bytes),
@@ -193,7 +193,7 @@ def _estimate_inference(run_plan: RunPlan, costs: PolicyCosts) -> int:
     """
     cfg, num_envs = run_plan.cfg, run_plan.num_envs
     if cfg.rollout.backend != "vllm":
-        # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
+        # Number of weights of which autocast keeps bfloat16 copies; sharded weights are gathered in bfloat16.
         num_copied = costs.num_trained
         if num_copied is None:
             has_copies = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
@@ -205,7 +205,7 @@ def _estimate_inference(run_plan: RunPlan, costs: PolicyCosts) -> int:
     return 0
 
 
-def _second_model_costs(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
+def _get_second_model_costs(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
     """Return the costs of a second model of the policy's type (teacher or separate critic); None without `path`."""
     if path is None:
         return None
@@ -218,7 +218,7 @@ def _estimate_reference(run_plan: RunPlan, own_bytes: int) -> int:
     cfg = run_plan.cfg
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
-    teacher = _second_model_costs(run_plan, cfg.algorithm.reference_path)
+    teacher = _get_second_model_costs(run_plan, cfg.algorithm.reference_path)
     return own_bytes if teacher is None else teacher.num_parameters * (2 if cfg.model.uses_bf16 else 4)
 
 
@@ -250,7 +250,7 @@ def _estimate_replay(run_plan: RunPlan) -> tuple[int, int]:
     return stored * (num_stored + chunks), record_bytes * (frames * min(len(data_infos), 2) + chunks)
 
 
-def _micro_batches(run_plan: RunPlan) -> int:
+def _get_micro_batches(run_plan: RunPlan) -> int:
     """Return the maximum number of micro-batches of an optimizer step on each rank."""
     cfg, rules = run_plan.cfg, run_plan.cfg.algorithm
     batch = -(-run_plan.max_samples // max(1, run_plan.optimizer_steps_per_training_step // rules.update_epoch))
@@ -260,13 +260,13 @@ def _micro_batches(run_plan: RunPlan) -> int:
     return -(-batch // (run_plan.ranks * size))
 
 
-def _activations(
+def _get_activations(
     cfg: Config, costs: PolicyCosts, trained: int, *, prompts: float, copies: bool, whole_gradients: bool
 ) -> int:
-    """Return the activation bytes of a micro-batch; `prompts` limits its number of distinct prompts.
+    """Return the activation bytes of a micro-batch with at most `prompts` distinct prompts.
 
-    `copies`: autocast keeps bfloat16 copies of the weights for the backward pass.
-    `whole_gradients`: unsharded gradients of an earlier micro-batch exist. Otherwise, unsharded gradients of one
+    If `copies`, autocast keeps bfloat16 copies of the weights for the backward pass. If `whole_gradients`, unsharded
+    gradients of an earlier micro-batch exist. Otherwise, unsharded gradients of one
     layer and of the output matrix are needed in addition to the shards. Embedding gradients are computed last.
     """
     off_policy = cfg.algorithm.transitions
@@ -302,13 +302,13 @@ def _get_gathered_bytes(costs: PolicyCosts, total: int, *, uses_bf16: bool, adap
     ) * costs.outside_layers
 
 
-def _engine_memory_fraction(run_plan: RunPlan, plan: MemoryPlan) -> float:
+def _compute_engine_fraction(run_plan: RunPlan, plan: MemoryPlan) -> float:
     """Return the fraction of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve."""
     gpu = run_plan.gpus.free
     if not gpu:
         return _UNKNOWN_SHARE
     if run_plan.algorithm:
-        # The engine may use its minimum, which is counted, and all free memory.
+        # The engine may use its minimum, which is part of the plan, and all free memory.
         other_memory = replace(plan, engine=0)
         if plan.sleeps:
             other_memory = replace(other_memory, gradients=0, activations=0, in_use=0)

@@ -1,4 +1,4 @@
-"""Memory and speed in `--dry-run`, and errors for runs that do not fit in memory, with the settings that reduce it."""
+"""Memory and speed in `--dry-run`, and errors for runs that do not fit in memory, with settings that reduce memory."""
 
 import os
 from collections import Counter
@@ -33,7 +33,7 @@ def require_devices(run_plan: RunPlan) -> None:
     """Raise an error if a run needs GPUs that the host does not have.
 
     Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names a missing GPU, or several actor ranks would share a GPU.
+        ConfigError: CUDA_VISIBLE_DEVICES contains a missing GPU, or several actor ranks would share a GPU.
     """
     if missing := run_plan.gpus.missing:
         raise ConfigError(
@@ -54,7 +54,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
     """Raise an error if a run does not fit in memory.
 
     Raises:
-        ConfigError: the run does not fit; the message names needed and available memory, and keys that reduce memory.
+        ConfigError: the run does not fit; the message contains needed and free memory, and keys that reduce memory.
     """
     if visible_gpus():
         gpu, needed = run_plan.gpus.free, fullest_gpu(run_plan, plan)
@@ -81,7 +81,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
 def _suggest_settings(run_plan: RunPlan, plan: MemoryPlan, rendering_bytes: int | None = None) -> str:
     """Return a sentence with settings that the run does not use and that would reduce its memory.
 
-    `rendering_bytes`: GPU memory of simulators on the fullest GPU in bytes; None: the memory of a host is too small.
+    `rendering_bytes` is the memory of the simulators on the fullest GPU, or None if the memory of a host is too small.
     """
     cfg, workers, on_gpu = run_plan.cfg, len(run_plan.env_workers), rendering_bytes is not None
     learns, keys = run_plan.algorithm is not None, list[str]()

@@ -48,7 +48,7 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
     if rules and folders and policy.steering and not policy.steering.is_residual:
-        yield f"algorithm.demonstrations has actions, {policy.steering.key} chooses noise; remove the key."
+        yield f"algorithm.demonstrations has actions, but {policy.steering.key} selects noise; remove the first key."
         folders = []
     if rules and rules.hindsight_goals:
         yield from _hindsight_problems(cfg, env, policy)
@@ -83,7 +83,7 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
     if longest > (limit := cfg.env.train.time_limit(env)):
         log.warning(
             "warning: algorithm.demonstrations: an episode of %s has %d steps, more than the time limit of %d "
-            "(env.train.max_episode_steps), so slower episodes fail; fix: a larger limit.",
+            "(env.train.max_episode_steps), so slower episodes fail; fix: raise the limit.",
             *(folder, longest, limit),
         )
     if not cfg.algorithm.imitates:
@@ -142,8 +142,8 @@ def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterat
     if env.goal is None:
         yield (
             f"{key}: env '{env.name}' has no goals to relabel. Hindsight needs observations with achieved_goal and "
-            "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that gives, for an "
-            "empty info, its steps' rewards. Wrappers must keep the observation a dictionary; vector environments "
+            "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that returns, for "
+            "an empty info, the reward of a step. Wrappers must keep the observation a dictionary; vector environments "
             "are not supported. Fix: use such an environment, or remove the key."
         )
     if policy.steering or not policy.inputs.state:
@@ -151,7 +151,7 @@ def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterat
     if policy.num_action_chunks > 1:
         yield (
             f"{key} needs single actions, but model.num_action_chunks={policy.num_action_chunks}; set "
-            "model.num_action_chunks=1 (algorithm.n_step adds up rewards)."
+            "model.num_action_chunks=1 (algorithm.n_step sums rewards of several steps)."
         )
     if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
         yield f"{key}: compute_reward returns rewards, not reward differences; set env.use_rel_reward=false."
@@ -160,14 +160,14 @@ def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterat
 
 
 def iql_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
-    """Yield the requirements of implicit Q-learning that a config does not meet, one line each."""
+    """Yield the requirements of implicit Q-learning that a config violates, one line each."""
     if env.action.kind is not ActionKind.box:
         yield f"adv_type 'iql' needs real-valued actions, but env '{env.name}' has {env.action.kind} actions."
     if policy.steering:
         yield f"adv_type 'iql' trains the whole model, but {policy.steering.key} freezes it; remove the key."
     if not cfg.algorithm.demonstrations:  # type: ignore[union-attr]
         yield (
-            "algorithm.demonstrations is empty, but adv_type 'iql' trains on data sets only: "
-            "algorithm.demonstrations=[FOLDER], for example of `embodyrl collect` or runner.keep_episodes."
+            "algorithm.demonstrations is empty, but adv_type 'iql' trains on data sets only. Set "
+            "algorithm.demonstrations=[FOLDER], for example data of `embodyrl collect` or runner.keep_episodes."
         )
     yield from replay_problems(cfg, algorithm, env, policy)

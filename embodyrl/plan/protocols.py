@@ -26,13 +26,13 @@ def protocol_deviations(cfg: Config, env: EnvSpec) -> list[str]:
     values = dict(cfg.leaves())
     differences = [
         f"{key}={format_value(values[key])} instead of {format_value(value)}"
-        for key, value in _required_settings(cfg, env).items()
+        for key, value in _get_required_settings(cfg, env).items()
         if key in values and to_builtin(values[key]) != value
     ]
     return [*differences, *cfg.eval.protocol.departures]
 
 
-def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
+def build_protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
     """Return the protocol's entry in result files; None: no protocol is set."""
     protocol = cfg.eval.protocol
     if protocol.name is None:
@@ -46,7 +46,7 @@ def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
     }
 
 
-def _required_settings(cfg: Config, env: EnvSpec) -> dict[str, Any]:
+def _get_required_settings(cfg: Config, env: EnvSpec) -> dict[str, Any]:
     """Return {key: value} of the settings that the protocol requires."""
     required = {
         "eval.episodes": None,

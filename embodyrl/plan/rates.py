@@ -98,7 +98,7 @@ class Rates:
     def _basis(self) -> str:
         if self.speed.source:
             return f"measured for each GPU ({self.speed.name})"
-        return f"assumed for each GPU ({self.speed.name}{'' if self.known else ', because its name is unknown'})"
+        return f"assumed for each GPU ({self.speed.name}{'' if self.known else ', because the GPU is unknown'})"
 
     @property
     def _origin(self) -> str:
@@ -186,7 +186,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     )
 
 
-def known_speed(gpu_model: str) -> Speed | None:
+def find_known_speed(gpu_model: str) -> Speed | None:
     """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if `SPEEDS` has no entry for the name."""
     # Match whole words: L4 does not match L40S.
     return next((entry for entry in SPEEDS if re.search(rf"\b{entry.name}\b", gpu_model)), None)
@@ -202,7 +202,7 @@ def _get_measured_speed(gpu_model: str, measurements: Mapping[str, Measured]) ->
 
 def _find_slowest_speed(gpus: Gpus, measurements: Mapping[str, Measured]) -> Speed | None:
     """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
-    speeds = [_get_measured_speed(gpu_model, measurements) or known_speed(gpu_model) for gpu_model in gpus.kinds]
+    speeds = [_get_measured_speed(gpu_model, measurements) or find_known_speed(gpu_model) for gpu_model in gpus.kinds]
     known_speeds = [speed for speed in speeds if speed is not None]
     if len(known_speeds) < len(speeds):
         return None

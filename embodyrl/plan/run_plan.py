@@ -39,7 +39,7 @@ class RunPlan:
     """Training algorithm; None: evaluation only."""
     layout: RecordLayout
     capacity: int
-    """Number of records of the arena: the maximum in use during a rollout."""
+    """Number of records in shared memory: the maximum in use during a rollout."""
     env_workers: tuple[WorkerEnvs, ...]
     total_steps: int
     """Number of training steps."""
@@ -74,7 +74,7 @@ class RunPlan:
 
     @property
     def is_disaggregated(self) -> bool:
-        """True if rollout and actor are different processes; only training has actors."""
+        """True if rollouts and training run in different processes; always False without training."""
         return self.algorithm is not None and self.cfg.rollout_processes > 0
 
     @property

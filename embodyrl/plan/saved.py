@@ -143,12 +143,12 @@ def merge_with_base(
     problems: list[str],
 ) -> list[Setting]:
     """Return the settings inherited from the run with the initial weights, merged with the selected group options."""
-    saved = _base_settings(base, command, groups, file_settings, problems)
-    # A protocol's settings are overrides, so they may name code as well.
+    saved = _get_base_settings(base, command, groups, file_settings, problems)
+    # The settings of a protocol are overrides, so their values may also refer to code.
     check_trust(_values([*saved, *get_protocol_settings(saved, [])]), overrides, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
     unsaved = [s for s in file_settings if s.key.partition(".")[0] not in sections]
-    # Cameras and frozen base weights stay those that the weights were trained with.
+    # Cameras and frozen base weights are not replaced, because the weights were trained with these values.
     fixed_keys = {s.key for s in saved if s.key.startswith("env.init_params.") or s.key in _BASE_WEIGHTS}
     return [*unsaved, *saved, *(s for s in file_settings if _is_set_by(s, groups) and s.key not in fixed_keys)]
 
@@ -166,7 +166,7 @@ def get_protocol_settings(settings: Sequence[Setting], problems: list[str]) -> l
                 continue
             if not is_key_or_subkey(key, _PROTOCOL_KEYS):
                 problems.append(
-                    f"{entry.where}{override}: a protocol sets only {', '.join(_PROTOCOL_KEYS)}. Remove it."
+                    f"{entry.where}{override}: a protocol sets only {', '.join(_PROTOCOL_KEYS)}. Remove this key."
                 )
                 continue
             protocol_settings += [
@@ -184,8 +184,8 @@ def find_start_folder(run: Path) -> Path | None:
 def _find_complete_weights(base: Path, saved: Mapping[str, Any]) -> Path | None:
     """Return the folder with all weights and merged adapters from which the policy of a run is built.
 
-    An exported folder contains them. If the folder of the initial weights was moved or deleted, the newest checkpoint
-    is used, unless it contains adapters only. None: the policy is built from the initial weights.
+    An exported folder contains all weights. If the folder of the initial weights was moved or deleted, the newest
+    checkpoint is used, unless it contains adapters only. None: the policy is built from the initial weights.
     """
     if base.name == EXPORTED_CONFIG:
         return base.parent
@@ -197,7 +197,7 @@ def _find_complete_weights(base: Path, saved: Mapping[str, Any]) -> Path | None:
     return folder if is_complete else None
 
 
-def _base_settings(
+def _get_base_settings(
     base: Path, command: str, groups: Mapping[str, str], file_settings: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
     """Return the settings that a command inherits from the run whose weights it uses.
@@ -215,7 +215,7 @@ def _base_settings(
     excluded = {*_RUN_KEYS, *groups, *(_ENV_KEYS if "env" in groups else ())}
     if "eval" in groups:
         excluded.add("runner.val_suites")
-    # The run may be a copy from another machine.
+    # runner.output_dir of a run that was copied from another machine is not used.
     if Path(str(saved.get("runner.output_dir"))).resolve() != base.parent.parent.resolve():
         excluded.add("runner.output_dir")
     if command != "train":
@@ -229,13 +229,13 @@ def _base_settings(
         inherited |= _BASE_WEIGHTS
     settings = [Setting(key, value, str(base)) for key, value in saved.items()]
     if command_of_run not in ("train", "eval") and "env" not in groups:
-        settings += _data_environment(base, saved, problems)
+        settings += _get_data_environment(base, saved, problems)
     if command == "train" and command_of_run != "train":
         settings = [setting for setting in settings if is_key_or_subkey(setting.key, ("env", "model"))]
     return [s for s in settings if is_key_or_subkey(s.key, inherited) or not is_key_or_subkey(s.key, excluded)]
 
 
-def _data_environment(file: Path, saved: Mapping[str, Any], problems: list[str]) -> list[Setting]:
+def _get_data_environment(file: Path, saved: Mapping[str, Any], problems: list[str]) -> list[Setting]:
     """Return the settings of the environment in which the data of the SFT or DAgger run with this config were recorded.
 
     Tasks and time limit of the evaluation are those of the recording.
@@ -249,7 +249,7 @@ def _data_environment(file: Path, saved: Mapping[str, Any], problems: list[str])
         values = read_saved(file)
     eval_keys = ["max_episode_steps", "task_ids"]
     if "env.train.state_ids" in values and values["env.train.state_ids"] is None:
-        eval_keys.append("state_ids")  # all of them, because other state ids may not exist
+        eval_keys.append("state_ids")  # null selects all states; other state ids may not exist
     values |= {f"env.eval.{key}": values[f"env.train.{key}"] for key in eval_keys if f"env.train.{key}" in values}
     return [Setting(key, value, str(file)) for key, value in values.items()]
 
@@ -266,18 +266,17 @@ _CHUNK, _NUM_IMAGES = "model.num_action_chunks", "model.num_images_in_input"
 _HORIZONS = ["env.train.max_episode_steps", "env.eval.max_episode_steps"]
 _TASKS = ["env.train.task_ids", "env.eval.task_ids"]
 _TASK_KEYS = ("env.env_type", "env.task_suite_name", "env.id")
-"""Keys that two environments with the same time limit share."""
+"""Keys with equal values in two environments if both have the same tasks and time limit."""
 
 
 def get_weight_settings(
     command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool
 ) -> tuple[list[Setting], list[str]]:
-    """Return the images' size and colors, chunk length, time limit and tasks of the weights, and a warning.
+    """Return the settings with which weights were trained, and a warning about differing command-line values.
 
-    The warning lists command-line values that differ.
-
-    These settings replace values of presets, but not values of the file that sets `model.path`. Time limit, tasks and
-    images are those of the same environment. With `fetch`, the description of weights on the hub is downloaded.
+    The settings are size and colors of the images, chunk length, time limit and tasks. These settings replace values of
+    presets, but not values of the file that sets `model.path`. Time limit, tasks and images are returned only for the
+    environment of the training. With `fetch`, the description of weights on the hub is downloaded.
     """
     last = {setting.key: setting for setting in settings}
     weights_setting = next((last[key] for key in ("ckpt", "model.path") if key in last and last[key].value), None)
@@ -337,7 +336,7 @@ def _read_description(folder: Path, task_values: Mapping[str, Any]) -> tuple[Pat
     if (file := find_weights_config(folder)) is not None:
         saved = read_saved(file)
         if infer_command(saved) not in ("train", "eval"):
-            saved |= _values(_data_environment(file, saved, []))
+            saved |= _values(_get_data_environment(file, saved, []))
         return file, saved
     inputs = read_saved_inputs(folder)
     if inputs.pop("environment", None) in task_values.values():

@@ -111,7 +111,7 @@ class Config(TopSettings):
 
     @classmethod
     def build(cls, schema: Schema, values: Mapping[str, Any]) -> Config:
-        """Return the config with the given validated sections and keys without a section; others are None."""
+        """Return the config with the given validated sections and keys without a section; other fields are None."""
         cfg = cls.model_construct(**{name: values.get(name) for name in cls.model_fields})
         cfg._schema = schema
         return cfg
@@ -186,7 +186,7 @@ class Config(TopSettings):
 
     @property
     def rollout_processes(self) -> int:
-        """Number of processes that only run inference for rollouts; 0: training processes also act."""
+        """Number of processes that only run inference for rollouts; 0: training processes also run inference."""
         return self.rollout.processes if self.is_train_command else 0
 
     @property
@@ -245,8 +245,9 @@ class Config(TopSettings):
 
 
 def get_selectors(command: str) -> dict[str, str]:
-    """Return the name of the key that selects the settings class, by group; other groups have a fixed class."""
-    sections = get_command_sections(command).sections.split()  # without training, the keys of all algorithms suffice
+    """Return, by group, the key that selects the settings class; groups with a fixed class are not included."""
+    sections = get_command_sections(command).sections.split()
+    # Only training needs the keys of one algorithm; other commands use `InferenceAlgorithm`.
     return {
         group: key
         for group, key in SELECTORS.items()
@@ -278,14 +279,14 @@ def choose_classes(command: str, values: Mapping[str, Any], problems: list[str])
     elif getattr(components.get("env"), "rewards_steps", False) and uses_section(command, "rollout"):
         sections["reward"] = StepRewardSettings
     if command == "sft":
-        sections["data"] = _training_data(values)
+        sections["data"] = _choose_data_class(values)
     if "launcher" in components and components["launcher"].spans_hosts:
         sections["cluster"] = ClusterSettings
     order = {name: sections[name] for name in Config.model_fields if name in sections}
     return Schema(command=command, sections=order, loss=loss), frozenset(invalid_groups)
 
 
-def _training_data(values: Mapping[str, Any]) -> type[Settings]:
+def _choose_data_class(values: Mapping[str, Any]) -> type[Settings]:
     """Return the settings class of `data` for SFT, which depends on the content of `data.path`."""
     if not contains_text_rows(str(values.get("data.path", ""))):
         return DemonstrationSettings

@@ -49,15 +49,15 @@ class RunnerSettings(Settings):
     output_dir: Path = "runs"
     """Parent folder of the run folders: a run writes to <output_dir>/<id>/."""
     experiment_name: Name | None = None
-    """Name of the run folder; default: time, environment, model and algorithm."""
+    """Name of the run folder; default: time, command, and environment or data set."""
     on_existing: OnExisting = OnExisting.error
     """Action when the run folder exists: error, resume (continue the run), or rename (choose a new name)."""
     max_steps: Count = 100
     """Number of training steps."""
     max_epochs: CountOrAll = -1
-    """Maximum number of passes over the initial states (reset ids) of training; -1: no limit."""
+    """Maximum number of passes over the initial states of training (SFT: over the samples); -1: no limit."""
     only_eval: bool = False
-    """Evaluate `ckpt` (or the model's own weights) and stop."""
+    """Only evaluate `ckpt` (or the model's own weights), as `embodyrl eval` does."""
     val_check_interval: CountOrAll = -1
     """Number of training steps between validations, which also run before the first and after the last step; -1: no
     validation."""
@@ -84,10 +84,10 @@ class RunnerSettings(Settings):
 
 
 class VllmSettings(Settings):
-    """Arguments of the vLLM engine started by `rollout.backend=vllm`; null: chosen by the run plan or by vLLM."""
+    """Arguments of the vLLM engine started by `rollout.backend=vllm`; null: default of embodyrl or of vLLM."""
 
     gpu_memory_utilization: Share | None = None
-    """Fraction of GPU memory for vLLM; default: the memory that the run plan leaves free."""
+    """Fraction of GPU memory for vLLM; default: the memory that the rest of the run does not need."""
     max_model_len: Count | None = None
     """Maximum number of tokens of prompt and reply together; default: the model's limit."""
     max_num_seqs: Count | None = None
@@ -124,7 +124,7 @@ class RolloutSettings(Settings):
     }
 
     mode: RolloutMode = RolloutMode.collocated
-    """collocated: rollout and actor share one process and one copy of the weights; disaggregated: separate rollout
+    """Processes of rollouts. collocated: the training processes, with the same weights. disaggregated: separate
     processes, which receive new weights between two chunks."""
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
     """Number of rollout processes with rollout.mode=disaggregated."""
@@ -134,9 +134,9 @@ class RolloutSettings(Settings):
     url: (
         Annotated[str, Field(pattern=r"^https?://\S+$"), Constraint("an address such as http://host:8000/v1")] | None
     ) = None
-    """backend=server: URL of the completions server, including /v1."""
+    """With rollout.backend=server: URL of the completions server, including /v1."""
     served_model: str | None = None
-    """backend=server: model name on the server; default: the server's first model."""
+    """With rollout.backend=server: model name on the server; default: the server's first model."""
     vllm: VllmSettings = VllmSettings()
     logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     """Language models: for each token of a reply, also record the n most probable tokens with their
@@ -146,7 +146,7 @@ class RolloutSettings(Settings):
 
     @property
     def processes(self) -> int:
-        """Number of processes that only run inference for rollouts; 0: training processes also act."""
+        """Number of processes that only run inference for rollouts; 0: training processes also run inference."""
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
     def problems(self) -> Iterator[str]:

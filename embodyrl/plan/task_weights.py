@@ -41,8 +41,8 @@ def has_task_weights(env: EnvSpec, split: EnvSplit) -> bool:
     return len(select_tasks(env, split)) > 1
 
 
-def _weighted_ids(env: EnvSpec, split: EnvSplit) -> dict[int, Sequence[int]]:
-    """Return the reset ids of each weight: of each selected task, or each reset id of a single task."""
+def _get_weighted_ids(env: EnvSpec, split: EnvSplit) -> dict[int, Sequence[int]]:
+    """Return the reset ids to which each weight applies, by task id, or by reset id if there is one task."""
     ids_by_task = {task: get_reset_ids(env, split, task) for task in select_tasks(env, split)}
     if has_task_weights(env, split):
         return {**ids_by_task}
@@ -55,7 +55,7 @@ def sample_weighted_ids(cfg: Config, env: EnvSpec, count: int, outcomes: TaskOut
     Tasks (or the reset ids of a single task) are sampled systematically: the number of groups of each is proportional
     to its weight, rounded up or down.
     """
-    rng, weighted_ids = np.random.default_rng(seed), _weighted_ids(env, cfg.env.train)
+    rng, weighted_ids = np.random.default_rng(seed), _get_weighted_ids(env, cfg.env.train)
     weights = np.asarray(cfg.env.train.task_weights or [1.0] * len(weighted_ids))
     scaled = weights * np.asarray([success_variance(outcomes or {}, name) for name in weighted_ids])
     share = cfg.algorithm.curriculum
@@ -82,15 +82,15 @@ def weight_problems(cfg: Config, env: EnvSpec, *, counts_chunk_steps: bool) -> l
         return []
     split = cfg.env.train
     if not counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
-        num_weights, num_needed = len(split.task_weights or ()), len(_weighted_ids(env, split))
+        num_weights, num_needed = len(split.task_weights or ()), len(_get_weighted_ids(env, split))
         error = (
             f"env.train.task_weights has {num_weights} weights for {num_needed} tasks; set one weight for each task."
         )
         return [error] if num_weights not in (0, num_needed) else []
-    num_weights = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
+    weight_keys = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
     return [
         f"{key} weights initial states, but environments choose initial states freely; set "
         f"env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or remove {key}."
-        for key, value in num_weights.items()
+        for key, value in weight_keys.items()
         if value
     ]

@@ -60,7 +60,7 @@ def open_checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = Fa
     """
     from embodyrl.policies import POLICIES
 
-    # None: a model with its own small vocabulary.
+    # The folder is None for a model with its own small vocabulary.
     folder = language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
     template = None if folder is None else ChatTemplate.from_settings(cfg.model, folder)
     included = getattr(POLICIES.get(cfg.model.model_type), "default_folder", None)
@@ -69,7 +69,7 @@ def open_checked_rows(cfg: Config, data: RowSettings, *, json_answers: bool = Fa
 
 
 def prompt_banner_lines(cfg: Config, folder: Path) -> list[tuple[str, str]]:
-    """Return lines (label, text) with the first prompt as the model gets it, and its number of unknown tokens.
+    """Return lines (label, text) with the first prompt that the model receives, and its number of unknown tokens.
 
     Raises:
         ConfigError: see `open_rows`.

@@ -18,7 +18,7 @@ def find_checkpoint(path: Path) -> Path | None:
     real_path = Path(os.path.realpath(path))
     for folder in (real_path, *real_path.parents):
         is_policy = real_path.relative_to(folder).parts[:1] == (POLICY_FOLDER,)
-        # The manifest may be lost, the folder copied, and the path that of the checkpoint itself.
+        # Two of three signs suffice, because the manifest may be lost or the folder copied.
         if is_policy + (folder.parent.name == "checkpoints") + (folder / MANIFEST_NAME).is_file() > 1:
             return folder
     return None
@@ -30,7 +30,7 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
     A checkpoint is first verified against its manifest.
 
     Raises:
-        CheckpointError: the path contains no usable weights; the message names a damaged file.
+        CheckpointError: the path contains no usable weights, or a file is damaged; the message contains its path.
     """
     path = resolve_run(ckpt)
     if (path / "checkpoints").is_dir():

@@ -258,7 +258,7 @@ def test_splits_use_only_their_initial_states() -> None:
     ("overrides", "said"),
     [
         (["collect.out=null"], "collect.out is not set"),
-        (["data.path=x"], "data.path=x: env_type 'toy_env:FACTORY' does not read data.path; leave it out"),
+        (["data.path=x"], "data.path=x: env_type 'toy_env:FACTORY' does not read data.path; remove the key"),
     ],
 )
 def test_collect_reports_missing_and_unused_keys(tmp_path: Path, overrides: list[str], said: str) -> None:

@@ -92,7 +92,7 @@ def test_diffusion_policy_on_states_needs_its_own_history(
 def test_environment_history_must_equal_the_policys_observation_steps() -> None:
     policy = PolicySpec(name="x", num_action_chunks=1, action_dim=7, tokens_per_chunk=7, gripper=ENV.action.gripper)
     (problem,) = mismatches(with_history(ENV, 2), policy)
-    assert "shows 2 observation steps, but model 'x' reads 1; set env.history=1" in problem
+    assert "provides 2 observation steps, but model 'x' reads 1; set env.history=1" in problem
     assert mismatches(ENV, policy) == []
 
 

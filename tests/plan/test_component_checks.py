@@ -94,7 +94,7 @@ def test_env_type_accepts_user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     left = problems_of(*mine, "env.reward_coef=3", "model.model_type=nope")
     assert len(left) == 2
     assert any("nope" in p for p in left)
-    assert "env.reward_coef=3: env_type 'my_kitchen:FACTORY' does not read env.reward_coef; leave it out." in left
+    assert "env.reward_coef=3: env_type 'my_kitchen:FACTORY' does not read env.reward_coef; remove the key." in left
 
 
 def test_missing_reference_policy_is_rejected_before_a_run(tmp_path: Path) -> None:

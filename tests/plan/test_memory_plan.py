@@ -443,7 +443,7 @@ def test_replay_buffer_size_includes_next_observations(tmp_path):
 
 def test_planned_micro_batches_are_per_rank_and_respect_the_token_budget(tmp_path):
     def count(*words):
-        return memory._micro_batches(build_run_plan(text_config(tmp_path, "launcher=local", *words), training=True))
+        return memory._get_micro_batches(build_run_plan(text_config(tmp_path, "launcher=local", *words), training=True))
 
     words = ("env.train.total_num_envs=16", "actor.global_batch_size=16", "actor.micro_batch_size=2")
     assert (count(*words), count(*words, "actor.fsdp.size=2")) == (8, 4)

@@ -211,7 +211,7 @@ QUIET = (
     ("words", "said"),
     [
         (["env.id=Pendulum-v1"], "has no goals to relabel"),
-        (["env.id=goal_env:Otherwise"], "gives, for an empty info, its steps' rewards"),
+        (["env.id=goal_env:Otherwise"], "for an empty info, the reward of a step"),
         (["env.id=goal_env:Told"], "for an empty info"),
         (["env.wrappers=[gymnasium.wrappers:FlattenObservation]"], "keep the observation a dictionary"),
         (["model.num_action_chunks=2"], "model.num_action_chunks=1"),

@@ -134,7 +134,7 @@ def test_demonstrations_are_rejected_for_dsrl(folder):  # noqa: F811
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("algorithm.demonstrations=[assets]",), "has actions, model.likelihood=dsrl chooses noise"),
+        (("algorithm.demonstrations=[assets]",), "has actions, but model.likelihood=dsrl selects noise"),
         (("model.likelihood=flow_sde",), "or a flow policy, ACT or Diffusion Policy with model.likelihood=dsrl"),
     ],
 )

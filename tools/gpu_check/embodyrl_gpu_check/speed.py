@@ -9,7 +9,7 @@ import torch
 
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.training import load_optimizer
-from embodyrl.plan.rates import known_speed
+from embodyrl.plan.rates import find_known_speed
 from embodyrl.policies.tensors import get_best_device
 from embodyrl_gpu_check.result import GpuParts, GpuResult
 
@@ -104,7 +104,7 @@ def measure_device(parts: GpuParts, device: str, name: str) -> str:
 
 
 def _compare(parts: GpuParts, device: str, name: str, rates: dict[str, float]) -> None:
-    assumed = known_speed(name)
+    assumed = find_known_speed(name)
     for key in ("flops", "slow_flops", "bandwidth") if assumed else ():
         if key in rates and rates[key] < _MIN_RATIO * getattr(assumed, key):
             share = rates[key] / getattr(assumed, key)
