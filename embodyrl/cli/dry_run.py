@@ -8,7 +8,7 @@ from embodyrl.commands.banner import (
     training_banner_lines,
 )
 from embodyrl.commands.run_folder import resolve_initial_weights
-from embodyrl.monitor.phases import rough_duration
+from embodyrl.monitor.phases import format_rough_duration
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.memory_limits import resource_banner_lines
 from embodyrl.plan.rates import predict
@@ -48,7 +48,7 @@ def _describe_verdict(run_plan: RunPlan) -> list[tuple[str, str]]:
     rates, steps = predict(run_plan), run_plan.total_steps
     if rates is None:
         return [("verdict", "fits on this machine · no time prediction on CPUs; each step line shows the time left")]
-    total = rough_duration(rates.seconds * steps)
+    total = format_rough_duration(rates.seconds * steps)
     return [("verdict", f"fits on this machine · about {total} for {steps} steps, without validations")]
 
 

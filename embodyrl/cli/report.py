@@ -15,7 +15,7 @@ from embodyrl.cli.runs import find_newest_run, find_run
 from embodyrl.errors import ConfigError, replace_control_characters
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
-from embodyrl.reports.samples import sample_lines
+from embodyrl.reports.samples import format_samples
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +51,7 @@ def report(args: argparse.Namespace) -> int:
 
 def card(args: argparse.Namespace) -> int:
     """Run `embodyrl card`: write the result card of a run."""
-    from embodyrl.reports.card import build_card, card_text, write_card
+    from embodyrl.reports.card import build_card, format_card, write_card
 
     if len(args.arguments) != 1:
         raise ConfigError("embodyrl card takes one run, for example: embodyrl card runs/my_run.")
@@ -63,7 +63,7 @@ def card(args: argparse.Namespace) -> int:
             f"Cannot write {args.out or run}: {error.strerror}. Choose another path with --out."
         ) from error
     result_card = build_card(run)
-    show_result(args, result_card, (card_text(result_card), *(f"card  {path}" for path in paths)))
+    show_result(args, result_card, (format_card(result_card), *(f"card  {path}" for path in paths)))
     return 0
 
 
@@ -113,7 +113,7 @@ def build_dashboard(history: History) -> RenderableType:
     evaluation = history.evaluations[-1] if history.evaluations else history.unfinished
     if not (history.rows or evaluation):
         return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for the first metrics.")
-    if reply_lines := list(sample_lines(select_samples(history, _MAX_REPLIES))):
+    if reply_lines := list(format_samples(select_samples(history, _MAX_REPLIES))):
         return Group(_build_score_table(history, evaluation), Text("\n".join(["replies", *reply_lines])))
     return _build_score_table(history, evaluation)
 
@@ -121,7 +121,7 @@ def build_dashboard(history: History) -> RenderableType:
 def _build_score_table(history: History, evaluation: Evaluation | None) -> RenderableType:
     from rich.table import Table
 
-    from embodyrl.monitor.dashboard import replay
+    from embodyrl.monitor.dashboard import replay_metrics
     from embodyrl.monitor.protocol import RunInfo
 
     if evaluation is not None and not history.rows:
@@ -139,4 +139,4 @@ def _build_score_table(history: History, evaluation: Evaluation | None) -> Rende
     if not isinstance(total, int):
         raise ConfigError(f"{history.folder / 'config.yaml'}: runner.max_steps is not a number. Restore the file.")
     events = (replace_control_characters(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
-    return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)
+    return replay_metrics(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)

@@ -35,7 +35,7 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.reports.history import read_baseline
 from embodyrl.reports.paired import PairedComparison
-from embodyrl.reports.samples import pick_samples, sample_lines
+from embodyrl.reports.samples import format_samples, pick_samples
 from embodyrl.scheduler.rollout import ChooseVideo, Rollout, RolloutResult, RolloutStats
 from embodyrl.scheduler.start import RolloutWorkers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
@@ -148,7 +148,7 @@ def run_evaluation(
         result = replace(result, baseline=Path(str(cfg.eval.baseline)).name, paired=tuple(compare(rows)))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
-    for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
+    for line in format_samples(pick_samples((), rows, cfg.eval.show_replies)):
         monitor.text(line)
     table = asdict(result) | {"step": step, "env": run_plan.env.name}
     del table["folder"]

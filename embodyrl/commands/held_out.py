@@ -154,7 +154,7 @@ def _get_possible_ids(saved: Mapping[str, Any], split: str, env: EnvSpec, all_su
         values = EnvSplit(task_ids=saved.get(f"env.{split}.task_ids"), state_ids=ids)
     except ValidationError:
         return set()  # not a config written by embodyrl
-    selected = _select_ids(env, values, across=all_suites)
+    selected = _select_ids(env, values, all_suites=all_suites)
     total, per_task = saved.get("eval.episodes"), saved.get("eval.episodes_per_task")
     if split == "train" or not (isinstance(total, int) or isinstance(per_task, int)):
         return selected

@@ -14,7 +14,7 @@ from rich.live import Live
 
 from embodyrl.files import has_room
 from embodyrl.monitor.history import METRICS_FILE, read_rows
-from embodyrl.monitor.phases import rough_duration
+from embodyrl.monitor.phases import format_rough_duration
 from embodyrl.monitor.protocol import Monitor, ResultRow, RunInfo
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _FIELDS: tuple[tuple[str, str], ...] = (
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], left: str = "") -> str:
-    """Format the metrics of a training step as one line, with the text `left` at the end; omit missing metrics.
+    """Format the metrics of a training step as a line that ends with the remaining time `left`; omit missing metrics.
 
     >>> step_line(3, 100, {"time/step": 12.41, "train/success_once": 0.25, "train/episodes": 8.0})
     'step   3/100  12.4 s  success 25.0 % of 8'
@@ -110,7 +110,7 @@ class ConsoleMonitor(Monitor):
             for row in read_rows(run_dir / METRICS_FILE) if info.resume_step else ():
                 if row.get("step", 0) < info.resume_step:
                     self._dashboard.log(row.get("step", 0), row)
-            # Without training steps, the display is a progress bar, which is not kept.
+            # Without training steps, the display is only a progress bar, which is erased at the end.
             self._live_display = Live(
                 self._dashboard, console=self._console, refresh_per_second=4, transient=not info.total_steps
             )
@@ -129,7 +129,7 @@ class ConsoleMonitor(Monitor):
         self._seconds += metrics.get("time/step", 0.0) * steps + metrics.get("time/validate", 0.0)
         if not self._seconds or not self._steps or step >= self._total:
             return ""
-        return f"{rough_duration(self._seconds / self._steps * (self._total - step))} left"
+        return f"{format_rough_duration(self._seconds / self._steps * (self._total - step))} left"
 
     def text(self, line: str) -> None:
         """See `Monitor.text`."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from embodyrl.monitor.intervals import wilson
-from embodyrl.monitor.phases import duration, step_seconds, time_tree, total_times
+from embodyrl.monitor.phases import build_time_tree, format_duration, step_seconds, sum_times
 from embodyrl.monitor.protocol import RunInfo
 
 _MAX_VALUES, _NUM_RECENT_STEPS, _MAX_EVENTS, _MAX_EVENT_LENGTH, _MAX_TASKS = 240, 20, 5, 240, 10
@@ -125,9 +125,9 @@ class Dashboard:
         parts = [f"step {step}/{total}"]
         if self._rows and total > step:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
-            parts.append(f"ETA {duration(mean * (total - step))}")
-        live = f"{duration(self._clock() - self._start_time)} so far" if self._clock else ""
-        parts += [live or f"{duration(self._sums['seconds'])} in steps", *([self._phase] if self._phase else [])]
+            parts.append(f"ETA {format_duration(mean * (total - step))}")
+        live = f"{format_duration(self._clock() - self._start_time)} so far" if self._clock else ""
+        parts += [live or f"{format_duration(self._sums['seconds'])} in steps", *([self._phase] if self._phase else [])]
         return " · ".join(parts)
 
     def _progress(self) -> Table:
@@ -149,8 +149,8 @@ class Dashboard:
 
     def _time(self, width: int) -> Table:
         table = _build_grid(4 if width else 3)
-        means = {name: seconds / len(self._rows) for name, seconds in total_times(self._rows).items()}
-        for phase in time_tree(means):
+        means = {name: seconds / len(self._rows) for name, seconds in sum_times(self._rows).items()}
+        for phase in build_time_tree(means):
             bar = "█" * min(width, max(1, round(width * phase.share))) if phase.share >= 0.005 else ""
             name = Text(("  " if phase.depth else "") + phase.name, style="dim" if phase.depth else "")
             row = name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %"
@@ -208,7 +208,7 @@ def _build_grid(columns: int) -> Table:
     return table
 
 
-def replay(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:
+def replay_metrics(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:
     """Build the dashboard of a run from metric rows and event lines."""
     board = Dashboard(info, clock=None)
     for row in rows:

@@ -16,7 +16,7 @@ from embodyrl.registry import name_problems
 _log = logging.getLogger(__name__)
 
 
-def missing_loggers(backends: Sequence[str]) -> list[str]:
+def find_logger_problems(backends: Sequence[str]) -> list[str]:
     """Return an error for each logger that does not exist or whose package is not installed."""
     key = "runner.logger.backends"
     if problems := name_problems(key, backends, MONITORS.get):
@@ -110,7 +110,7 @@ class MonitorGroup(Monitor):
                 failed.append(f"logger '{name}' failed and was dropped; training continues: {_format_error(error)}")
         for message in failed:
             _log.warning(message)
-            # The warning goes to the other loggers, too; those that fail now are also dropped.
+            # The other loggers also receive the warning; a logger that fails to log it is dropped as well.
             self.text(f"warning: {message}")
 
 

@@ -28,7 +28,7 @@ VIDEO_FOLDER = "videos"
 
 
 _HUGE_NUMBER = re.compile(rb"\d{40}|\d[eE]\+?\d{3}")
-"""A number that may not fit into a float, or whose sums may not."""
+"""Pattern of numbers that, or whose sums, may not fit into a float."""
 _NUM_UNLIKELY_TOKENS = 5
 """Number of tokens with the lowest probability that are shown for each episode."""
 
@@ -104,7 +104,7 @@ def get_main_suite(episodes: Sequence[EpisodeRow]) -> str:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the objects of a JSON lines file; empty if the file is missing. Truncated lines are skipped."""
-    return [*_rows(read_lines(path))] if path.is_file() else []
+    return [*_parse_rows(read_lines(path))] if path.is_file() else []
 
 
 def count_missing_rows(rows: Iterable[Mapping[str, Any]], last_step: int, interval: int = 1) -> int:
@@ -113,7 +113,7 @@ def count_missing_rows(rows: Iterable[Mapping[str, Any]], last_step: int, interv
     return last_step // interval - sum(0 < step <= last_step and step % interval == 0 for step in steps)
 
 
-def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if _HUGE_NUMBER.search(line):
             continue
@@ -125,13 +125,13 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
+def read_newest_values(path: Path, names: Sequence[str]) -> list[Any]:
     """Return the last value of each metric in a JSON lines file, or None for a missing metric."""
-    # From the end: listing runs needs only the last values of many files.
+    # Only the end of the file is read, because listing runs needs the last values of many files.
     lines = read_tail(path, LONGEST_LINE).splitlines()[::-1] if path.is_file() else []
     values = []
     for name in names:
-        rows = _rows(line for line in lines if f'"{name}"'.encode() in line)
+        rows = _parse_rows(line for line in lines if f'"{name}"'.encode() in line)
         values.append(next((row[name] for row in rows if name in row), None))
     return values
 
@@ -148,7 +148,7 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
             rows.append(_EPISODE_ROW.validate_json(line, strict=True))
         except ValidationError as error:
             problem = error.errors()[0]
-            if problem["type"] != "json_invalid":  # else a killed process wrote a part of the line
+            if problem["type"] != "json_invalid":  # a killed process may have written only a part of a line
                 field = ".".join(map(str, problem["loc"])) or "a row"
                 raise ConfigError(f"{path} is damaged: {field}: {problem['msg']}. Move or delete the file.") from error
     return sorted(rows, key=lambda row: row.episode)
@@ -175,7 +175,7 @@ def read_table(folder: Path) -> dict[str, Any]:
 
 
 def check_results(folder: Path, rows: Sequence[EpisodeRow]) -> None:
-    """Compare the episodes of a finished evaluation with the results of each task, and of all, in its `eval.json`.
+    """Compare the episodes of a finished evaluation with the results per task and overall in its `eval.json`.
 
     Raises:
         ConfigError: an episode occurs twice, a return is not finite, or episodes are missing or were changed.
@@ -192,7 +192,7 @@ def check_results(folder: Path, rows: Sequence[EpisodeRow]) -> None:
 
 
 def group_by_task(rows: Sequence[EpisodeRow]) -> dict[int, list[EpisodeRow]]:
-    """Return the episodes of each task by task id, in the order of the ids, and all of the main suite as -1."""
+    """Return the episodes of each task by task id, in the order of the ids, and of the whole main suite with key -1."""
     groups: dict[int, list[EpisodeRow]] = {task: [] for task in sorted({row.task_id for row in rows})}
     for row in rows:
         groups[row.task_id].append(row)

@@ -137,7 +137,7 @@ class Mean:
     episodes: int
     states: int
     effective_n: float | None = None
-    """Effective number of independent episodes (see `Rate.effective`)."""
+    """Effective number of independent episodes (see `Rate.effective_n`)."""
 
     @classmethod
     def of(cls, outcomes: StateOutcomes) -> Mean:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class JsonlMonitor(Monitor):
     """Logger that writes rows such as `{"step": 3, "train/return": 0.25, ...}`.
 
-    A value that is not finite is written as null and reported once. The newest step may be logged again: the row is
+    A value that is not finite is written as null and reported once. If the newest step is logged again, its row is
     replaced.
     """
 

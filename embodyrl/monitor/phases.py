@@ -42,7 +42,7 @@ def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
     return seconds
 
 
-def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
+def build_time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
     """Return the phases of a step in order; time outside all phases has the name `other`."""
     total = step_seconds(metrics)
     if not total:
@@ -57,21 +57,21 @@ def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
     return [*phases, Phase("other", 0, rest, rest / total)]
 
 
-def total_times(rows: Collection[Mapping[str, float | None]]) -> dict[str, float]:
+def sum_times(rows: Collection[Mapping[str, float | None]]) -> dict[str, float]:
     """Return the total seconds of each `time/*` metric over several rows of metrics."""
     names = [name for name in set().union(*rows) if name.startswith("time/")]
     return {name: sum(row.get(name) or 0.0 for row in rows) for name in names}
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration: 8 s, 3 min 20 s, 5 h 12 min."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def rough_duration(seconds: float) -> str:
+def format_rough_duration(seconds: float) -> str:
     """Format an estimated duration with one unit, or hours and minutes: 40 s, 7 min, 5 h 12 min."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return duration(60 * round(seconds / 60)).replace(" 00 s", "")
+    return format_duration(60 * round(seconds / 60)).replace(" 00 s", "")

@@ -25,7 +25,7 @@ class RunInfo:
     total_steps: int = 0
     """Number of training steps of the whole run; 0 if there is no training."""
     resume_step: int | None = None
-    """First step that this process logs; rows of this and later steps of an earlier process are discarded."""
+    """First step that this process logs; rows that an earlier process wrote for this and later steps are discarded."""
     tasks: Sequence[str] = ()
     """Instruction of each task id of the environment."""
     summary: Mapping[str, str] = field(default_factory=dict)

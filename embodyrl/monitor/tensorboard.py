@@ -26,7 +26,7 @@ class TensorboardMonitor(Monitor):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
-        if info.resume_step is not None:  # readers then ignore earlier rows of this and later steps
+        if info.resume_step is not None:  # TensorBoard then ignores older values of this and later steps
             self._add(info.resume_step, session_log=SessionLog(status=SessionLog.START))
         elif info.summary:
             table = "\n".join(f"| {name} | {value} |" for name, value in info.summary.items())

@@ -19,7 +19,7 @@ from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.errors import ConfigError, shorten
-from embodyrl.monitor.group import missing_loggers
+from embodyrl.monitor.group import find_logger_problems
 from embodyrl.plan.command_sections import get_command_sections
 from embodyrl.plan.experts import find_expert
 from embodyrl.plan.generation import generation_problems
@@ -304,7 +304,7 @@ def check_components(cfg: Config) -> None:
     if cfg.has("dagger"):
         problems += name_problems("dagger.expert", [cfg.dagger.expert], find_expert)
     if cfg.has("runner"):
-        problems += missing_loggers(cfg.runner.logger.backends)
+        problems += find_logger_problems(cfg.runner.logger.backends)
     if cfg.is_train_command and cfg.algorithm.reference_path is not None:
         resolve_weights(str(cfg.algorithm.reference_path), "algorithm.reference_path")
     if cfg.has("model"):

@@ -35,7 +35,7 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
     paths = [target / CARD_JSON, target / CARD_TEXT]
     target.mkdir(parents=True, exist_ok=True)
     write_atomically(paths[0], json_text(card))
-    write_atomically(paths[1], card_text(card))
+    write_atomically(paths[1], format_card(card))
     return paths
 
 
@@ -77,8 +77,8 @@ def build_card(folder: Path) -> dict[str, Any]:
     }
 
 
-def card_text(card: Mapping[str, Any]) -> str:
-    """Return a result card as Markdown; texts of the run, which may be untrusted, contain no markup."""
+def format_card(card: Mapping[str, Any]) -> str:
+    """Return a result card as Markdown. Markup in texts of the run, which may be untrusted, is escaped."""
     weights, environment = card["model"]["weights"] or "random", card["environment"]
     lines = [f"# Result card: {escape_markdown(card['run'])}", "", "| | |", "|---|---|"]
     fields = {
@@ -119,7 +119,7 @@ def escape_markdown(text: str) -> str:
     """Return a text in one line of Markdown, without HTML, links, code, cells, emphasis or control characters."""
     line = html.escape(" ".join(replace_control_characters(text).split()), quote=False)
     escaped = re.sub(r"[\\`|*~]|(?<!\w)_|_(?!\w)|\](?=\()", r"\\\g<0>", line)
-    # Addresses become links on many pages without any markup.
+    # Many pages show addresses as links even without markup.
     return re.sub(r"(?i):(?=//)|(?<=www)\.|@", lambda match: f"&#{ord(match[0])};", escaped)
 
 
@@ -144,16 +144,16 @@ def _format_commands(history: History, prefix: str) -> str:
 
     Arguments are quoted again, because the file of an untrusted run may contain further shell commands.
     """
-    first, *later = [_split(line.partition(": ")[2]) for line in history.text("overrides.txt").splitlines()] or [()]
+    first, *later = [_parse(line.partition(": ")[2]) for line in history.text("overrides.txt").splitlines()] or [()]
     commands = [["embodyrl", *first]]
-    for words in dict.fromkeys(later):
-        extra = [argument for argument in words[1:] if argument != TRUST]
+    for arguments in dict.fromkeys(later):
+        extra = [argument for argument in arguments[1:] if argument != TRUST]
         if extra and extra != [*first[1:]]:
             commands.append(["embodyrl", *first[:1], "--resume", history.name, *extra])
     return " && ".join(prefix + shlex.join(command) for command in commands)
 
 
-def _split(command: str) -> tuple[str, ...]:
+def _parse(command: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(command))
     except ValueError:  # an open quote
@@ -205,7 +205,7 @@ def _describe_change(comparison: PairedComparison) -> dict[str, Any]:
 def _sum_costs(history: History) -> dict[str, float]:
     """Return the costs of a run: env steps, hours, and the peak memory of a process.
 
-    A total from finished attempts can be smaller than the total from the metrics; the larger total counts.
+    The duration is the total of the finished attempts or the total of the metrics, whichever is larger.
     """
     types = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
     path = history.folder / COSTS_FILE

@@ -64,7 +64,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [round(k * step, 12) for k in range(first, last + 1)]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number in a short form: 0.25, 1200, 1.2e-05."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
@@ -88,7 +88,7 @@ def fits_log_axis(lines: Sequence[Line]) -> bool:
     return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
 
 
-def line_chart(lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False) -> str:
+def plot_lines(lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False) -> str:
     """Plot curves over training steps; `limits` is the range of y, and `log` selects a logarithmic y axis."""
     if log:
         lines = [replace(line, points=[(x, math.log10(y)) for x, y in line.points], band=()) for line in lines]
@@ -107,11 +107,11 @@ def line_chart(lines: Sequence[Line], *, limits: tuple[float, float] | None = No
             ((x, low, high),) = line.band
             parts.append(f'<polyline class="line c{line.color}" points="{frame.to_path([(x, low), (x, high)])}"/>')
         parts += _plot_curve(frame, line, label_heights, log=log)
-        spans = {x: f" [{number(low)}, {number(high)}]" for x, low, high in line.band}
+        spans = {x: f" [{format_number(low)}, {format_number(high)}]" for x, low, high in line.band}
         for x, y in line.points:
             cx, cy = frame.to_pixels(x, y)
             value = 10**y if log else y
-            text = escape(f"{line.label} · step {number(x)}: {number(value)}{spans.get(x, '')}")
+            text = escape(f"{line.label} · step {format_number(x)}: {format_number(value)}{spans.get(x, '')}")
             dot_class = "dot" if len(line.points) <= 12 else "dot quiet"
             parts.append(
                 f'<circle class="{dot_class} c{line.color}" cx="{cx}" cy="{cy}" r="3"><title>{text}</title></circle>'
@@ -124,7 +124,7 @@ def _plot_curve(frame: _Frame, line: Line, label_heights: list[float], *, log: b
     is_long = len(line.points) > _MIN_SMOOTHED_POINTS
     plotted = smooth(line.points) if is_long else line.points
     x, y = frame.to_pixels(*plotted[-1])
-    last = number(10 ** line.points[-1][1] if log else line.points[-1][1])
+    last = format_number(10 ** line.points[-1][1] if log else line.points[-1][1])
     height = max(y - 7, 10)
     while any(abs(height - other) < _LABEL_HEIGHT for other in label_heights):
         height += 1
@@ -137,7 +137,7 @@ def _plot_curve(frame: _Frame, line: Line, label_heights: list[float], *, log: b
     ]
 
 
-def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
+def plot_stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
     """Plot one stacked bar per step; the parts are stacked in the given order, from the bottom up."""
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     marks = ticks(0.0, max(totals))
@@ -150,7 +150,7 @@ def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], uni
             if values[k] > 0:
                 x, top = frame.to_pixels(k, base + values[k])
                 height = round(frame.to_pixels(k, base)[1] - top, 1)
-                text = escape(f"step {step} · {name}: {number(values[k])} {unit}")
+                text = escape(f"step {step} · {name}: {format_number(values[k])} {unit}")
                 elements.append(
                     f'<rect class="bar c{color}" x="{x - width / 2:g}" y="{top}" width="{width:g}" height="{height}">'
                     f"<title>{text}</title></rect>"
@@ -166,13 +166,13 @@ def _plot_axes(
     for mark in marks:
         x, y = frame.to_pixels(frame.x[0], mark)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        label = number(10**mark if log else mark)
+        label = format_number(10**mark if log else mark)
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{label}</text>')
     if names is None:
         names = [(m, m) for m in ticks(*frame.x, 5) if frame.x[0] <= m <= frame.x[1] and m == int(m)]
     for position, name in names:
         x, _ = frame.to_pixels(position, marks[0])
-        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{number(name)}</text>')
+        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{format_number(name)}</text>')
     return "".join(parts)
 
 
@@ -185,7 +185,7 @@ _SIZES = ("effective_episodes", "episodes")
 """Names of metrics that count the episodes of a success rate, in order of preference."""
 
 
-def curve(history: History, metric: str, label: str, color: int) -> Line:
+def build_curve(history: History, metric: str, label: str, color: int) -> Line:
     """Return the curve of one metric of a run, with a 95 % band for success rates, and a min-max band otherwise."""
     rows = [row for row in history.rows if row.get(metric) is not None]
     per_point = max(1, -(-len(rows) // _MAX_POINTS))

@@ -136,7 +136,7 @@ class History:
 
 def is_within(path: Path, folder: Path) -> bool:
     """Return True if a file is inside a folder after links are resolved."""
-    # Untrusted run folder: a link must not expose a file of this machine.
+    # The run folder is untrusted: a link must not expose other files of this machine.
     try:
         return inside(folder, path.relative_to(folder)).is_file()
     except (OSError, ValueError):
@@ -173,7 +173,7 @@ def read_history(folder: Path) -> History:
         if is_within(path.parent / TABLE_FILE, folder):
             table = read_table(path.parent)
         evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)), table=table)
-        if table:  # written last
+        if table:  # the table is the last file of an evaluation
             check_results(path.parent, evaluation.episodes)
             evaluations.append(evaluation)
         else:
@@ -235,19 +235,19 @@ def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[PairedCo
         raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
     if difference := describe_differences(history.config, to_builtin(cfg), {*state_keys(), *SUCCESS_KEYS}):
         raise ConfigError(
-            f"eval.baseline={run}: its initial states, horizon or success key are different ({difference}), so "
+            f"eval.baseline={run}: initial states, horizon or success key of that run differ ({difference}), so "
             "episodes cannot be paired. Evaluate both policies with the same settings, or remove eval.baseline."
         )
     return partial(compare_suites, history.evaluations[-1].episodes)
 
 
 def describe_differences(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
-    """Return the config differences that change the meaning of state ids, as text; None: no difference.
+    """Return the differences of two configs in the given keys, as text; None: no difference.
 
-    `keys`: keys to compare, including all keys under them.
+    All subkeys of `keys` are also compared.
     """
     first_values, second_values = flatten(first), flatten(second)
-    # Earlier versions lack keys.
+    # Only common keys are compared, because configs of earlier versions have fewer keys.
     differences = [
         f"{key}={format_value(first_values[key])} and {format_value(second_values[key])}"
         for key in sorted(first_values.keys() & second_values.keys())

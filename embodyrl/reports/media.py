@@ -15,8 +15,8 @@ EMBED_BYTES = 48 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One video with the outcome of its episode."""
+class VideoCard:
+    """Video of an evaluation episode, with the results of the episode."""
 
     media: str
     """Key of the video in `VideoIndex.sources`."""
@@ -47,7 +47,7 @@ class VideoIndex:
         return self._keys[video]
 
 
-def build_cards(history: History, video_index: VideoIndex) -> list[Card]:
+def build_cards(history: History, video_index: VideoIndex) -> list[VideoCard]:
     """Return the existing videos of the evaluations of a run, newest evaluation first."""
     cards = []
     for evaluation in reversed(history.evaluations):
@@ -55,14 +55,14 @@ def build_cards(history: History, video_index: VideoIndex) -> list[Card]:
             video = history.find_video(episode.video) if episode.video else None
             if video is not None:
                 cards.append(
-                    Card(media=video_index.add(video), run=history.name, step=evaluation.step, episode=episode)
+                    VideoCard(media=video_index.add(video), run=history.name, step=evaluation.step, episode=episode)
                 )
     return cards
 
 
-def pair_cards(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
-    """Return the first and last video of each episode with several videos; changed outcomes come first."""
-    by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
+def pair_cards(cards: Iterable[VideoCard]) -> list[tuple[VideoCard, VideoCard]]:
+    """Return the first and last video of each episode with several videos; episodes with changed outcome come first."""
+    by_episode: dict[tuple[str, int, int, int], list[VideoCard]] = {}
     for card in cards:
         key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)
         by_episode.setdefault(key, []).append(card)

@@ -14,17 +14,17 @@ from embodyrl.config.settings import format_value
 from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.phases import PHASES, duration, run_seconds, step_seconds, time_tree, total_times
+from embodyrl.monitor.phases import PHASES, build_time_tree, format_duration, run_seconds, step_seconds, sum_times
 from embodyrl.plan.keys import all_keys, state_keys
 from embodyrl.plan.saved import changed_settings
 from embodyrl.reports.charts import (
     Line,
-    curve,
+    build_curve,
     find_differing_settings,
     fits_log_axis,
-    line_chart,
-    number,
-    stacked_bars,
+    format_number,
+    plot_lines,
+    plot_stacked_bars,
 )
 from embodyrl.reports.history import SUCCESS_KEYS, History, describe_differences, read_history, select_samples
 from embodyrl.reports.media import EMBED_BYTES, VideoIndex, build_cards, pair_cards
@@ -36,7 +36,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("success", ("eval/success_once", "train/success_once")),
     ("return", ("eval/return", "train/return")),
     ("episode length", ("eval/episode_len", "train/episode_len", "train/episode_len_min", "train/episode_len_max")),
-    ("share of replies cut off", ("eval/cut_off", "train/cut_off")),
+    ("fraction of replies cut off", ("eval/cut_off", "train/cut_off")),
     ("prompt length", ("actor/prompt_len",)),
     ("token accuracy", ("eval/token_accuracy", "train/token_accuracy")),
     ("accuracy", ("eval/accuracy", "train/accuracy")),
@@ -70,7 +70,7 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
     video_index = VideoIndex(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in build_cards(history, video_index)]
     tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
-    lines = _summary(histories)
+    lines = _summarize_runs(histories)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.reports").joinpath("page.html.j2").read_text(encoding="utf-8")
     text = environment.from_string(template).render(
@@ -95,19 +95,17 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
     return lines
 
 
-def _summary(histories: Sequence[History]) -> list[str]:
+def _summarize_runs(histories: Sequence[History]) -> list[str]:
     lines = []
     for history in histories:
         last = history.evaluations[-1] if history.evaluations else None
         text = f"step {last.step}: {last.score()}" if last else "no evaluation"
         if (unfinished := history.unfinished) is not None:
             count = len(unfinished.episodes)
-            text += f"; that of step {unfinished.step} is unfinished and not counted ({count} episodes)"
+            text += f"; the evaluation of step {unfinished.step} is unfinished and not counted ({count} episodes)"
         lines.append(f"{history.name}: {text}")
         if count := history.num_missing_rows:
-            lines.append(
-                f"  warning: the rows of {count} training steps are missing in metrics.jsonl; costs exclude them"
-            )
+            lines.append(f"  warning: the rows of {count} training steps are missing in metrics.jsonl; costs omit them")
         lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
     groups = group_by_seed(histories)
     lines += [line for group in groups for line in group.summary()]
@@ -140,7 +138,7 @@ def _build_view(history: History) -> dict[str, Any]:
         "what": _describe_run(history),
         "tiles": _build_tiles(history, steps),
         "timeline": _plot_timeline(steps),
-        "phases": time_tree(total_times(steps)),
+        "phases": build_time_tree(sum_times(steps)),
         "faults": [line for line in events if _PROBLEM_WORDS.search(line)],
         "tails": tails,
         "failed": [e for e in last if e.success_once is False][:_MAX_FAILED],
@@ -150,7 +148,7 @@ def _build_view(history: History) -> dict[str, Any]:
 
 
 def _describe_run(history: History) -> str:
-    """Return a line with the known facts of a run: environment, model, algorithm, seed, date and commit."""
+    """Return a line about a run: environment, model, algorithm, seed, date and commit. Unknown values are omitted."""
     values, machine = history.values, history.text("env.txt").splitlines()
     env = next((values[key] for key in ("env.task_suite_name", "env.id", "env.env_type") if values.get(key)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
@@ -177,7 +175,9 @@ def _build_tiles(history: History, steps: Sequence[dict[str, float | None]]) -> 
         planned = history.values.get("runner.max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
         seconds = run_seconds(history.rows)
-        tiles.append(("time", duration(seconds), f"{seconds / max(1.0, steps[-1]['step'] or 0.0):.2g} s per step"))
+        tiles.append(
+            ("time", format_duration(seconds), f"{seconds / max(1.0, steps[-1]['step'] or 0.0):.2g} s per step")
+        )
         env_steps = sum(row.get("env/steps") or 0 for row in steps)
         if env_steps:
             episodes = sum(row.get("train/episodes") or 0 for row in steps)
@@ -196,10 +196,10 @@ def _plot_timeline(steps: Sequence[dict[str, float | None]]) -> str:
     groups = [steps[k : k + per_bar] for k in range(0, len(steps), per_bar)]
     parts: dict[str, list[float]] = {name: [] for name in (*PHASES, "other")}
     for group in groups:
-        tree = {p.name: p.seconds for p in time_tree(total_times(group)) if p.depth == 0}
+        tree = {p.name: p.seconds for p in build_time_tree(sum_times(group)) if p.depth == 0}
         for name, values in parts.items():
             values.append(tree.get(name, 0.0) / len(group))
-    return stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
+    return plot_stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
 
 
 def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
@@ -218,21 +218,21 @@ def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int
             lines = [_plot_group(group, available[0], color, limits) for color, group in enumerate(groups)]
         else:
             labels = [_get_legend(name) for name in available]
-            lines = [curve(histories[0], name, name, color) for color, name in enumerate(available)]
+            lines = [build_curve(histories[0], name, name, color) for color, name in enumerate(available)]
         nonempty = [line for line in lines if line.points]
         if not nonempty:  # the seeds of a group share no step
             continue
         log = limits is None and fits_log_axis(nonempty)
-        drawing = line_chart(nonempty, limits=limits, log=log)
+        plot = plot_lines(nonempty, limits=limits, log=log)
         title = f"{title} ({available[0]})" if len(available) == 1 else title
-        charts.append((f"{title}, log scale" if log else title, list(enumerate(labels)), drawing))
+        charts.append((f"{title}, log scale" if log else title, list(enumerate(labels)), plot))
     return charts
 
 
 def _plot_group(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
     """Return the mean curve over the seeds of a group with its 95 % interval, or the curve of a single run."""
     if len(group.runs) == 1:
-        return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
+        return build_curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
     points = group.curve(metric, limits)
     return Line(
         label=f"{group.name} · {metric}",
@@ -243,7 +243,7 @@ def _plot_group(group: SeedGroup, metric: str, color: int, limits: tuple[float, 
 
 
 def _get_legend(metric: str) -> str:
-    """Return the legend text of a metric in a chart with several metrics."""
+    """Return the legend text of a metric in a chart with several metrics of one run."""
     kind, _, name = metric.partition("/")
     end = name.rpartition("_")[2]
     return name if _SUITE_METRIC.fullmatch(metric) else f"{kind}, {end}" if end in ("min", "max") else kind
@@ -278,7 +278,7 @@ def _build_task_table(histories: Sequence[History], tasks: Sequence[str]) -> lis
         row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * has_change]
         if is_single:
             steps = [e.steps for e in columns[-1][1].own if task in (None, e.task)]
-            row.append(number(sum(steps) / len(steps)) if steps else "-")
+            row.append(format_number(sum(steps) / len(steps)) if steps else "-")
         table.append(row)
     for suite in dict.fromkeys(name for _, evaluation in columns for name in evaluation.suites):
         suite_scores = [evaluation.suites.get(suite) for _, evaluation in columns]

@@ -35,7 +35,7 @@ def mcnemar(differences: Sequence[int]) -> float:
 
 
 def rate_difference(changes: StateOutcomes) -> tuple[float, float]:
-    """Return the 95 % interval of the difference of two paired success rates.
+    """Return the 95 % interval of the difference between two paired success rates.
 
     Wald interval with one added success of each policy (Bonett and Price 2012), clustered by initial state.
 

@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 
 from embodyrl.monitor.history import EpisodeRow
 
-_LINE = 160
+_MAX_TURN_LENGTH = 160
 """Maximum number of characters printed per turn."""
 
 
@@ -37,7 +37,7 @@ def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], coun
     return [sample for sample in chain.from_iterable(zip_longest(*kinds)) if sample is not None][:count]
 
 
-def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
+def format_samples(samples: Sequence[Sample]) -> Iterator[str]:
     """Yield conversations as lines of text for a terminal."""
     for sample in samples:
         for role, text in sample.prompt_turns:
@@ -51,4 +51,4 @@ def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
 
 def _to_one_line(text: str) -> str:
     line = "".join(c if c.isprintable() else "\\n" if c == "\n" else "?" for c in text)
-    return line if len(line) <= _LINE else f"{line[: _LINE - 3]}..."
+    return line if len(line) <= _MAX_TURN_LENGTH else f"{line[: _MAX_TURN_LENGTH - 3]}..."

@@ -150,8 +150,8 @@ class SeedGroup:
 
     def matrix(self, tasks: Sequence[str], *, reports_success: bool) -> Matrix:
         """Return the scores [runs, tasks] of the last evaluations, as success rates or returns."""
-        ends = [run.evaluations[-1] for run in self.runs]
-        return np.array([[end.score(task, known=reports_success).value for task in tasks] for end in ends])
+        results = [run.evaluations[-1] for run in self.runs]
+        return np.array([[result.score(task, known=reports_success).value for task in tasks] for result in results])
 
     def summary(self) -> list[str]:
         """Return the results over all seeds as lines of text; empty for a single run or without common tasks."""
@@ -169,8 +169,8 @@ class SeedGroup:
             f"{_format_interval((low, high), rate)} ({values_text})"
         ]
         if len(self.runs) >= MIN_BOOTSTRAP_RUNS:
-            mean_text, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
-            mean_text = f"{_format_value(mean_text, rate)} {_format_interval(bounds, rate)}"
+            mean_score, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
+            mean_text = f"{_format_value(mean_score, rate)} {_format_interval(bounds, rate)}"
             lines.append(f"  interquartile mean over {matrix.size} runs x tasks: {mean_text}")
         return lines
 
@@ -178,8 +178,8 @@ class SeedGroup:
         """Return (step, mean over runs, 95 % interval) at steps at which all runs have the metric."""
         series = [dict(run.series(metric)) for run in self.runs]
         points = []
-        for step in sorted(set.intersection(*(set(one) for one in series))):
-            mean, low, high = mean_interval([one[step] for one in series])
+        for step in sorted(set.intersection(*(set(values) for values in series))):
+            mean, low, high = mean_interval([values[step] for values in series])
             bounds = limits or (-math.inf, math.inf)
             points.append((step, mean, max(low, bounds[0]), min(high, bounds[1])))
         return points
@@ -215,7 +215,7 @@ def compare_groups(first: SeedGroup, second: SeedGroup) -> str | None:
         bounds = " [{:.2f}, {:.2f}]".format(*stratified_bootstrap([a, b], probability_of_improvement))
     # Use a permutation test: with many tasks and few runs, the interval is too narrow.
     p_value = permutation_test(a, b)
-    conclusion = "more than chance" if p_value < SIGNIFICANT else "no more than chance"
+    conclusion = "significant" if p_value < SIGNIFICANT else "not significant"
     return (
         f"probability that {second.name} improves on {first.name}: {value}{bounds} over "
         f"{a.shape[1]} tasks (permutation test p = {p_value:.2g}: {conclusion})"

@@ -12,7 +12,7 @@ from toy_runs import comparable, resume_toy, rows, toy_config, toy_words, train_
 
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.reports.card import build_card, card_text
+from embodyrl.reports.card import build_card, format_card
 from embodyrl.reports.page import write_report
 
 WORDS = (
@@ -195,7 +195,7 @@ def test_lost_rows_of_metrics_are_reported_in_the_log_the_card_and_the_report(tm
     assert (run / "logs" / "events.log").read_text().count(warning) == 1
     card = build_card(run)
     assert card["missing_rows"] == 3
-    assert "rows of 3 training steps are missing" in card_text(card)
+    assert "rows of 3 training steps are missing" in format_card(card)
     assert any("rows of 3 training steps are missing" in line for line in write_report([run], tmp_path / "page.html"))
 
 

@@ -23,7 +23,7 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import resolve_initial_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
-from embodyrl.monitor.history import newest_values
+from embodyrl.monitor.history import read_newest_values
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.saved import save_config
@@ -270,7 +270,7 @@ def test_endless_files_are_not_loaded_into_memory(tmp_path):
         file.write(b'\n{"step": 4}\n')
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert [row["step"] for row in read_history(run).rows] == [0, 1, 2, 3, 4]
-    assert newest_values(run / "metrics.jsonl", ("step",)) == [4]
+    assert read_newest_values(run / "metrics.jsonl", ("step",)) == [4]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10
     os.truncate(run / "config.yaml", 1 << 40)
     with pytest.raises(ConfigError, match="a config has at most"):

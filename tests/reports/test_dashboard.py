@@ -1,8 +1,8 @@
 import pytest
 from rich.console import Console
 
-from embodyrl.monitor.dashboard import Dashboard, replay, sparkline
-from embodyrl.monitor.phases import duration
+from embodyrl.monitor.dashboard import Dashboard, replay_metrics, sparkline
+from embodyrl.monitor.phases import format_duration
 from embodyrl.monitor.protocol import RunInfo
 
 ROW = {
@@ -23,7 +23,7 @@ INFO = RunInfo(run_id="my_run", total_steps=11, tasks=("open", "close", "lift"))
 
 
 def drawn(width: int, row: dict[str, float] = ROW, times: int = 1) -> list[str]:
-    return printed(replay(INFO, [row] * times, ["12:00:00 env worker 0 died " + "x" * 300]), width)
+    return printed(replay_metrics(INFO, [row] * times, ["12:00:00 env worker 0 died " + "x" * 300]), width)
 
 
 def printed(board: Dashboard, width: int) -> list[str]:
@@ -44,7 +44,7 @@ def test_sparklines_span_their_range_and_keep_the_newest_values():
 
 
 def test_durations_are_formatted():
-    assert [duration(s) for s in (7.4, 200, 18720)] == ["7 s", "3 min 20 s", "5 h 12 min"]
+    assert [format_duration(s) for s in (7.4, 200, 18720)] == ["7 s", "3 min 20 s", "5 h 12 min"]
 
 
 def test_dashboard_shows_the_metrics():

@@ -49,7 +49,7 @@ def test_repeated_validation_states_are_reported() -> None:
     run_plan = build_run_plan(load_config("train", words), training=True)
     assert evaluation_banner_lines(run_plan)[0][1] == (
         "15 episodes, greedy actions, initial states that training does not use; "
-        "150 episodes were requested, but the others would be exact copies"
+        "150 episodes were requested, but the remaining episodes would be exact copies"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from embodyrl.errors import ConfigError
 from embodyrl.monitor import MONITORS
-from embodyrl.monitor.group import MonitorGroup, build_monitor, missing_loggers
+from embodyrl.monitor.group import MonitorGroup, build_monitor, find_logger_problems
 from embodyrl.monitor.jsonl import JsonlMonitor
 from embodyrl.monitor.protocol import RunInfo
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", HOSTED)
 def test_missing_logger_package_is_reported_before_the_start(name: str) -> None:
-    problems = missing_loggers(["console", name])
+    problems = find_logger_problems(["console", name])
     if importlib.util.find_spec(name) is None:
         assert problems == [
             f"runner.logger.backends: '{name}' needs a package that is not installed. Run `pip install {name}`, "
@@ -44,13 +44,13 @@ def test_missing_logger_package_is_reported_before_the_start(name: str) -> None:
 
 
 def test_unknown_logger_error_suggests_a_name() -> None:
-    (problem,) = missing_loggers(["jsonl", "wandbb"])
+    (problem,) = find_logger_problems(["jsonl", "wandbb"])
     assert "Did you mean 'wandb'?" in problem
 
 
 @pytest.mark.integration
 def test_configuring_a_logger_does_not_import_its_package() -> None:
-    code = "import sys; from embodyrl.monitor.group import MONITORS, missing_loggers as m; m(MONITORS.names()); "
+    code = "import sys; from embodyrl.monitor.group import MONITORS, find_logger_problems as m; m(MONITORS.names()); "
     code += f"print([n for n in {list(HOSTED)} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

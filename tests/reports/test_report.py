@@ -31,9 +31,9 @@ from embodyrl.cli.main import main
 from embodyrl.cli.report import build_dashboard
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import wilson
-from embodyrl.monitor.phases import time_tree
+from embodyrl.monitor.phases import build_time_tree
 from embodyrl.reports import media
-from embodyrl.reports.charts import Line, curve, find_differing_settings, line_chart, stacked_bars, ticks
+from embodyrl.reports.charts import Line, build_curve, find_differing_settings, plot_lines, plot_stacked_bars, ticks
 from embodyrl.reports.history import Evaluation, History, read_history
 from embodyrl.reports.page import _build_task_table, _build_tiles, _plot_timeline, write_report
 from embodyrl.reports.paired import compare_episodes
@@ -48,7 +48,7 @@ def test_axis_ticks_are_round_and_span_the_data() -> None:
 
 
 def test_line_plot_spans_the_axes() -> None:
-    svg = line_chart([Line(label="a<b", points=[(0, 0.0), (10, 1.0)], band=[(0, 0.0, 0.5), (10, 0.5, 1.0)])])
+    svg = plot_lines([Line(label="a<b", points=[(0, 0.0), (10, 1.0)], band=[(0, 0.0, 0.5), (10, 0.5, 1.0)])])
     assert '<polyline class="line c0" points="52,192 428,12"/>' in svg
     assert '<polygon class="band c0" points="52,102 428,12 428,102 52,192"/>' in svg
     assert "a&lt;b · step 10: 1 [0.5, 1]" in svg
@@ -56,7 +56,7 @@ def test_line_plot_spans_the_axes() -> None:
 
 def test_bar_heights_are_proportional_to_seconds() -> None:
     heights = [
-        float(h) for h in re.findall(r'height="([\d.]+)"', stacked_bars([1, 2], {"a": [4, 2], "b": [0, 2]}, "s"))
+        float(h) for h in re.findall(r'height="([\d.]+)"', plot_stacked_bars([1, 2], {"a": [4, 2], "b": [0, 2]}, "s"))
     ]
     assert heights == [180.0, 90.0, 90.0]
 
@@ -96,14 +96,14 @@ def test_seeds_without_a_common_step_have_no_curve(tmp_path: Path) -> None:
 
 def test_success_curve_has_a_wilson_band(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
-    line = curve(history, "train/success_once", "train", 0)
+    line = build_curve(history, "train/success_once", "train", 0)
     assert line.points == [(1, 0.25), (2, 0.25), (3, 0.25)]
     assert line.band[0] == (1, *wilson(2, 8))
     long = read_history(write_run(tmp_path / "runs" / "b", steps=240))
-    pooled = curve(long, "train/success_once", "train", 0)
+    pooled = build_curve(long, "train/success_once", "train", 0)
     assert len(pooled.points) == 120
     assert pooled.band[0] == (2, *wilson(4, 16))
-    assert curve(long, "actor/loss", "loss", 0).band[0] == (2, 0.5, 1.0)
+    assert build_curve(long, "actor/loss", "loss", 0).band[0] == (2, 0.5, 1.0)
 
 
 def test_pooled_success_rate_is_weighted_by_episodes(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_pooled_success_rate_is_weighted_by_episodes(tmp_path: Path) -> None:
         {"step": k + 1, "train/success_once": float(k % 2), "train/episodes": 10.0 if k % 2 else 30.0}
         for k in range(240)
     )
-    line = curve(History(folder=tmp_path, config={}, rows=rows, evaluations=()), "train/success_once", "train", 0)
+    line = build_curve(History(folder=tmp_path, config={}, rows=rows, evaluations=()), "train/success_once", "train", 0)
     assert line.points[0] == (2, 0.25)
     assert line.band[0] == (2, *wilson(10, 40))
 
@@ -193,11 +193,11 @@ def test_return_is_reported_if_success_is_unknown() -> None:
 
 def test_phase_times_sum_to_the_whole_step() -> None:
     row = {"time/step": 10.0, "time/validate": 5.0, "time/rollout": 6.0, "time/simulate": 4.0, "time/update": 3.0}
-    tree = {phase.name: (phase.depth, phase.seconds, phase.share) for phase in time_tree(row)}
+    tree = {phase.name: (phase.depth, phase.seconds, phase.share) for phase in build_time_tree(row)}
     assert tree["rollout"] == (0, 6.0, 0.4)
     assert tree["simulate"] == (1, 4.0, pytest.approx(4 / 15))
     assert tree["other"] == (0, 1.0, pytest.approx(1 / 15))
-    assert time_tree({"eval/success_once": 0.5}) == []
+    assert build_time_tree({"eval/success_once": 0.5}) == []
 
 
 def test_differing_settings_are_listed() -> None:
@@ -392,7 +392,7 @@ def describe(run: Path) -> str:
 
 def test_curve_end_labels_do_not_overlap() -> None:
     ends = ((0.90, 0), (0.93, 1), (0.91, 2))
-    drawn = line_chart([Line(label=str(k), points=[(0, 0.1), (1, y)], color=k) for y, k in ends], limits=(0, 1))
+    drawn = plot_lines([Line(label=str(k), points=[(0, 0.1), (1, y)], color=k) for y, k in ends], limits=(0, 1))
     heights = sorted(float(y) for y in re.findall(r'class="value c\d" x="[\d.]+" y="([\d.]+)"', drawn))
     assert len(heights) == 3
     assert min(after - before for before, after in pairwise(heights)) >= 12

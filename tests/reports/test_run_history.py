@@ -79,7 +79,7 @@ def test_unfinished_evaluation_is_not_a_result(tmp_path: Path) -> None:
     assert (found.unfinished.step, len(found.unfinished.episodes)) == (7, 2)
     (line,) = write_report([run], tmp_path / "report.html")
     assert "step 3: 66.7 %" in line
-    assert "that of step 7 is unfinished and not counted (2 episodes)" in line
+    assert "the evaluation of step 7 is unfinished and not counted (2 episodes)" in line
     assert [figures["step"] for figures in build_card(run)["figures"]] == [0, 3]
 
 

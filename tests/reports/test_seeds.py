@@ -102,7 +102,7 @@ def test_runs_that_differ_only_in_seed_are_grouped(tmp_path: Path) -> None:
     assert len(said) == 1, "three runs have no bootstrap interval"
     chance = compare_groups(*groups)
     assert chance is not None
-    assert "0.50 over 2 tasks (permutation test p = 1: no more than chance)" in chance
+    assert "0.50 over 2 tasks (permutation test p = 1: not significant)" in chance
     lines = write_report([*mine, *other], tmp_path / "page.html")
     assert said[0] in lines
     assert chance in lines

@@ -11,9 +11,9 @@ from embodyrl.files import natural_sort_key
 
 def describe_run(folder: Path) -> dict[str, Any]:
     """Return the id, path, local start time, last step, success rate (0 to 1) and mean return of a run."""
-    from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
+    from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, read_newest_values, read_table
 
-    step, success, mean_return = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
+    step, success, mean_return = read_newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
     if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"), key=natural_sort_key)):
         with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # a damaged table is ignored
             overall = read_table(tables[-1].parent)["overall"]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.errors import PARENT_EXITED, EmbodyError
-from embodyrl.monitor.history import METRICS_FILE, newest_values, read_rows
+from embodyrl.monitor.history import METRICS_FILE, read_newest_values, read_rows
 from embodyrl.process_cleanup import signal_at_parents_end
 from embodyrl.reports.card import CARD_JSON, write_card
 from embodyrl_results.table import Recipe, read_card
@@ -138,7 +138,7 @@ def _run_command(run: Path, arguments: Sequence[str]) -> Generator[tuple[Path, i
             try:
                 process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                yield run, newest_values(run / METRICS_FILE, ("step",))[0]
+                yield run, read_newest_values(run / METRICS_FILE, ("step",))[0]
     row = {"run": run.name, "arguments": shlex.join(arguments), "exit": process.returncode}
     row["wall_s"] = round(time.time() - started, 1)
     with open(run.parent / QUEUE_FILE, "a", encoding="utf-8") as file:

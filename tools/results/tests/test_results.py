@@ -13,7 +13,7 @@ from embodyrl_results.drift import differences, prediction_interval
 from embodyrl_results.page import page_text
 from embodyrl_results.table import open_table, read_card, score_text
 
-from embodyrl.reports.card import card_text
+from embodyrl.reports.card import format_card
 
 pytestmark = pytest.mark.timeout(1800)
 TABLE = open_table(None)
@@ -53,7 +53,7 @@ def test_every_card_has_a_readable_page() -> None:
         for figures in card["figures"]:
             assert figures["rows"][0]["text"] in stored, path
         assert card["command"] in stored
-        assert card_text(card).splitlines()[0] == stored.splitlines()[0]
+        assert format_card(card).splitlines()[0] == stored.splitlines()[0]
 
 
 def test_cards_belong_to_the_command_of_their_recipe() -> None:
