@@ -123,7 +123,7 @@ def list_files(folder: Path) -> Iterator[tuple[str, Path]]:
         yield name, path
 
 
-def describe(path: Path) -> FileEntry:
+def build_file_entry(path: Path) -> FileEntry:
     """Compute the size and the SHA-256 checksum of a file."""
     with path.open("rb") as file:
         return FileEntry(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
@@ -157,7 +157,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             "Delete or move the file."
         )
     for name, entry in manifest.files.items():
-        if describe(folder / name).sha256 != entry.sha256:
+        if build_file_entry(folder / name).sha256 != entry.sha256:
             raise CheckpointError(
                 f"{folder / name}: sha256 differs from {MANIFEST_NAME}, so the content is damaged or changed. "
                 "Use another checkpoint."
@@ -344,7 +344,7 @@ def _write_manifest(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
     files = {}
     for name, path in list_files(folder):
         # Hashes of the written files: later changes on the disk are detected on use.
-        files[name] = describe(path)
+        files[name] = build_file_entry(path)
         _flush_to_disk(path)
     assert files, "fill wrote no file"
     assert not (folder / MANIFEST_NAME).exists(), f"fill must not write {MANIFEST_NAME}"

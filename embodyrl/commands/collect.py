@@ -56,7 +56,7 @@ class CollectResult:
 
 
 def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines of the start banner of a collection as (name, text) pairs."""
+    """Return the banner lines (label, text) of a collection."""
     run_plan = build_collection_plan(cfg)
     lines = start_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env))
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]

@@ -47,7 +47,7 @@ class ScriptedExpert:
     """DAgger expert that labels every visited state with the action of the environment's scripted expert."""
 
     scripted: ClassVar[bool] = True
-    authors: ClassVar[tuple[str, ...]] = ()
+    target_actors: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, cfg: Config) -> None:
         """Create the expert, which has no settings."""
@@ -134,7 +134,7 @@ def _training_config(cfg: Config, previous: Path | None, run: Path, data: Sequen
     """Return the SFT config of a round; the initial weights are those of the previous round."""
     # A round without corrected episodes has no data.
     folders = [*cfg.demonstrations.more, *(str(folder) for folder in data if read_episodes(folder))]
-    actors = cfg.demonstrations.actors or list(find_expert(cfg.dagger.expert).authors)
+    actors = cfg.demonstrations.actors or list(find_expert(cfg.dagger.expert).target_actors)
     round_values = {"data.more": folders, "data.actors": actors, "runner.experiment_name": run.name}
     return apply_overrides(cfg, _initial_weight_overrides(cfg, previous) | round_values)
 
@@ -149,7 +149,7 @@ def _initial_weight_overrides(cfg: Config, previous: Path | None) -> dict[str, A
 
 
 def dagger_banner_lines(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines of the start banner of DAgger as (name, text) pairs."""
+    """Return the banner lines (label, text) of a DAgger run."""
     return [
         *collection_banner_lines(cfg),
         ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}"),

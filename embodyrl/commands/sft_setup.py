@@ -145,7 +145,7 @@ def augments_images(cfg: Config) -> bool:
 
 
 def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
-    """Return the lines of the start banner as (name, text) pairs.
+    """Return the banner lines (label, text) of an SFT run.
 
     Raises:
         EmbodyError: the data set is damaged or missing.

@@ -12,7 +12,7 @@ class Expert(Protocol):
 
     scripted: ClassVar[bool]
     """True if the environment's scripted expert labels the states."""
-    authors: ClassVar[tuple[str, ...]]
+    target_actors: ClassVar[tuple[str, ...]]
     """Actors whose actions are the targets of SFT (`data.actors`); empty: all actors."""
 
     def __init__(self, cfg: Config) -> None: ...

@@ -79,7 +79,7 @@ class MemoryPlan:
         return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
-        """Return the memory lines of `--dry-run`, as pairs of name and text."""
+        """Return the lines (label, text) of `--dry-run` about memory."""
         hundredths = {name.replace("_", " "): round(100 * size / GIB) for name, size in self.peak_parts().items()}
         policy = sum(hundredths.values())  # the sum of the printed numbers
         size_text = " + ".join(f"{name} {size / 100:.2f}" for name, size in hundredths.items() if size)

@@ -78,7 +78,7 @@ class Rates:
     """Path of the report with the measured time of an environment chunk; empty: assumed time."""
 
     def lines(self, samples: int) -> list[tuple[str, str]]:
-        """Return the speed lines of `--dry-run`, as pairs of name and text."""
+        """Return the lines (label, text) of `--dry-run` about speed."""
         simulators = f"{self.simulators:.0f} chunks/s" if self.simulators else "not known"
         return [
             (
@@ -108,7 +108,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRates:
     """Rates of a GPU or an environment, measured by `tools/gpu_check` and stored in the user's cache."""
 
     rates: Mapping[str, float]
@@ -127,10 +127,10 @@ def rates_file() -> Path:
     return cache_dir() / "gpu_rates.json"
 
 
-def read_measured_rates() -> dict[str, Measured]:
+def read_measured_rates() -> dict[str, MeasuredRates]:
     """Return the cached measurements by name of the GPU or environment; empty if the cache file cannot be read."""
     try:
-        return TypeAdapter(dict[str, Measured]).validate_json(rates_file().read_bytes())
+        return TypeAdapter(dict[str, MeasuredRates]).validate_json(rates_file().read_bytes())
     except (OSError, ValidationError):
         return {}
 
@@ -192,7 +192,7 @@ def find_known_speed(gpu_model: str) -> Speed | None:
     return next((entry for entry in SPEEDS if re.search(rf"\b{entry.name}\b", gpu_model)), None)
 
 
-def _get_measured_speed(gpu_model: str, measurements: Mapping[str, Measured]) -> Speed | None:
+def _get_measured_speed(gpu_model: str, measurements: Mapping[str, MeasuredRates]) -> Speed | None:
     measurement = measurements.get(gpu_model)
     if measurement is None or not {"flops", "slow_flops", "bandwidth"} <= measurement.rates.keys():
         return None
@@ -200,7 +200,7 @@ def _get_measured_speed(gpu_model: str, measurements: Mapping[str, Measured]) ->
     return Speed(gpu_model, **rates, source=measurement.source)
 
 
-def _find_slowest_speed(gpus: Gpus, measurements: Mapping[str, Measured]) -> Speed | None:
+def _find_slowest_speed(gpus: Gpus, measurements: Mapping[str, MeasuredRates]) -> Speed | None:
     """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
     speeds = [_get_measured_speed(gpu_model, measurements) or find_known_speed(gpu_model) for gpu_model in gpus.kinds]
     known_speeds = [speed for speed in speeds if speed is not None]

@@ -39,7 +39,7 @@ class HumanExpert:
     """DAgger expert that lets a person correct failed episodes on a web page; all rounds use the same address."""
 
     scripted: ClassVar[bool] = False
-    authors: ClassVar[tuple[str, ...]] = ("person", "expert", "unknown")
+    target_actors: ClassVar[tuple[str, ...]] = ("person", "expert", "unknown")
 
     def __init__(self, cfg: Config) -> None:
         """Start the web server, and print the address of the page."""

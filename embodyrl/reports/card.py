@@ -187,7 +187,7 @@ def _build_row(name: str, score: Score) -> dict[str, Any]:
 def _build_results(evaluation: Evaluation) -> dict[str, Any]:
     rows = [_build_row("all tasks", evaluation.score())]
     rows += [_build_row(f"suite {suite}", score) for suite, score in evaluation.suites.items()]
-    tasks = dict.fromkeys(e.task for e in evaluation.own)
+    tasks = dict.fromkeys(e.task for e in evaluation.main_episodes)
     rows += [_build_row(task, evaluation.score(task)) for task in tasks] if len(tasks) > 1 else []
     return {"step": evaluation.step, "rows": rows}
 

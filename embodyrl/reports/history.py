@@ -56,7 +56,7 @@ class Evaluation:
     """Content of `eval.json`; empty for an unfinished evaluation."""
 
     @property
-    def own(self) -> tuple[EpisodeRow, ...]:
+    def main_episodes(self) -> tuple[EpisodeRow, ...]:
         """Episodes of the main suite; all episodes if only one suite was evaluated."""
         suite = get_main_suite(self.episodes)
         return tuple(e for e in self.episodes if e.suite == suite)
@@ -70,7 +70,7 @@ class Evaluation:
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
         """Return the success rate (mean return if success is unknown) of one task, or all tasks of the main suite."""
-        return compute_score([e for e in self.own if task in (None, e.task)], known=known)
+        return compute_score([e for e in self.main_episodes if task in (None, e.task)], known=known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
     histories = [read_history(folder) for folder in folders]
     video_index = VideoIndex(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in build_cards(history, video_index)]
-    tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
+    tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.main_episodes))
     lines = _summarize_runs(histories)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.reports").joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -277,7 +277,7 @@ def _build_task_table(histories: Sequence[History], tasks: Sequence[str]) -> lis
         scores = [evaluation.score(task) for _, evaluation in columns]
         row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * has_change]
         if is_single:
-            steps = [e.steps for e in columns[-1][1].own if task in (None, e.task)]
+            steps = [e.steps for e in columns[-1][1].main_episodes if task in (None, e.task)]
             row.append(format_number(sum(steps) / len(steps)) if steps else "-")
         table.append(row)
     for suite in dict.fromkeys(name for _, evaluation in columns for name in evaluation.suites):

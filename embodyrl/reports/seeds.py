@@ -140,7 +140,7 @@ class SeedGroup:
     @property
     def tasks(self) -> list[str]:
         """Tasks in the last evaluation of every run."""
-        tasks_per_run = [dict.fromkeys(e.task for e in run.evaluations[-1].own) for run in self.runs]
+        tasks_per_run = [dict.fromkeys(e.task for e in run.evaluations[-1].main_episodes) for run in self.runs]
         return [task for task in tasks_per_run[0] if all(task in others for others in tasks_per_run)]
 
     @property

@@ -23,7 +23,7 @@ from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import resolve_initial_weights, weight_banner_lines
 from embodyrl.commands.sft import SftResult, sft
-from embodyrl.commands.sft_data import _samples, action_log_std, data_statistics, load_samples
+from embodyrl.commands.sft_data import _make_samples, action_log_std, data_statistics, load_samples
 from embodyrl.commands.sft_setup import load_inputs, sft_banner_lines
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
@@ -256,7 +256,7 @@ def test_pairs_with_an_action_of_another_actor_are_skipped(demos: Path, tmp_path
         reset_id=np.zeros(2, np.int64),
     )
     found = [
-        len(_samples(config(tmp_path, demos, *words), two, [0, 1], toy_spec(1), TOY_POLICY).steps) > 0
+        len(_make_samples(config(tmp_path, demos, *words), two, [0, 1], toy_spec(1), TOY_POLICY).steps) > 0
         for words in (("objective.name=dpo",), ("objective.name=dpo", "data.actors=[expert]"))
     ]
     assert found == [True, False]

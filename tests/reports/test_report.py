@@ -25,7 +25,7 @@ from processes import listening, start_cli
 from rich.console import Console
 from run_files import TASKS, write_run
 
-from embodyrl.cli.discover.command import _run_line
+from embodyrl.cli.discover.command import _format_run
 from embodyrl.cli.discover.runs import describe_run
 from embodyrl.cli.main import main
 from embodyrl.cli.report import build_dashboard
@@ -387,7 +387,7 @@ def test_run_without_success_is_reported_by_return(tmp_path: Path) -> None:
 
 
 def describe(run: Path) -> str:
-    return _run_line(**describe_run(run))
+    return _format_run(**describe_run(run))
 
 
 def test_curve_end_labels_do_not_overlap() -> None:

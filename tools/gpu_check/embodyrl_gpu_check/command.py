@@ -18,7 +18,7 @@ from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
 from embodyrl.isolation import NoResultError, call_isolated
-from embodyrl.plan.rates import Measured, rates_file, read_measured_rates
+from embodyrl.plan.rates import MeasuredRates, rates_file, read_measured_rates
 from embodyrl.version import __version__
 from embodyrl_gpu_check.checks import CHECKS, GpuCheck
 from embodyrl_gpu_check.result import GpuResult
@@ -120,7 +120,7 @@ def _save_rates(report: dict[str, Any], path: Path) -> str:
     if not measured:
         return "No rates were measured."
     day = report["started"][:10]
-    new = {name: Measured(rates=rates, report=str(path), day=day) for name, rates in measured.items()}
+    new = {name: MeasuredRates(rates=rates, report=str(path), day=day) for name, rates in measured.items()}
     file = rates_file()
     stored = {name: dataclasses.asdict(one) for name, one in (read_measured_rates() | new).items()}
     try:
