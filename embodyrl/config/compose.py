@@ -409,7 +409,7 @@ def _list_keys(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     body = read_plain_yaml(file)
     defaults = body.pop("defaults", [])
     if not isinstance(defaults, list):
-        raise ConfigError(f"{file}: defaults must be a list.")
+        raise ConfigError(f"{file}: defaults must be a list, for example `defaults: [base]`.")
     for entry in defaults:
         if isinstance(entry, str) and entry != "_self_":
             yield from _list_keys(f"{group}/{entry}" if group else entry, folders)

@@ -108,7 +108,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     """
     try:
         if (size := file.stat().st_size) > _MAX_BYTES:
-            raise ConfigError(f"{file} has {size} bytes; a config has at most {_MAX_BYTES} bytes.")
+            raise ConfigError(f"{file} has {size} bytes; a config has at most {_MAX_BYTES}. Use another file.")
         text = file.read_text(encoding="utf-8")
         depth = 0
         # Check parser events before objects are built, so that deep nesting and aliases use no memory.

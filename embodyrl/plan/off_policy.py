@@ -105,7 +105,7 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
 
 
 def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield the reasons why rewards and next observations of a data set do not result from the recorded actions."""
+    """Yield the reasons why the recorded actions did not lead to the rewards and next observations of a data set."""
     # With expert_noise, the scripted expert acted, and its executed actions are computed from the labels.
     if card.collected.get("labels") == Labels.expert and not card.collected.get("expert_noise"):
         yield (
