@@ -342,7 +342,7 @@ def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
         evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
     with pytest.raises(ConfigError, match=r"nowhere: config.yaml is missing"):
         describe(load_config("eval", [*TABLETOP, f"eval.baseline={tmp_path}/nowhere"]))
-    with pytest.raises(ConfigError, match=r"are different \(env\.axis=base and positions\)"):
+    with pytest.raises(ConfigError, match=r"differ \(env\.axis=base and positions\)"):
         evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
 
 

@@ -27,7 +27,7 @@ def test_keys_and_groups_of_other_components_are_rejected(command: str, words: s
         load_config(command, words.split())
     (problem,) = caught.value.problems
     assert words.split()[-1].partition("=")[0] in problem
-    assert "leave" in problem or "Did you mean" in problem
+    assert "remove the key" in problem or "Did you mean" in problem
 
 
 FINE = [

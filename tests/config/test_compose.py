@@ -95,7 +95,7 @@ def test_compose_does_not_change_the_global_hydra_state(folder: Path) -> None:
         (b"[" * 100_000, "levels"),
         (b"env_type: \xff\xfe\n", "not valid YAML"),
         (b"env_type: !!python/name:os.system\n", "is refused"),
-        (b"- 1\n", "write `key: value` lines"),
+        (b"- 1\n", "Write lines of the form `key: value`"),
     ],
     ids=["aliases", "chain", "cycle", "defaults", "deep", "bytes", "tag", "list"],
 )

@@ -119,7 +119,7 @@ def test_command_line_types_match_hydra() -> None:
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
-        ("env.kwargs.x=.inf", "Write env.kwargs.x=inf, or quotes"),
+        ("env.kwargs.x=.inf", "Write env.kwargs.x=inf, or quote"),
         ("env.kwargs={a.b: 1}", "'a.b' is not a name in env.kwargs"),
         ("env.kwargs={null: 1}", "None is not a name in env.kwargs"),
         ('runner.experiment_name="a\ud800"', "Cannot parse"),

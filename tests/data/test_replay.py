@@ -127,7 +127,7 @@ def test_converted_libero_files_are_replayed_from_their_states(tmp_path: Path) -
     assert (same.start_difference, same.steps, same.success) == (0.0, 2, False)
     assert moved.start_difference > 1e-3
     (out / STATES_PATH).unlink()
-    with pytest.raises(ConfigError, match="must be converted again"):
+    with pytest.raises(ConfigError, match="Convert LIBERO data"):
         list(replay(out, ["env=libero_object", *words]))
 
 

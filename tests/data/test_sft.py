@@ -445,7 +445,7 @@ def test_banner_lists_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
     collect(load_config("collect", ["env=tabletop", cameras, "collect.episodes=1", *quiet, out]))
     frames = dict(sft_banner_lines(load_config("sft", [f"data.path={tmp_path}/both", "model=flow_small"])))["frames"]
     assert frames.startswith("wrist 112x112")
-    assert frames.endswith("not read: front")
+    assert frames.endswith("unused: front")
 
 
 def test_banner_shows_the_stopping_condition(demos: Path, tmp_path: Path) -> None:

@@ -127,10 +127,10 @@ def test_improvement_requires_a_significant_permutation_test(tmp_path: Path) -> 
     """The verdict is that of the permutation test; the score of a run is its last evaluation."""
     first = scored(tmp_path, "a", [True] * 2, [False] * 2, [True] * 2)
     mixed, better = scored(tmp_path, "bb", *[[True] * 2] * 3), scored(tmp_path, "ccc", *[[True] * 2] * 3)
-    assert "0.67 over 2 tasks (permutation test p = 1: no more" in str(compare_groups(first, mixed))
+    assert "0.67 over 2 tasks (permutation test p = 1: not significant" in str(compare_groups(first, mixed))
     worst = scored(tmp_path, "dddd", *[[False] * 2] * 3)
     # Every bootstrap draw says 1, and yet one in ten ways to deal six runs to two sides separates them as well.
-    assert "1.00 over 2 tasks (permutation test p = 0.1: no more" in str(compare_groups(worst, better))
+    assert "1.00 over 2 tasks (permutation test p = 0.1: not significant" in str(compare_groups(worst, better))
     many = scored(tmp_path, "eeeee", *[[False] * 2] * 4), scored(tmp_path, "ffffff", *[[True] * 2] * 4)
     assert "1.00 over 2 tasks (permutation test p = 0.029: more" in str(compare_groups(*many))
     assert "66.7 % [0.0, 100.0] (100.0 %; 0.0 %; 100.0 %)" in first.summary()[0]
