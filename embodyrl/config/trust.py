@@ -157,7 +157,7 @@ def _find_source(module: str) -> Path | None:
 
 
 def _may_import(env_id: str) -> bool:
-    """Return True for a hub program, `module:Id-v0`, and a `namespace/Id-v0` whose module is not an installed package."""
+    """Return True for a hub program, a `module:Id-v0`, and a `namespace/Id-v0` with a module of the user."""
     namespace, slash, _ = env_id.partition("/")
     is_local = slash != "" and namespace.isidentifier() and _find_source(namespace) is not None
     return (

@@ -137,7 +137,7 @@ def test_replay_needs_an_environment_that_fits(demos: Path, tmp_path: Path, caps
     (copy / ENVIRONMENT_PATH).unlink()
     assert [episode.success for episode in replay(copy, ENV[:3], 2)] == [True, True]
     assert main(["data", "replay", str(copy), "env=gym", "env.id=CartPole-v1"]) == 2
-    assert "numbers per action" in capsys.readouterr().err
+    assert "action size 7, state size" in capsys.readouterr().err
     assert main(["data", "replay"]) == 2
     assert main(["data", "info", str(demos), "--episodes=2"]) == 2
     assert main(["data", "replay", str(demos), "--episodes=0"]) == 2
