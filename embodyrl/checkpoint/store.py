@@ -27,8 +27,14 @@ LOOP_FILE = "loop.json"
 """Name of the file with the state of the training loop."""
 HEADROOM = 1.2
 """Required free space as a multiple of the size of the previous checkpoint."""
-_STEP_PATTERN = re.compile(r"step_(\d{6,})")
-_SCRATCH_PATTERN = re.compile(r"\.tmp-step_\d{6,}-(\d+)")
+_STEP_PATTERN = re.compile("step_([0-9]{6}|[1-9][0-9]{6,})")
+_SCRATCH_PATTERN = re.compile(r"\.tmp-step_[0-9]{6,}-([0-9]{1,9})")
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step of a folder name such as step_000200; None for other spellings, such as step_0000200."""
+    match = _STEP_PATTERN.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 class FileEntry(BaseModel, frozen=True):
@@ -196,7 +202,8 @@ class CheckpointStore:
         """Return the steps of all checkpoint folders, ascending, including damaged folders without a manifest."""
         if not self.root.is_dir():
             return []
-        return sorted(int(match[1]) for entry in self.root.iterdir() if (match := _STEP_PATTERN.fullmatch(entry.name)))
+        steps = (parse_step(entry.name) for entry in self.root.iterdir())
+        return sorted(step for step in steps if step is not None)
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, ascending."""
@@ -303,8 +310,7 @@ class CheckpointStore:
             manifest = read_manifest(path)
             verify_files(path, manifest)
         except CheckpointError as error:
-            match = _STEP_PATTERN.fullmatch(path.name)
-            older = [step for step in self.steps() if match and step < int(match[1])]
+            older = [step for step in self.steps() if step < (parse_step(path.name) or 0)]
             hint = f" The next older complete checkpoint is {self.path(older[-1])}." if older else ""
             raise CheckpointError(f"{error}{hint}") from error
         return manifest
@@ -322,7 +328,7 @@ class CheckpointStore:
             # Renamed first: an interrupted deletion must not leave a partial checkpoint.
             scratch = self._scratch(step)
             os.replace(self.path(step), scratch)
-            shutil.rmtree(scratch)
+            _delete(scratch)
         return stale
 
     def clean_stale(self) -> list[Path]:
@@ -331,12 +337,20 @@ class CheckpointStore:
             return []
         matches = ((_SCRATCH_PATTERN.fullmatch(entry.name), entry) for entry in self.root.iterdir())
         stale = sorted(entry for match, entry in matches if match and not _is_other_process(int(match[1])))
-        for folder in stale:
-            shutil.rmtree(folder)
+        for path in stale:
+            _delete(path)
         return stale
 
     def _scratch(self, step: int) -> Path:
         return self.root / f".tmp-{self.path(step).name}-{os.getpid()}"
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder tree, a file, or a link without its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write_manifest(folder: Path, step: int, meta: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from embodyrl.checkpoint.store import CheckpointStore, size_bytes
+from embodyrl.checkpoint.store import CheckpointStore, parse_step, size_bytes
 from embodyrl.cli.arguments import choose_name
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
@@ -101,14 +101,13 @@ def _prune(args: argparse.Namespace) -> int:
 def _select_checkpoints(argument: str) -> tuple[CheckpointStore, list[int]]:
     """Return the checkpoint store of a run and the selected steps: all steps, or the step of one checkpoint folder."""
     path = Path(argument)
-    step = path.name.removeprefix("step_")
-    if path.parent.name == "checkpoints" and step.isdecimal():
-        store = CheckpointStore(path.parent)
-        if not path.is_dir():
+    if path.parent.name == "checkpoints" and path.name.startswith("step_"):
+        store, step = CheckpointStore(path.parent), parse_step(path.name)
+        if step is None or not path.is_dir():
             raise CheckpointError(
-                f"The checkpoint {path} does not exist. Steps with a checkpoint: {store.steps() or 'none'}."
+                f"{path} is not the folder of a checkpoint. Steps with a checkpoint: {store.steps() or 'none'}."
             )
-        return store, [int(step)]
+        return store, [step]
     store = CheckpointStore(find_run(argument) / "checkpoints")
     if not store.folders():
         raise CheckpointError(f"The run {argument} has no checkpoint. Choose another run: embodyrl list runs.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.messages import POLICY_FOLDER
-from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.checkpoint.store import CheckpointStore, parse_step
 from embodyrl.commands.eval_result import summarize_episodes
 from embodyrl.config.paths import HUB_NAME, resolve_asset
 from embodyrl.data.cards import read_card
@@ -221,9 +221,9 @@ def dataset_card(source: Path, repo: str) -> tuple[str, str] | None:
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, int]:
-    step = source.name.removeprefix("step_")
-    if source.parent.name == "checkpoints" and step.isdecimal() and source.is_dir():
-        return source.parents[1], int(step)
+    step = parse_step(source.name)
+    if source.parent.name == "checkpoints" and step is not None and source.is_dir():
+        return source.parents[1], step
     steps = CheckpointStore(source / "checkpoints").folders() if (source / "checkpoints").is_dir() else []
     if not steps:
         raise ConfigError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.checkpoint.store import CheckpointStore, parse_step
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import format_value, is_key_or_subkey, to_builtin
@@ -167,9 +167,9 @@ def read_history(folder: Path) -> History:
     evaluations, unfinished = [], None
     files = (file for file in folder.glob(f"eval/step_*/{EPISODES_FILE}") if is_within(file, folder))
     for path in sorted(files, key=natural_sort_key):
-        if not path.parent.name.removeprefix("step_").isdecimal():
+        step, table = parse_step(path.parent.name), {}
+        if step is None:
             continue
-        step, table = int(path.parent.name.removeprefix("step_")), {}
         if is_within(path.parent / TABLE_FILE, folder):
             table = read_table(path.parent)
         evaluation = Evaluation(step=step, episodes=tuple(read_episodes(path)), table=table)

@@ -90,8 +90,9 @@ def test_steps_method_lists_complete_checkpoints_in_order(tmp_path: Path):
     for step in (1_000_000, 9, 200):
         write_to(store, step, fill, {})
     (tmp_path / "step_000300").mkdir()
-    (tmp_path / "step_0000400").mkdir()
-    (tmp_path / "step_0000400" / "manifest.json").write_text("{}")
+    for name in ("step_0000200", "step_400", "step_\u0660\u0660\u0660\u0662\u0660\u0660"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
     assert store.steps() == [9, 200, 1_000_000]
     assert store.latest() == tmp_path / "step_1000000"
@@ -179,6 +180,32 @@ def test_scratch_folder_of_a_running_process_is_kept(tmp_path: Path):
     assert CheckpointStore(tmp_path).clean_stale() == [reused_pid]
     assert living.is_dir()
     living.rmdir()
+
+
+def test_other_spellings_of_a_step_are_not_checkpoints(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    other_names = ["step_0000002", "step_00002", "step_\u0660\u0660\u0660\u0660\u0660\u0662", "step_0000007"]
+    for step in (1, 2):
+        write_to(store, step, fill, {})
+    for name in other_names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_bytes((store.path(2) / "manifest.json").read_bytes())
+    assert store.folders() == store.steps() == [1, 2]
+    assert store.prune(2) == store.rename_damaged() == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["step_000001", "step_000002", *other_names])
+
+
+def test_links_and_files_are_deleted_without_their_targets(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    before = snapshot(write_to(store, 2, fill, {}))
+    for name in ("step_000001", ".tmp-step_000009-999999999", ".tmp-step_000009-99999999999999999999"):
+        (tmp_path / name).symlink_to("step_000002")
+    (tmp_path / ".tmp-step_000008-999999999").write_text("file")
+    assert [path.name[:16] for path in store.clean_stale()] == [".tmp-step_000008", ".tmp-step_000009"]
+    assert store.prune(1) == [1]
+    (tmp_path / ".tmp-step_000009-99999999999999999999").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+    assert snapshot(store.path(2)) == before
 
 
 def test_prune_keeps_newest_and_protected_steps(tmp_path: Path):
