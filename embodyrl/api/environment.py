@@ -123,7 +123,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
             return eval_start(self.layout, self._split, int(remaining["episode"]))[1:]
         task, reset_id = remaining.pop("task", None), remaining.pop("reset_id", None)
         choices = [
-            reset_index for reset_index in self._ids if task is None or self.layout.task_of(reset_index)[0] == task
+            candidate_id for candidate_id in self._ids if task is None or self.layout.task_of(candidate_id)[0] == task
         ]
         if remaining or not choices or not (reset_id is None or 0 <= reset_id < self.layout.num_reset_ids):
             raise ConfigError(

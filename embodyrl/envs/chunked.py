@@ -53,7 +53,7 @@ class ChunkedEnv:
         spec = replace(sims.spec, reward=replace(sims.spec.reward, factor=reward_coef))
         self.spec = self._step_reward.add_to_spec(spec) if self._step_reward else spec
         self.task_limit = sims.task_limit
-        self._uses_relative_reward, self._coef = use_rel_reward, reward_coef
+        self._uses_relative_reward, self._reward_coef = use_rel_reward, reward_coef
         self._sims = sims
         self._phase = np.full(num_envs, _NO_EPISODE, np.int8)
         self._reset_id, self._seed, self._steps, self._max_steps = (np.zeros(num_envs, np.int64) for _ in range(4))
@@ -227,7 +227,7 @@ class ChunkedEnv:
         result.terminated[rows, index], result.truncated[rows, index] = terminated, truncated
         if self._step_reward is not None:
             rewards = self._compute_step_rewards(self._step_reward, result, rows, index, env_indices, actions, rewards)
-        result.reward[rows, index] = self._coef * rewards
+        result.reward[rows, index] = self._reward_coef * rewards
 
     def _compute_step_rewards(
         self,

@@ -67,7 +67,7 @@ class Renderer:
     """Selected OpenGL backend (value of MUJOCO_GL), with the reason."""
 
     backend: str
-    why: str
+    reason: str
     fix: str = ""
     """Instruction for the user if a GPU cannot render."""
 
@@ -89,7 +89,7 @@ def choose_renderer() -> Renderer:
     bad_index = next((number for number, renderer in enumerate(renderers) if renderer.backend != "egl"), None)
     if bad_index is None or len(gpus) == 1:
         return renderers[bad_index or 0]
-    return Renderer("osmesa", f"{renderers[bad_index].why} (GPU {gpus[bad_index]})", renderers[bad_index].fix)
+    return Renderer("osmesa", f"{renderers[bad_index].reason} (GPU {gpus[bad_index]})", renderers[bad_index].fix)
 
 
 def check_egl(frame: RenderResult) -> Renderer:
@@ -127,10 +127,12 @@ def get_egl_devices() -> dict[int, int]:
         environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         command = [sys.executable, "-c", _LIST_EGL_SCRIPT]
         try:
-            done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False
+            )
         except subprocess.TimeoutExpired:
             return {}
-        os.environ[EGL_TABLE_VARIABLE] = ",".join(done.stdout.split()) if done.returncode == 0 else ""
+        os.environ[EGL_TABLE_VARIABLE] = ",".join(result.stdout.split()) if result.returncode == 0 else ""
     pairs = (pair.split(":") for pair in os.environ[EGL_TABLE_VARIABLE].split(",") if pair)
     return {int(cuda): int(egl) for cuda, egl in pairs}
 
@@ -168,13 +170,13 @@ def render_test_frame(backend: str, device: str = "") -> RenderResult:
     environ = get_render_environment(backend, device)
     command = [sys.executable, "-c", _RENDER_SCRIPT]
     try:
-        done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
     except subprocess.TimeoutExpired:
         return RenderResult(problem=f"no frame within {_TIMEOUT_S:.0f} s")
-    if done.returncode != 0:
-        problem = signal.Signals(-done.returncode).name if done.returncode < 0 else _find_first_error(done.stderr)
+    if result.returncode != 0:
+        problem = signal.Signals(-result.returncode).name if result.returncode < 0 else _find_first_error(result.stderr)
         return RenderResult(problem=problem)
-    driver = done.stdout.strip().rpartition("drawn by ")[2]
+    driver = result.stdout.strip().rpartition("drawn by ")[2]
     return RenderResult(problem="the frame has only one color") if driver == "one color" else RenderResult(driver)
 
 

@@ -104,7 +104,7 @@ class PolicyThread:
 
 _CLOSING_S = 5.0
 """Maximum wait for clients to disconnect when the server stops, in seconds."""
-_FIRST_S = 300.0
+_FIRST_MESSAGE_S = 300.0
 """Time limit in seconds for the first message of a client, unless `serve.idle_timeout_s` is shorter."""
 
 
@@ -277,7 +277,7 @@ class _Client:
 
     def __init__(self, socket: Any, limit_s: float) -> None:
         self._socket, self._idle_s = socket, limit_s
-        self.limit_s = min(limit_s, _FIRST_S)
+        self.limit_s = min(limit_s, _FIRST_MESSAGE_S)
         """Time limit in seconds for the next message."""
 
     async def receive(self) -> bytes | str:

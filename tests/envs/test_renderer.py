@@ -25,7 +25,7 @@ pytest.importorskip("mujoco")
 )
 def test_egl_is_preferred_if_a_gpu_renders(frame, backend, words):
     chosen = check_egl(frame)
-    assert (chosen.backend, words in chosen.why, bool(chosen.fix)) == (backend, True, backend == "osmesa")
+    assert (chosen.backend, words in chosen.reason, bool(chosen.fix)) == (backend, True, backend == "osmesa")
 
 
 def test_explicit_renderer_or_missing_gpu_skips_the_probe(monkeypatch):
@@ -72,7 +72,7 @@ def test_every_gpu_must_be_able_to_render(monkeypatch):
     monkeypatch.setattr(renderer, "render_test_frame", draw)
     chosen = choose_renderer()
     assert (chosen.backend, sorted(drawn)) == ("osmesa", ["3", "4", "5"])
-    assert "(GPU 2)" in chosen.why
+    assert "(GPU 2)" in chosen.reason
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert choose_renderer().backend == "egl"
 

@@ -166,7 +166,7 @@ def probe_rendering() -> Finding:
     if version is None:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
     renderer, gpus = choose_renderer(), visible_gpus()
-    name = f"mujoco {version} with MUJOCO_GL={renderer.backend} ({renderer.why})"
+    name = f"mujoco {version} with MUJOCO_GL={renderer.backend} ({renderer.reason})"
     frame = render_test_frame(renderer.backend, get_egl_device(gpus[0]) if renderer.backend == "egl" and gpus else "")
     if frame.problem:
         fix = _INSTALL_COMMANDS.get(renderer.backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")

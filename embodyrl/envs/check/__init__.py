@@ -91,10 +91,10 @@ def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding
         with _deadline(timeout_s):
             check(harness)
     except Exception as error:  # the code of the environment may raise any exception
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         message = " ".join(str(error).split())
         if not isinstance(error, EmbodyError):  # an EmbodyError already contains location and fix
-            message = f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})"
+            message = f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
         harness.violations = [Violation(name, "no error", message)]
     level = "FAIL" if harness.violations else "warn" if harness.warnings else "ok"
     violations = (*harness.violations, *harness.warnings)

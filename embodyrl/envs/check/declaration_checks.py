@@ -42,10 +42,10 @@ def factory(harness: Harness) -> None:
 @check()
 def light(harness: Harness) -> None:
     """Check that importing the factory and validating a config do not import a package in `HEAVY_PACKAGES`."""
-    done = run_isolated(_PROBE, pickle.dumps(sys.path) + pickle.dumps(harness.cfg), arguments=HEAVY_PACKAGES)
-    last_line = (done.output.splitlines() or [""])[-1]
-    succeeded = done.code == 0 and last_line.startswith("imported:")
-    if harness.expect(succeeded, "validate", "to run in a fresh process", done.reason):
+    result = run_isolated(_PROBE, pickle.dumps(sys.path) + pickle.dumps(harness.cfg), arguments=HEAVY_PACKAGES)
+    last_line = (result.output.splitlines() or [""])[-1]
+    succeeded = result.code == 0 and last_line.startswith("imported:")
+    if harness.expect(succeeded, "validate", "to run in a fresh process", result.reason):
         heavy_imports = last_line.removeprefix("imported:").split()
         harness.expect(
             not heavy_imports, "validate", "no heavy import; import in make or later", ", ".join(heavy_imports)

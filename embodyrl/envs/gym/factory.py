@@ -77,13 +77,13 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims
 
-        probed = probe(cfg, renders=context.renders_images, known_spec=context.known_spec)
-        build = partial(create, cfg, probed.kwargs)
-        if probed.spec.simulator.lockstep:
+        probe_result = probe(cfg, renders=context.renders_images, known_spec=context.known_spec)
+        build = partial(create, cfg, probe_result.kwargs)
+        if probe_result.spec.simulator.lockstep:
             from embodyrl.envs.gym.vector_sims import VectorSims
 
-            return VectorSims(cfg, probed, build, context.num_envs)
-        return GymSims(cfg, probed, build)
+            return VectorSims(cfg, probe_result, build, context.num_envs)
+        return GymSims(cfg, probe_result, build)
 
     def make_goal_reward(self, cfg: GymSettings) -> GoalReward:
         """Build a function that computes the rewards of relabeled goals with a single environment."""

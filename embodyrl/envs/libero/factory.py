@@ -119,8 +119,8 @@ def _get_instructions(tasks: list[tuple[str, int]], instructions: list[str], cou
     if not any(name.endswith("_language") for name, _ in tasks):
         return ()
     pairs = zip(tasks, instructions, strict=True)
-    changes = ((get_variant(*task, state)[0], default) for task, default in pairs for state in range(count))
-    return tuple((change and change.instruction) or default for change, default in changes)
+    variants = ((get_variant(*task, state)[0], default) for task, default in pairs for state in range(count))
+    return tuple((variant and variant.instruction) or default for variant, default in variants)
 
 
 ExpertGrasps = StrEnum("ExpertGrasps", ["varied", "nearest"])

@@ -162,8 +162,8 @@ class LiberoSims(SequentialSimulators):
         if settled := self._settled.get(key):
             simulator.load(settled[0])
         else:
-            recorded = self._initial_states.get(reset_id)
-            solved = self._settle(simulator, task, index, seed) if recorded is None else simulator.reset(recorded, seed)
+            state = self._initial_states.get(reset_id)
+            solved = self._settle(simulator, task, index, seed) if state is None else simulator.reset(state, seed)
             settled = self._settled[key] = simulator.save(), solved
             if len(self._settled) > MAX_SETTLED_STATES:
                 del self._settled[next(iter(self._settled))]
@@ -173,14 +173,14 @@ class LiberoSims(SequentialSimulators):
         """Start from an initial state and execute the settling steps; return True if the goal is already reached."""
         suite, number, _ = self._tasks[task]
         states = install.load_init_states(suite, number)
-        change, stored = get_variant(suite, number, index)
+        variant, base_index = get_variant(suite, number, index)
         if index < install.STATES_PER_TASK != len(states):
             raise EnvError(
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
                 f"expected {install.STATES_PER_TASK}. Fix: {install.INSTALL}"
             )
-        state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
-        return simulator.reset(state, seed, change)
+        state = states[base_index] if index < install.STATES_PER_TASK else simulator.sample_state(index)
+        return simulator.reset(state, seed, variant)
 
     def step_env(self, env_index: int, action: FloatArray) -> SimStep:
         """Execute one action [7] in -1..1: position and rotation changes, and the gripper (-1: open).

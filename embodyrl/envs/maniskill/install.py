@@ -62,8 +62,8 @@ def find_vulkan_problem(device: str) -> str | None:
 
     Rendering on the CPU uses the software driver, even if the driver of a GPU is broken.
     """
-    done = run_isolated(_RENDERER_SCRIPT, arguments=(device,))
-    return None if done.code == 0 else done.reason
+    result = run_isolated(_RENDERER_SCRIPT, arguments=(device,))
+    return None if result.code == 0 else result.reason
 
 
 def probe_vulkan() -> Finding:
@@ -96,10 +96,10 @@ def download_physx() -> None:
     file = get_physx_path()
     if not file.is_file():
         sys.stderr.write(f"SAPIEN downloads PhysX for GPUs into {file.parent}, which may take minutes ...\n")
-    done = run_isolated(DOWNLOAD_PHYSX_SCRIPT, timeout_s=_DOWNLOAD_S)
-    if done.code != 0:
+    result = run_isolated(DOWNLOAD_PHYSX_SCRIPT, timeout_s=_DOWNLOAD_S)
+    if result.code != 0:
         raise MissingDependencyError(
-            f"env.sim_backend=gpu: SAPIEN cannot load PhysX for GPUs: {done.reason}. Fix: on a host without "
+            f"env.sim_backend=gpu: SAPIEN cannot load PhysX for GPUs: {result.reason}. Fix: on a host without "
             f"internet access, copy {file} from another host, or use env.sim_backend=cpu."
         )
 

@@ -14,8 +14,8 @@ from embodyrl.types import ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray
 _ACTION_UNIT = 0.1
 """Meters and radians per unit of an action."""
 
-_ABOVE = 0.06
-"""Travel height of the hand above a cube, meters."""
+_TRAVEL_HEIGHT = 0.06
+"""Height in meters above a cube at which the hand moves horizontally."""
 
 _OPEN, _CLOSED = 1.0, -1.0
 
@@ -57,9 +57,9 @@ class Expert:
         turn = (_get_yaw(cube) - _get_yaw(self._env.agent.tcp) + np.pi / 4) % (np.pi / 2) - np.pi / 4
         is_off_target = np.linalg.norm(hand[:2] - target[:2]) > 0.012
         if is_off_target and hand[2] < target[2] + 0.04:
-            action = _move_towards(hand, [*hand[:2], target[2] + _ABOVE], _OPEN)
+            action = _move_towards(hand, [*hand[:2], target[2] + _TRAVEL_HEIGHT], _OPEN)
         elif is_off_target:
-            action = _move_towards(hand, [*target[:2], target[2] + _ABOVE], _OPEN)
+            action = _move_towards(hand, [*target[:2], target[2] + _TRAVEL_HEIGHT], _OPEN)
         elif hand[2] > target[2] + 0.008:
             action = _move_towards(hand, target, _OPEN)
         else:

@@ -15,7 +15,7 @@ _REACH = 0.05
 """Displacement of the gripper in meters for an action of 1."""
 _GRASP_WIDTH = 0.065
 """Closed fingers count as holding a cube if the sum of their positions is below this value, in meters."""
-_ABOVE = 0.08
+_TRAVEL_HEIGHT = 0.08
 """Height in meters above an object at which the gripper moves horizontally."""
 _GAIN = 2.0
 _TURN = 0.5
@@ -109,7 +109,7 @@ class Task:
 def compute_lift_action(observation: Any) -> Any:
     """Return the action of the Lift expert: grasp the cube, then lift it."""
     if is_holding(observation, observation["cube_pos"]):
-        return build_action((0.0, 0.0, _ABOVE), CLOSED)
+        return build_action((0.0, 0.0, _TRAVEL_HEIGHT), CLOSED)
     return approach_and_grasp(observation, observation["cube_pos"])
 
 
@@ -121,12 +121,12 @@ def compute_stack_action(observation: Any) -> Any:
     if lateral_distance < 0.02 and abs(offset[2]) < 0.008:
         # Rise once the fingers are open.
         is_open = np.abs(observation["robot0_gripper_qpos"]).sum() > _GRASP_WIDTH
-        return build_action((0.0, 0.0, _ABOVE if is_open else 0.0), OPEN)
+        return build_action((0.0, 0.0, _TRAVEL_HEIGHT if is_open else 0.0), OPEN)
     if not is_holding(observation, cube):
         return approach_and_grasp(observation, cube)
     # Up, across, then down.
-    descends, is_low = lateral_distance < 0.01, offset[2] < -0.6 * _ABOVE
-    height = offset[2] if descends else offset[2] + _ABOVE
+    descends, is_low = lateral_distance < 0.01, offset[2] < -0.6 * _TRAVEL_HEIGHT
+    height = offset[2] if descends else offset[2] + _TRAVEL_HEIGHT
     return build_action((*(offset[:2] if descends or is_low else (0.0, 0.0)), height), CLOSED)
 
 
@@ -172,7 +172,7 @@ def approach_and_grasp(observation: Any, cube: Any) -> Any:
     if lateral_distance < 0.01 and abs(offset[2]) < 0.01:
         return build_action((0.0, 0.0, 0.0), CLOSED)
     descends = lateral_distance < 0.015 or (lateral_distance < 0.03 and offset[2] > -0.03)
-    height = offset[2] if descends else offset[2] + _ABOVE
+    height = offset[2] if descends else offset[2] + _TRAVEL_HEIGHT
     return build_action((offset[0], offset[1], height), OPEN)
 
 

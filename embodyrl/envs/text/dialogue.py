@@ -119,7 +119,7 @@ class DialogueEnv(ReplyEnv, ABC, Generic[D]):
     def __init__(self, spec: EnvSpec, cfg: DialogueSettings, dialogues: list[D]) -> None:
         super().__init__(spec)
         self.dialogues = dialogues
-        self._prompt, self._max_messages, self._coef = cfg.prompt, 2 * cfg.history, cfg.reward_coef
+        self._prompt, self._max_messages, self._reward_coef = cfg.prompt, 2 * cfg.history, cfg.reward_coef
 
     @abstractmethod
     def play_turns(self, env_indices: Sequence[int]) -> Iterable[TurnResult]:
@@ -141,7 +141,7 @@ class DialogueEnv(ReplyEnv, ABC, Generic[D]):
         for i, (dialogue, turn) in enumerate(zip(dialogues, self.play_turns(env_indices), strict=True)):
             dialogue.steps += 1
             position = i, last[i]
-            result.reward[position] = self._coef * turn.reward
+            result.reward[position] = self._reward_coef * turn.reward
             result.terminated[position], result.success[position] = turn.terminated, turn.success
             reaches_limit = turn.truncated or dialogue.steps >= self.spec.text.max_replies
             result.truncated[position] = reaches_limit and not turn.terminated

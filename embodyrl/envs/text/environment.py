@@ -216,7 +216,7 @@ class ConversationEnv(ReplyEnv):
         self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, reward_runner: RewardRunner, num_envs: int
     ) -> None:
         super().__init__(spec)
-        self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
+        self._reward_coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
         self._answer_bytes = get_answer_bytes(cfg.tools)
         self._rows = rows
         self._reward_runner = reward_runner
@@ -259,13 +259,16 @@ class ConversationEnv(ReplyEnv):
             )
             for i in final_rows
         ]
-        for i, scored in zip(final_rows, self._reward_runner(answers) if answers else [], strict=True):
+        for i, reward_result in zip(final_rows, self._reward_runner(answers) if answers else [], strict=True):
             position = i, last[i]
-            result.reward[position], result.success[position] = self._coef * scored.reward, scored.success
+            result.reward[position], result.success[position] = (
+                self._reward_coef * reward_result.reward,
+                reward_result.success,
+            )
             result.terminated[position], result.truncated[position] = True, conversations[i].cut_off
-            result.components[i] = scored.components
-            if scored.problem is not None:
-                result.reward_errors[env_indices[i]] = scored.problem
+            result.components[i] = reward_result.components
+            if reward_result.problem is not None:
+                result.reward_errors[env_indices[i]] = reward_result.problem
             conversations[i].messages.append(
                 Message(role="assistant", content=truncate_text(conversations[i].reply, FINAL_REPLY_BYTES - 16))
             )

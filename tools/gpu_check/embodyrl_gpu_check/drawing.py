@@ -65,7 +65,7 @@ def check_drawing() -> GpuResult:
         if choice.backend == "egl":
             working.append(gpu)
         else:
-            parts.failures.append(f"GPU {gpu}: {choice.why}")
+            parts.failures.append(f"GPU {gpu}: {choice.reason}")
             fix = choice.fix
     lines = [f"GPU {', '.join(working)} renders with EGL"] if working else []
     for gpu in working[:1]:
