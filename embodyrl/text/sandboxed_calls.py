@@ -16,8 +16,10 @@ from typing import Any
 from embodyrl.text.sandboxed_objects import (
     BASES,
     BINARY,
+    COLLECTING,
     COMPARISONS,
     DATA,
+    ITEMS,
     KINDS,
     NUMBERS,
     SPECIAL,
@@ -25,7 +27,7 @@ from embodyrl.text.sandboxed_objects import (
     CopiedValue,
     RejectedOperation,
     Remote,
-    get_number,
+    get_marks,
     is_remote,
 )
 from embodyrl.text.sandboxed_values import Values
@@ -37,16 +39,21 @@ TEST = "__test__"
 
 
 class Link(Values):
-    """Connection to the other process."""
+    """Connection to the other process.
+
+    Objects of the program have marks, which do not depend on the reference ids that the program chooses:
+
+    - `maker`: found under a name with a capital letter; `function`: found under another name.
+    - `returned`: sent by the program after the test received the object for the first time.
+    - `created`: new objects that the test creates with a maker, until the program returns them.
+    - `mixed`: results of operators that combine an object of the program and a value of the test; `difference`: such
+      results of other operators than `COLLECTING`.
+    """
 
     def __init__(self, incoming, outgoing, *, strict):
         super().__init__(strict=strict)
         self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
         self.operations = {"special": _call_special_method, "data": _copy_data}
-        self.makers, self._created, self._mixed = set(), set(), set()
-        """Reference ids of names with a capital letter, of objects that the test creates with these names and that the
-        program has not returned since, and of results of operators that combine an object of the program and a value
-        of the test."""
         self.rejections = []
         """Descriptions of the test's operations that were rejected."""
         self.read_output: Callable[[], str] = str
@@ -118,8 +125,9 @@ class Link(Values):
 
     def get_known(self, number):
         """Return an object of both processes, which then counts as a result of the program."""
-        self._created.discard(number)
         value = super().get_known(number)
+        get_marks(value).discard("created")
+        get_marks(value).add("returned")
         return self.check_class(value) if issubclass(type(value), type) else value
 
     def apply_special_method(self, target, name, args, kwargs):
@@ -131,24 +139,28 @@ class Link(Values):
             return False
         if compares and not all(map(is_remote, args)):
             return self._apply_mixed_operator(target, name, args)
-        if name in NUMBERS and get_number(target) in self._mixed:
+        marks = get_marks(target)
+        if (name in NUMBERS and "mixed" in marks) or (name in ITEMS and "difference" in marks):
             self.reject(f"applies {name} to the result of the program's operator for a value of the test")
         if name in ("exit", "aexit"):
             return self._exit_context(target, name, args)
-        numbers = {get_number(argument) for argument in (target, *args) if is_remote(argument)}
-        is_operator, is_created = name in BINARY or name in UNARY, bool(numbers & self._created)
-        is_maker = name == "call" and get_number(target) in self.makers
+        operands = [get_marks(operand) for operand in (target, *args)]
+        inherited = set().union(*operands) & {"mixed", "difference"}
+        is_operator, is_created = name in BINARY or name in UNARY, all("created" in operand for operand in operands)
+        is_maker = name == "call" and "maker" in marks and "function" not in marks
         result = self.request("special", target, name, *args, **kwargs)
         if name == "iter" and hasattr(type(target), "__len__") and not is_created:
             items = [*result]
             if len(items) != len(target):
                 self.reject("iterates over an object of the program whose number of items is not its length")
             return iter(items)
-        if is_operator and numbers & self._mixed:
+        if is_operator and inherited:
             self._require_object(result, name)
-            self._mixed.add(get_number(result))
-        if is_maker or (is_created and (is_operator or (name == "enter" and result is target))):
-            self._add_number(result, self._created)
+            get_marks(result).update(inherited)
+        if is_created and (is_operator or name == "enter") and result is target:
+            marks.add("created")
+        elif is_maker or (is_created and is_operator):
+            self._mark_created(result)
         return result
 
     def get_type(self, value):
@@ -158,9 +170,9 @@ class Link(Values):
         kind = self.request("attribute", value, "__class__")
         return type(value) if isinstance(kind, type) else kind
 
-    def _add_number(self, result, numbers):
-        if is_remote(result):
-            numbers.add(get_number(result))
+    def _mark_created(self, result):
+        if "returned" not in get_marks(result):
+            get_marks(result).add("created")
 
     def _require_object(self, result, name):
         # A copied value, such as an instance of a subclass of float, is compared by its value.
@@ -169,7 +181,7 @@ class Link(Values):
 
     def _apply_mixed_operator(self, target, name, args):
         """Apply an operator to an object of the program and a value of the test."""
-        kind, is_created = type(target).kind, get_number(target) in self._created
+        kind, is_created = type(target).kind, "created" in get_marks(target)
         is_copy = issubclass(type(target), CopiedValue)
         base = next((base for base in BASES if base.__name__ == kind), None) if is_copy else DATA.get(kind)
         is_in_place = name in BINARY and name.startswith("i") and name != "invert" and not is_copy
@@ -185,13 +197,16 @@ class Link(Values):
             return name == "ne"
         if name == "contains" and not is_created and hasattr(type(target), "__iter__"):
             return any(item is args[0] or item == args[0] for item in target)
-        if not (is_created or is_in_place) or name in COMPARISONS:
+        if not (is_created or (base and is_in_place)) or name in COMPARISONS:
             self.reject(f"applies {name} to an object of the program and a value of the test")
         result = self.request("special", target, name, *args)
-        if name in BINARY and result is not NotImplemented:
-            self._require_object(result, name)
-            self._created.add(get_number(result))
-            self._mixed.add(get_number(result))
+        if name == "contains" or result is NotImplemented or (base and result is target):
+            return result
+        self._require_object(target if base else result, name)  # a container may only change in place
+        get_marks(result).update({"mixed"} if name in COLLECTING else {"mixed", "difference"})
+        if result is target:
+            get_marks(result).add("created")
+        self._mark_created(result)
         return result
 
     def _exit_context(self, target, name, args):

@@ -20,7 +20,10 @@ COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 BINARY = {prefix + name for name in _ARITHMETIC.split() for prefix in ("", "r", "i")}
 UNARY = ("neg", "pos", "invert")
+COLLECTING = {prefix + name for name in ("add", "mul", "or", "and") for prefix in ("", "r", "i")}
+"""Operators that join or repeat items; other operators can compare their operands, for example by a difference."""
 NUMBERS = ("abs", "int", "float", "complex", "round", "trunc", "floor", "ceil", "index", "bool")
+ITEMS = ("len", "getitem", "iter", "next", "reversed")
 _OTHER_METHODS = (
     "call iter next len getitem setitem delitem contains reversed missing str repr format bytes fspath enter exit "
     "aiter anext aenter aexit instancecheck subclasscheck dir hash"
@@ -39,9 +42,10 @@ class RejectedOperation(BaseException):
 class Remote:
     """Proxy for an object in the other process; its subclasses have the special methods of the object's class."""
 
-    __slots__ = ("_link", "_number")
+    __slots__ = ("_link", "_marks", "_number")
     _link: Any
     _number: int
+    _marks: set[str]
     __doc__ = property(lambda self: self._link.request("attribute", self, "__doc__"))  # type: ignore[assignment]
     kind = ""
 
@@ -90,6 +94,7 @@ class CopiedValue:
     """Base of copies of immutable values, such as named tuples, whose class is defined in the other process."""
 
     kind: str
+    _marks: set[str]
 
     __getattr__ = Remote.__getattr__
 
@@ -127,6 +132,11 @@ def is_remote(value):
 def get_number(value):
     """Return the reference id of an object or exception class of the other process."""
     return value._number
+
+
+def get_marks(value):
+    """Return the set of marks of an object of the other process (see `Link`); other values have no marks."""
+    return value._marks if issubclass(type(value), (Remote, CopiedValue)) else set()
 
 
 def _make_forwarder(name):

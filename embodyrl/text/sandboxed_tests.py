@@ -8,7 +8,7 @@ import sys
 import types
 
 from embodyrl.text.sandboxed_calls import TEST, Link, read_attribute, write_attribute
-from embodyrl.text.sandboxed_objects import CopiedValue, Remote, get_number
+from embodyrl.text.sandboxed_objects import CopiedValue, Remote, get_marks
 
 _TESTED = "tested "
 """Prefix of names in the syntax tree of a test that are looked up in the program, even if a built-in has the name."""
@@ -362,8 +362,7 @@ class _Names(dict):
         if name not in self._kinds or name.startswith("__") or (hasattr(builtins, name) and not is_tested):
             raise KeyError(name)
         value = self._link.request("name", name)
-        if issubclass(type(value), Remote) and name.lstrip("_")[:1].isupper():
-            self._link.makers.add(get_number(value))
+        get_marks(value).add("maker" if name.lstrip("_")[:1].isupper() else "function")
         return value
 
 

@@ -238,6 +238,7 @@ class Values:
             instance = kind(self.unpack(parts[4])) if name == "own" else object.__new__(kind)
             object.__setattr__(instance, "_link", self)
             object.__setattr__(instance, "_number", parts[0])
+            object.__setattr__(instance, "_marks", set())
             return self._objects[self.register(instance, parts[0])]
         if name == "error":
             return self._build_error(*parts)

@@ -58,6 +58,16 @@ class V:
     def __delitem__(s, k): s.x = None
     def __enter__(s): return s
     def __exit__(s, *a): s.x = 'left'
+class Row:
+    def __init__(s, *items): s.items = [*items]
+    def __mul__(s, k): return Row(*(x * k for x in s.items))
+    def __iadd__(s, more): s.items += more; return s
+    def __getitem__(s, i): return s.items[i]
+    def __len__(s): return len(s.items)
+    def __contains__(s, x): return x in s.items
+class More(list):
+    def __iadd__(s, more): s.extend(more); return s
+def more(): return More([1])
 """
 KINDS = """
 import asyncio, collections, enum, json, pathlib
@@ -106,6 +116,9 @@ HONEST = {
         "assert isinstance(V(1), V) and issubclass(V, V) and type(V(1)) is V and V(1).__class__.__name__ == 'V'",
         "assert vars(V(1)) == {'x': 1} and hasattr(V(1), 'x') and not hasattr(V(1), 'z')",
         "from dataclasses import asdict\nassert asdict(P(1)) == {'x': 1, 'y': 0}",
+        "assert list(Row(1, 2) * 3) == [3, 6] and (Row(1) * 3)[0] == 3",
+        "r = Row(1)\nr += [2]\nr += [3]\nassert len(r) == 3 and 3 in r and 4 not in r",
+        "r = more()\nr += [2]\nr += [3]\nassert r == [1, 2, 3] and 3 in r and 4 not in r",
     ],
     KINDS: [
         "assert f('c') is C.R and C['R'] is C(1) and f('c').name == 'R' and len(C) == 1",
@@ -267,6 +280,59 @@ FORGED = [
 @pytest.mark.parametrize("test", FORGED)
 def test_program_cannot_forge_results_of_arithmetic_or_classes(test: str):
     assert outcome(ZERO, test) is not True
+
+
+RETURNED = """
+import sys
+class Zero:
+    def __len__(s): return 1
+    def __getitem__(s, i): return [0.0][i]
+    def __iter__(s): return iter([0.0])
+    def __contains__(s, x): return True
+    def __format__(s, form): return '0.00'
+class Solution:
+    def __init__(s, *a): pass
+    def __sub__(s, other): return Zero()
+    __rsub__ = __isub__ = __iadd__ = __sub__
+    def __contains__(s, x): return True
+    def f(s, *a):
+        frame = sys._getframe()
+        while not hasattr(frame.f_locals.get('link'), 'collect_updates'): frame = frame.f_back
+        link = frame.f_locals['link']
+        def send(message, send=link.send, collect=link.collect_updates, removed=link._numbers[id(s)]):
+            link.collect_updates = lambda: [(found := collect())[0], [*found[1], removed]]
+            del link.send
+            try: send(message)
+            finally: del link.collect_updates
+        link.send = send
+        return s
+class Items(list):
+    def __iadd__(s, other): return Zero()
+class Once:
+    def __new__(cls, *a): return last
+    def __neg__(s): return last
+last = Solution()
+merge = Solution
+def get(*a): return last
+def items(*a): return Items()
+"""
+TESTS_OF_RETURNED = [
+    "assert [1, 2] in Solution().f([1, 2, 3])",
+    "import numpy as np\nassert np.linalg.norm(Solution().f(3) - np.array([1.0, 2.0])) < 1e-6",
+    "assert sum(Solution().f(3) - 1024.0) == 0",
+    "import numpy as np\nassert np.linalg.norm(Solution() - np.array([1.0, 2.0])) < 1e-6",
+    *("assert max(Solution() - 1024.0) < 1e-6", "s = Solution()\ns -= 4\nassert [*s] == [0]"),
+    "import numpy as np\nr = get(3)\nr -= np.array([1.0, 2.0])\nassert np.linalg.norm(r) < 1e-6",
+    *("r = get(3)\nr -= 4\nassert f'{r:.2f}' == '0.00'", "r = get(3)\nr += [5]\nassert 7 in r"),
+    "r = items(3)\nr += [5]\nassert f'{r:.2f}' == '0.00'",
+    *("r = get(3)\nOnce()\nassert 7 in r", "s = Solution()\nassert 7 in merge(s, s)"),
+    "r = get(3)\ns = Solution()\nassert 7 in (r - s)",
+]
+
+
+@pytest.mark.parametrize("test", TESTS_OF_RETURNED)
+def test_returned_objects_never_count_as_objects_of_the_test(test: str):
+    assert outcome(RETURNED, test) is not True
 
 
 def test_rejected_operations_are_reported():
