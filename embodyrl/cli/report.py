@@ -128,7 +128,7 @@ def _build_score_table(history: History, evaluation: Evaluation | None) -> Rende
         has_success = any(row.success_once is not None for row in evaluation.episodes)
         title = f"{history.name}{': unfinished, episodes so far' * (evaluation is history.unfinished)}"
         table = Table("task", f"{'success' if has_success else 'return'}, 95 % interval", title=title)
-        for task in [*dict.fromkeys(row.task for row in evaluation.main_episodes), None]:
+        for task in [*evaluation.tasks, None]:
             table.add_row(replace_control_characters(task or "all tasks"), str(evaluation.score(task)))
         for suite, score in evaluation.suites.items():
             table.add_row(f"suite {suite}", str(score))

@@ -102,6 +102,14 @@ def get_main_suite(episodes: Sequence[EpisodeRow]) -> str:
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 
 
+def group_by_suite(rows: Sequence[EpisodeRow]) -> dict[str, list[EpisodeRow]]:
+    """Return the episodes of each suite, the main suite first; without episodes, one empty group."""
+    groups: dict[str, list[EpisodeRow]] = {get_main_suite(rows): []}
+    for row in rows:
+        groups.setdefault(row.suite, []).append(row)
+    return groups
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the objects of a JSON lines file; empty if the file is missing. Truncated lines are skipped."""
     return [*_parse_rows(read_lines(path))] if path.is_file() else []
@@ -196,8 +204,7 @@ def group_by_task(rows: Sequence[EpisodeRow]) -> dict[int, list[EpisodeRow]]:
     groups: dict[int, list[EpisodeRow]] = {task: [] for task in sorted({row.task_id for row in rows})}
     for row in rows:
         groups[row.task_id].append(row)
-    suite = get_main_suite(rows)
-    return groups | {-1: [row for row in rows if row.suite == suite]}
+    return groups | {-1: next(iter(group_by_suite(rows).values()))}
 
 
 def _matches(table: Mapping[str, Any], rows: Sequence[EpisodeRow]) -> bool:

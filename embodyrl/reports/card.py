@@ -132,11 +132,12 @@ def _code(text: str) -> str:
 
 def _read_machine(history: History) -> dict[str, str]:
     """Return the values of env.txt by name; values with the same name are joined."""
-    values: dict[str, str] = {}
+    values: dict[str, list[str]] = {}
     for line in history.text("env.txt").splitlines():
         name, _, value = line.partition(" ")
-        values[name] = f"{values[name]}, {value}" if name in values else value
-    return {name: value for name, value in values.items() if value not in ("not installed", "not known")}
+        values.setdefault(name, []).append(value)
+    joined = {name: ", ".join(parts) for name, parts in values.items()}
+    return {name: value for name, value in joined.items() if value not in ("not installed", "not known")}
 
 
 def _format_commands(history: History, prefix: str) -> str:
@@ -187,8 +188,8 @@ def _build_row(name: str, score: Score) -> dict[str, Any]:
 def _build_results(evaluation: Evaluation) -> dict[str, Any]:
     rows = [_build_row("all tasks", evaluation.score())]
     rows += [_build_row(f"suite {suite}", score) for suite, score in evaluation.suites.items()]
-    tasks = dict.fromkeys(e.task for e in evaluation.main_episodes)
-    rows += [_build_row(task, evaluation.score(task)) for task in tasks] if len(tasks) > 1 else []
+    tasks = evaluation.tasks if len(evaluation.tasks) > 1 else ()
+    rows += [_build_row(task, evaluation.score(task)) for task in tasks]
     return {"step": evaluation.step, "rows": rows}
 
 

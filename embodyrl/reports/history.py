@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -28,7 +28,7 @@ from embodyrl.monitor.history import (
     check_results,
     compute_score,
     count_missing_rows,
-    get_main_suite,
+    group_by_suite,
     read_episodes,
     read_rows,
     read_table,
@@ -46,7 +46,7 @@ LONGEST_TEXT = 1 << 24
 _SUCCESS_METRICS = {"train/success_once", "eval/success_once"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Results of one evaluation."""
 
@@ -55,25 +55,32 @@ class Evaluation:
     table: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Content of `eval.json`; empty for an unfinished evaluation."""
 
-    @property
+    # Computed once: an untrusted run may contain thousands of tasks or suites.
+    @cached_property
     def main_episodes(self) -> tuple[EpisodeRow, ...]:
         """Episodes of the main suite; all episodes if only one suite was evaluated."""
-        suite = get_main_suite(self.episodes)
-        return tuple(e for e in self.episodes if e.suite == suite)
+        return tuple(next(iter(group_by_suite(self.episodes).values())))
 
-    @property
+    @cached_property
+    def tasks(self) -> dict[str, list[EpisodeRow]]:
+        """Episodes of each task of the main suite, by the text of the task."""
+        groups: dict[str, list[EpisodeRow]] = {}
+        for episode in self.main_episodes:
+            groups.setdefault(episode.task, []).append(episode)
+        return groups
+
+    @cached_property
     def suites(self) -> dict[str, Score]:
         """Score of each suite, the main suite first; empty if only one suite was evaluated."""
-        names = dict.fromkeys([get_main_suite(self.episodes), *(e.suite for e in self.episodes)])
-        scores = {name: compute_score([e for e in self.episodes if e.suite == name]) for name in names}
+        scores = {name: compute_score(episodes) for name, episodes in group_by_suite(self.episodes).items()}
         return scores if len(scores) > 1 else {}
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
         """Return the success rate (mean return if success is unknown) of one task, or all tasks of the main suite."""
-        return compute_score([e for e in self.main_episodes if task in (None, e.task)], known=known)
+        return compute_score(self.main_episodes if task is None else self.tasks.get(task, []), known=known)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class History:
     """Metrics, evaluations and config of a run, read from the run folder."""
 
@@ -93,7 +100,7 @@ class History:
         """Name of the run folder."""
         return self.folder.name
 
-    @property
+    @cached_property
     def values(self) -> dict[str, Any]:
         """Values of the config by dotted key."""
         return flatten(self.config)

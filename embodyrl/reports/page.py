@@ -57,7 +57,7 @@ _PROBLEM_WORDS = re.compile(
     r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE
 )
 _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
-_MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
+_MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL, _MAX_SUITES = 60, 100, 12, 12, 50
 
 
 def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
@@ -69,7 +69,7 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
     histories = [read_history(folder) for folder in folders]
     video_index = VideoIndex(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in build_cards(history, video_index)]
-    tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.main_episodes))
+    tasks = list(dict.fromkeys(task for history in histories for e in history.evaluations for task in e.tasks))
     lines = _summarize_runs(histories)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.reports").joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -250,8 +250,9 @@ def _get_legend(metric: str) -> str:
 
 
 def _list_suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return one chart with all validation suites of a run, or one chart per suite for several runs."""
-    names = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
+    """Return one chart with up to `_MAX_SUITES` validation suites of a run, or one chart per suite for several runs."""
+    suites = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
+    names = list(suites)[:_MAX_SUITES]
     if not names:
         return []
     if len(histories) > 1:
@@ -277,7 +278,8 @@ def _build_task_table(histories: Sequence[History], tasks: Sequence[str]) -> lis
         scores = [evaluation.score(task) for _, evaluation in columns]
         row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * has_change]
         if is_single:
-            steps = [e.steps for e in columns[-1][1].main_episodes if task in (None, e.task)]
+            last = columns[-1][1]
+            steps = [e.steps for e in (last.main_episodes if task is None else last.tasks.get(task, ()))]
             row.append(format_number(sum(steps) / len(steps)) if steps else "-")
         table.append(row)
     for suite in dict.fromkeys(name for _, evaluation in columns for name in evaluation.suites):

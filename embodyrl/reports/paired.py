@@ -7,11 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from embodyrl.monitor.history import EpisodeRow, get_main_suite
+from embodyrl.monitor.history import EpisodeRow, group_by_suite
 from embodyrl.monitor.intervals import Mean, StateOutcomes, effective_episodes
 
 SIGNIFICANT = 0.05
 """Significance level of a difference between two evaluations."""
+_MAX_EXACT = 4000
+"""Maximum sum of differences of an exact test, because its time grows with the third power of the sum."""
 
 
 def mcnemar(differences: Sequence[int]) -> float:
@@ -20,10 +22,14 @@ def mcnemar(differences: Sequence[int]) -> float:
     `differences` contains one number per initial state: the pairs in which only the second policy succeeded, minus the
     pairs in which only the first policy succeeded. Under the null hypothesis both signs are equally probable, so the
     test randomizes the sign of each state. With one pair per state, this is the binomial test with probability 1/2.
+    If more than `_MAX_EXACT` pairs differ, the test uses the normal approximation with continuity correction.
 
     >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
     (0.021484375, 0.5)
     """
+    if sum(map(abs, differences)) > _MAX_EXACT:
+        distance = max(abs(sum(differences)) - math.gcd(*differences), 0)
+        return math.erfc(distance / math.sqrt(2 * sum(difference**2 for difference in differences)))
     counts_by_sum = Counter({0: 1})
     for size, times in Counter(abs(difference) for difference in differences if difference).items():
         updated: Counter[int] = Counter()
@@ -158,11 +164,8 @@ def _index_by_start(
 
 def compare_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[PairedComparison]:
     """Compare two evaluations of one environment, suite by suite; the main suite is first."""
-    main_suites = get_main_suite(first), get_main_suite(second)
-    comparisons = []
-    for suite in dict.fromkeys([main_suites[1], *(e.suite for e in second)]):
-        # An evaluation of one suite does not name the suite.
-        first_suite = main_suites[0] if suite == main_suites[1] else suite
-        matched = [e for e in first if e.suite == first_suite], [e for e in second if e.suite == suite]
-        comparisons.append(compare_episodes(*matched, suite))
-    return comparisons
+    before, after = group_by_suite(first), group_by_suite(second)
+    # An evaluation of one suite does not name the suite.
+    names = [next(iter(before)), *list(after)[1:]]
+    pairs = zip(names, after.items(), strict=True)
+    return [compare_episodes(before.get(name, []), episodes, suite) for name, (suite, episodes) in pairs]

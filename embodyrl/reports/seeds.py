@@ -140,7 +140,7 @@ class SeedGroup:
     @property
     def tasks(self) -> list[str]:
         """Tasks in the last evaluation of every run."""
-        tasks_per_run = [dict.fromkeys(e.task for e in run.evaluations[-1].main_episodes) for run in self.runs]
+        tasks_per_run = [run.evaluations[-1].tasks for run in self.runs]
         return [task for task in tasks_per_run[0] if all(task in others for others in tasks_per_run)]
 
     @property
@@ -205,7 +205,8 @@ def compare_groups(first: SeedGroup, second: SeedGroup) -> str | None:
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
     # Match tasks by name: equal numbers of different tasks must not be compared.
-    tasks = [task for task in first.tasks if task in second.tasks]
+    others = set(second.tasks)
+    tasks = [task for task in first.tasks if task in others]
     if not tasks:
         return None
     reports_success = first.reports_success or second.reports_success

@@ -363,6 +363,26 @@ def test_huge_numbers_in_run_files_do_not_exceed_memory(tmp_path):
     assert "rows of 499999996 training steps are missing" in (run / "CARD.md").read_text()
 
 
+@pytest.mark.integration
+def test_runs_with_thousands_of_tasks_and_suites_are_summarized_quickly(tmp_path):
+    run = write_run(tmp_path / "theirs")
+    for file, success in ((run / f"eval/step_{step:06d}/episodes.jsonl", step > 0) for step in (0, 3)):
+        row = json.loads(file.read_text().splitlines()[0]) | {"success_once": success, "success_at_end": success}
+        rows = ({"episode": k, "task_id": k, "reset_id": k, "task": f"t{k}"} for k in range(9000))
+        suites = ("" if k < 8000 else f"s{k}" for k in range(9000))
+        file.write_text("".join(json.dumps(row | r | {"suite": s}) + "\n" for r, s in zip(rows, suites, strict=True)))
+    metrics = {"step": 0} | {f"eval/s{k}/success_once": 0.5 for k in range(1000)}
+    (run / "metrics.jsonl").write_text(json.dumps(metrics) + "\n" + (run / "metrics.jsonl").read_text())
+    (run / "env.txt").write_text("gpu A\n" * 200_000)
+    for command in ("card", "report"):
+        limited = f"ulimit -t 15; exec {sys.executable} -m embodyrl {command} {run}"
+        done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (command, done.returncode, done.stderr[-300:])
+    card = json.loads((run / "card.json").read_text())
+    assert [len(results["rows"]) for results in card["figures"]] == [1 + 1001 + 8000] * 2
+    assert [len(card["change"]), card["change"][0]["p"]] == [1001, 0.0]
+
+
 @pytest.mark.parametrize(("task_id", "code"), [(3, 0), (10**9, 2), (-1, 2)])
 def test_task_ids_of_episodes_are_limited(task_id, code, tmp_path, capsys):
     run = write_run(tmp_path / "theirs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +135,9 @@ def test_pairs_of_one_initial_state_form_one_cluster():
     assert mcnemar([1] * 4 + [-1]) == pytest.approx(12 / 32)  # one pair per state: the binomial, 2 * (1 + 5) / 2^5
     assert mcnemar([10] * 5) == pytest.approx(2 / 32)
     assert mcnemar([]) == mcnemar([0, 0]) == 1.0
+    exact = 2 * sum(math.comb(4050, k) for k in range(2001)) / 2**4050
+    assert mcnemar([1] * 2050 + [-1] * 2000) == pytest.approx(exact, rel=1e-3)
+    assert mcnemar([10] * 205 + [-10] * 203) == pytest.approx(mcnemar([1] * 205 + [-1] * 203), rel=1e-3)
     assert mcnemar([3, 1, -2]) == pytest.approx(sum(abs(a * 3 + b + c * 2) >= 2 for a, b, c in SIGNS) / 8)
 
 
