@@ -57,6 +57,7 @@ _DENIED = {
         *(30, 31, 67, 65, 66, 220, 69, 70, 71, 241),
         # truncate, openat2: other files before Linux 6.2; sendmsg, sendmmsg: files through sockets; Landlock's memory
         *(76, 437, 46, 307, 444, 445, 446),
+        *(449, 454, 455, 456),  # futex_waitv, _wake, _wait, _requeue: messages through pages of libraries
     ),
     "aarch64": (
         0xC00000B7,
@@ -72,12 +73,13 @@ _DENIED = {
         *(26, 262, 0, 32, 107),
         *(196, 195, 197, 193, 191, 192, 189, 188, 187, 181),
         *(45, 437, 211, 269, 444, 445, 446),
+        *(449, 454, 455, 456),
     ),
 }
 """AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine architecture."""
 _BY_ARGUMENT = (
-    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC
-    *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
+    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, F_SETLEASE and F_NOTIFY (use of libraries), and F_SETFL with O_ASYNC
+    *(("fcntl", (1, "is", command)) for command in (8, 15, 10, 1024, 1026)),
     ("fcntl", (1, "is", 4), (2, "some", 0x2000)),
     # All but TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; others reserve disk, for example.
     ("ioctl", *((1, "not", command) for command in (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))),
@@ -86,12 +88,14 @@ _BY_ARGUMENT = (
     *((name, (flags, "some", 1), (flags, "some", 2)) for name, flags in (("open", 1), ("openat", 2))),
     ("prlimit64", (0, "not", 0)),
     ("socketpair", (1, "some", 0x6)),  # all types but SOCK_STREAM, which cannot send to other addresses
+    ("futex", (1, "none", 128)),  # without FUTEX_PRIVATE_FLAG: programs that map the same library
     ("prctl", (0, "is", 1)),  # PR_SET_PDEATHSIG, which ends the program with its sandbox
 )
 """System calls that are blocked only with certain arguments, for example to signal other processes."""
 _NUMBERS = {
-    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302, "socketpair": 53, "prctl": 157, "open": 2, "openat": 257},
-    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261, "socketpair": 199, "prctl": 167, "openat": 56},
+    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302, "socketpair": 53, "prctl": 157}
+    | {"futex": 202, "open": 2, "openat": 257},
+    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261, "socketpair": 199, "prctl": 167, "futex": 98, "openat": 56},
 }
 _DENIED_WITH = {
     machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT if name in numbers]

@@ -275,10 +275,11 @@ def test_program_may_read_its_input_as_a_file():
     assert run_tests("print(open('/dev/stdin').read())", [{"input": "4", "output": "4"}], seconds=20) == [True]
 
 
-def test_program_may_use_files_and_asyncio():
+def test_program_may_use_files_locks_and_asyncio():
     source = "open('f', 'w').write('4'); open('/dev/null', 'w').write('x'); import asyncio, os\n"
     source += (
         "asyncio.run(asyncio.sleep(0)); print(open('f').read(), os.isatty(0)); f = open('f', 'r+'); f.truncate(0)\n"
     )
-    source += "os.set_inheritable(f.fileno(), True); open('f', 'w').close(); os.remove('f')"
+    source += "os.set_inheritable(f.fileno(), True); open('f', 'w').close(); os.remove('f')\n"
+    source += "import threading; lock = threading.Lock(); assert lock.acquire() and not lock.acquire(timeout=0.01)"
     assert run_python(source, seconds=20) == (True, "4 False\n")
