@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.config.paths import assets_dir
-from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA
+from embodyrl.policies.flow.specs import SIZES_KEY, PI05, SMOLVLA
 from embodyrl.policies.openvla_oft.config import RANDOM_ON_DEVICE
 from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
@@ -64,7 +64,7 @@ def write_file_headers(folder: Path, model: str) -> None:
     else:
         shutil.copy(assets_dir() / f"{model}_tiny" / "tokenizer.json", folder)
         kind, spec = ("smolvla", SMOLVLA) if model == "smolvla" else ("pi0", PI05)
-        config = {OWN_KEY: {"kind": kind, **asdict(spec)}, RANDOM_INIT_KEY: "random"}
+        config = {SIZES_KEY: {"kind": kind, **asdict(spec)}, RANDOM_INIT_KEY: "random"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
 
