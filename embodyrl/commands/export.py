@@ -217,7 +217,8 @@ def dataset_card(source: Path, repo: str) -> tuple[str, str] | None:
         raise ConfigError(problems)
     template = Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")
     env, version = read_card(source).env.name, read_info(source)["codebase_version"]
-    return template.format(name=source.name, env=env, version=version, repo=repo), version
+    names = {"name": escape_markdown(source.name), "env": escape_markdown(env)}
+    return template.format(**names, version=version, repo=repo), version
 
 
 def _find_checkpoint(source: Path) -> tuple[Path, int]:

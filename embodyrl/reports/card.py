@@ -110,17 +110,21 @@ def format_card(card: Mapping[str, Any]) -> str:
     if card["change"]:
         lines += ["", "## First against last", ""]
         lines += [
-            f"- {escape_markdown(row['suite'] + ': ') if row['suite'] else ''}{row['text']}" for row in card["change"]
+            f"- {escape_markdown(row['suite']) + ': ' if row['suite'] else ''}{row['text']}" for row in card["change"]
         ]
     return "\n".join(lines) + "\n"
 
 
 def escape_markdown(text: str) -> str:
-    """Return a text in one line of Markdown, without HTML, links, code, cells, emphasis or control characters."""
+    """Return a text in one line of Markdown, without HTML, links, code, cells, emphasis or control characters.
+
+    The line contains no mathematics and, also at the start of a block, no heading, list, quotation or definition.
+    """
     line = html.escape(" ".join(replace_control_characters(text).split()), quote=False)
     escaped = re.sub(r"[\\`|*~]|(?<!\w)_|_(?!\w)|\](?=\()", r"\\\g<0>", line)
     # Many pages show addresses as links even without markup.
-    return re.sub(r"(?i):(?=//)|(?<=www)\.|@", lambda match: f"&#{ord(match[0])};", escaped)
+    pattern = r"(?i):(?=//)|(?<=www)\.|[@$]|^[0-9]*[-#+.)\[]"
+    return re.sub(pattern, lambda match: f"{match[0][:-1]}&#{ord(match[0][-1])};", escaped)
 
 
 def _code(text: str) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
 import subprocess
+from html import unescape
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from run_files import write_run
 from toy_runs import toy_config
 
@@ -124,6 +127,22 @@ def test_card_contains_no_markup_and_no_shell_commands_of_the_run(tmp_path: Path
     script = f"embodyrl() {{ printf '%s\\n' \"$@\"; }}; {first}; {second}"
     lines = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines == [*command.split(), "train", "--resume", run.name, "c;", "reboot"]
+
+
+def test_suite_names_start_no_headings_lists_quotations_or_formulas(tmp_path: Path) -> None:
+    run = carded(tmp_path)
+    names = ["# a", "> a", "1. a", "12) a", "- a", "+ a", "* a", "[ ] a", "[a]: /b", "a $x^2$ b", "3.5 a-b #c"]
+    for file in run.glob("eval/*/episodes.jsonl"):
+        row = json.loads(file.read_text().splitlines()[-1])
+        rows = (row | {"episode": k, "task_id": k, "suite": name} for k, name in enumerate(["", *names]))
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = format_card(build_card(run))
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    items = re.findall("<li>(.*): paired", html)
+    assert [unescape(item) for item in items] == names
+    assert (html.count("<h1>"), html.count("<h2>"), html.count("<ul>")) == (1, 3, 1)
+    assert not re.search("<ol|<blockquote|<a ", html)
+    assert "$" not in text
 
 
 def test_commands_in_cards_contain_no_control_characters(tmp_path: Path) -> None:
