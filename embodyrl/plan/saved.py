@@ -20,8 +20,9 @@ from embodyrl.errors import ConfigError, mask_hidden_values
 from embodyrl.files import write_atomically
 from embodyrl.parts import ENVIRONMENTS
 from embodyrl.plan.schema import Config
-from embodyrl.policies.inputs import INPUTS_FILE, find_missing_weights, read_saved_inputs
+from embodyrl.policies.inputs import INPUTS_FILE, read_saved_inputs
 from embodyrl.registry import FORMER_NAMES
+from embodyrl.text.model_folder import find_missing_weights
 
 _REMOVED = ("rollout.dump",)
 """Removed keys of version 0.1, which are ignored in configs of old runs."""

@@ -7,7 +7,7 @@ from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.inputs import find_missing_weights
+from embodyrl.text.model_folder import find_missing_weights
 
 
 def find_checkpoint(path: Path) -> Path | None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError, ConfigError, format_reason
-from embodyrl.files import inside, read_json
+from embodyrl.files import read_json
 from embodyrl.types import ActionKind, ByteArray, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
-INDEX_FILE = "model.safetensors.index.json"
 _MAX_INSTRUCTIONS = 1000
 """Maximum number of instructions that are saved with the weights."""
 
@@ -59,37 +58,6 @@ def read_saved_inputs(folder: Path) -> dict[str, Any]:
 def _read_inputs(folder: Path) -> dict[str, Any]:
     path = folder / INPUTS_FILE
     return read_json(path) if path.is_file() else {}
-
-
-def list_weight_files(folder: Path, files: str = "model*.safetensors") -> list[Path]:
-    """Return the weight files in the index of a folder; without an index, return all files that match `files`.
-
-    Raises:
-        CheckpointError: the index is malformed or names a missing file.
-    """
-    index = folder / INDEX_FILE
-    try:
-        # The folder may also contain old files, which are not in the index.
-        paths = [inside(folder, name) for name in sorted(set(read_json(index)["weight_map"].values()))]
-    except FileNotFoundError:
-        return sorted(folder.glob(files))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read ({format_reason(error)}); download the file again.") from error
-    if missing := [path.name for path in paths if not path.is_file()]:
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(paths)} weight files, such as {missing[0]}; the download or copy "
-            "is incomplete; download the missing files."
-        )
-    return paths
-
-
-def find_missing_weights(folder: Path, files: str = "*.safetensors") -> str | None:
-    """Return an error if no file of a folder matches the pattern `files`, or if files of its index are missing."""
-    try:
-        paths = list_weight_files(folder, files)
-    except CheckpointError as error:
-        return str(error)
-    return None if paths else f"{folder} contains no {files}; download the weights."
 
 
 def _get_instructions(env: EnvSpec) -> list[str]:

@@ -7,12 +7,14 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from embodyrl.config.paths import cache_dir, resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from embodyrl.files import read_json, replace_atomically
 from embodyrl.text.chat import ChatTemplate, find_turn_end_tokens
+from embodyrl.text.model_folder import SAFE_OPTIONS
 
 _PACKAGE = "package:"
 _CONVERSION_S = 1800
@@ -56,7 +58,8 @@ def find_gguf(path: Path, model_path: str) -> Path | None:
         return path if path.is_file() else None
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    files = sorted(path.glob("**/*.gguf" if model_path.startswith(_PACKAGE) else "*.gguf"))
+    pattern = "**/*.gguf" if model_path.startswith(_PACKAGE) else "*.gguf"
+    files = sorted(file for file in path.glob(pattern) if file.is_file())
     if len(files) > 1:
         raise ConfigError(
             f"model.path={model_path} contains {len(files)} GGUF files. Select one: model.path={files[0]}."
@@ -81,7 +84,7 @@ def convert_cached(file: Path) -> Path:
     sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
     command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
     stderr = None if sys.stderr.isatty() else subprocess.PIPE
-    with subprocess.Popen(command, stdout=sys.stderr, stderr=stderr, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=stderr, text=True) as process:
         for seconds in range(_PROGRESS_S, _CONVERSION_S + _PROGRESS_S, _PROGRESS_S):
             try:
                 _, output = process.communicate(timeout=_PROGRESS_S)
@@ -103,15 +106,21 @@ def convert_cached(file: Path) -> Path:
 
 
 def convert(source: str, target: str) -> None:
-    """Convert a GGUF file to a float32 Hugging Face model folder, and add the end-of-turn token."""
+    """Convert a GGUF file to a float32 Hugging Face model folder, and add the end-of-turn token.
+
+    No other file of the GGUF file's folder is read.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    file, folder = Path(source), Path(target)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    loaded = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
-    )
+    folder = Path(target)
+    with tempfile.TemporaryDirectory() as parent:
+        # Other files of the model's folder, possibly from an untrusted source, could name programs or other models.
+        file = Path(parent) / "model.gguf"
+        file.symlink_to(Path(source).resolve())
+        options = SAFE_OPTIONS | {"gguf_file": file.name}
+        tokenizer = AutoTokenizer.from_pretrained(parent, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(parent, dtype=torch.float32, **options)
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         settings.pop(key, None)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from run_files import write_run, write_video
+from safetensors.torch import save_file
 from settings import model_of
 from toy_runs import TOY_OFT, resume_toy, toy_config, train_toy
 
@@ -24,6 +27,7 @@ from embodyrl.plan.environment import env_spec
 from embodyrl.policies.causal_lm.model import load
 from embodyrl.reports.card import build_card
 from embodyrl.reports.history import read_history
+from embodyrl.text.rewards.services import VALUE_FILE, RewardModel
 
 
 @pytest.fixture(scope="module")
@@ -296,3 +300,60 @@ def test_links_inside_the_run_are_accepted(run, tmp_path):
     (run / "wandb" / "latest-run").symlink_to("../logs")
     resume_toy(run, "runner.max_steps=2")
     assert (run / "checkpoints" / "step_000002").is_dir()
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "audio_tokenizer_config.json", "tokenizer_config.json"])
+def test_programs_in_the_folder_of_a_processor_are_not_run(name, tmp_path, monkeypatch):
+    """transformers ignores trust_remote_code=False here, and asks a question that `yes | embodyrl ...` answers."""
+    folder = Path(shutil.copytree("assets/vision_lm_tiny", tmp_path / "model"))
+    load(folder, dtype=torch.float32, seed=0, reads_images=True)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\nclass Evil: pass\n")
+    (folder / "audio").mkdir()
+    shutil.copy(folder / "evil.py", folder / "audio")
+    code = {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    (folder / "audio" / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": code}))
+    audio = {"audio_tokenizer_class": "AutoModel", "audio_tokenizer_name_or_path": str(folder / "audio")}
+    contents = {path.name: json.loads(path.read_text()) for path in folder.glob("*_config.json")}
+    if name == "processor_config.json":
+        contents[name]["audio_tokenizer"] = audio
+    elif name == "audio_tokenizer_config.json":
+        contents[name] = audio
+    else:
+        contents["processor_config.json"].pop("processor_class")
+        contents[name].pop("processor_class", None)
+        contents[name] |= {"auto_map": code, "tokenizer_class": "Evil"}
+    for path, content in contents.items():
+        (folder / path).write_text(json.dumps(content))
+    stdin = io.StringIO("y\n" * 9)
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(CheckpointError, match=r"audio tokenizer of the processor|contains custom code"):
+        load(folder, dtype=torch.float32, seed=0, reads_images=True)
+    assert sys.stdin is stdin
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_outside_a_model_folder_are_not_read(tmp_path):
+    """A user's private weights would be copied into checkpoints, which may be published."""
+    folder, private = tmp_path / "model", tmp_path / "private"
+    for seed, path in enumerate((folder, private)):
+        for part in load(Path("assets/causal_lm_tiny"), dtype=torch.float32, seed=seed):
+            part.save_pretrained(path)
+    own = load(folder, dtype=torch.float32)[0].state_dict()
+    index = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(own, "../private/model.safetensors")})
+    (folder / "x.safetensors.index.json").write_text(index)
+    config = json.loads((folder / "config.json").read_text()) | {"transformers_weights": "x.safetensors.index.json"}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(load(folder, dtype=torch.float32)[0].state_dict(), own)
+    reward = RewardModel(folder)
+    (folder / VALUE_FILE).parent.mkdir()
+    save_file({"weight": torch.ones(1, 128), "bias": torch.zeros(1)}, folder / VALUE_FILE)
+    reward.prepare()
+    score = reward("1+", "2", "")
+    (folder / "model.safetensors").rename(folder / "weights-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index.replace("../private/model", "weights-1"))
+    reward.prepare()
+    assert reward("1+", "2", "") == score
+    (folder / "model.safetensors.index.json").write_text(index)
+    for read in (reward.prepare, lambda: load(folder, dtype=torch.float32)):
+        with pytest.raises(CheckpointError, match=r"'../private/model.safetensors' is outside the folder"):
+            read()

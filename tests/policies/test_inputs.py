@@ -12,7 +12,6 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.inputs import (
     INPUTS_FILE,
     find_input_problems,
-    find_missing_weights,
     find_short_limits,
     find_unknown_instructions,
     write_inputs,
@@ -141,16 +140,3 @@ def test_policies_without_instructions_give_no_warning(tmp_path: Path) -> None:
     write_inputs(tmp_path, POLICY, ENV)
     assert find_unknown_instructions(tmp_path, replace(ENV, tasks=("other",)), [0]) is None
     assert find_unknown_instructions(tmp_path / "elsewhere", ENV, [0]) is None
-
-
-def test_incomplete_weights_are_reported(tmp_path: Path) -> None:
-    assert "contains no *.safetensors" in (find_missing_weights(tmp_path) or "")
-    (tmp_path / "a.safetensors").touch()
-    assert find_missing_weights(tmp_path) is None
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}')
-    assert "lacks 1 of 2 weight files, such as b.safetensors" in (find_missing_weights(tmp_path) or "")
-    index.write_text('{"weight_map": {"x": "../a.safetensors"}}')
-    assert "'../a.safetensors' is outside the folder" in (find_missing_weights(tmp_path) or "")
-    index.write_text("[]")
-    assert "cannot be read" in (find_missing_weights(tmp_path) or "")

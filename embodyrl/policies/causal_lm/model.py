@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -29,6 +28,7 @@ from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.files import ADAPTER_FIELDS, BASE_PRESERVING_INITS, check_keys, find_merged_adapter_problem
 from embodyrl.policies.vla.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from embodyrl.policies.weights import check_weights
+from embodyrl.text.model_folder import SAFE_OPTIONS, load_safely, read_config
 
 _MERGED_FIELDS = (
     "alpha_pattern",
@@ -75,12 +75,6 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
         CheckpointError: the folder has no such model, or a file is damaged.
         MissingDependencyError: the processor needs a package that is not installed.
     """
-    if not (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
-        # The library would search its hub cache for the folder, or for the adapter's base model.
-        raise CheckpointError(
-            f"{folder} does not contain a full model. Use the folder of a full model, and set an adapter with "
-            "model.lora.path."
-        )
     try:
         for path in [*folder.glob("*"), *folder.glob("additional_chat_templates/*")] if seed is None else ():
             if path.is_file() and path.suffix != ".safetensors":  # copied into checkpoints with the tokenizer
@@ -88,23 +82,15 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
         kind, model_kind = (
             (AutoProcessor, AutoModelForImageTextToText) if reads_images else (AutoTokenizer, AutoModelForCausalLM)
         )
-        processor = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        # The copy drops the attention implementation, which may be a repository with kernels, and kernels are programs.
-        config = type(config).from_dict(config.to_dict())
-        if seed is not None:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
-                return nn.Module.to(model_kind.from_config(config), dtype), processor
-        with hide_progress_bars():
+        with load_safely(folder), hide_progress_bars():
+            processor = kind.from_pretrained(folder, **SAFE_OPTIONS)
+            config = read_config(folder)
+            if seed is not None:
+                with torch.random.fork_rng(devices=[]):
+                    torch.default_generator.manual_seed(seed)
+                    return nn.Module.to(model_kind.from_config(config), dtype), processor
             result: Any = model_kind.from_pretrained(
-                folder,
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
+                folder, config=config, use_safetensors=True, dtype=dtype, output_loading_info=True, **SAFE_OPTIONS
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         kind = "vision-language" if reads_images else "causal language"

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft.config import PREPROCESSOR_FILE, TINY_VIT_FILE
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
@@ -21,6 +20,7 @@ from embodyrl.policies.vla.folder import (
     remove_random_init_key,
 )
 from embodyrl.policies.weights import check_weights
+from embodyrl.text.model_folder import list_weight_files
 
 VALUE_HEAD = "value_head"
 ACTION_SCALE = "action_scale"

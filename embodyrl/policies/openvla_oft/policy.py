@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft.checkpoint import (
     RL_COMPONENTS,
     SFT_COMPONENTS,
@@ -47,6 +46,7 @@ from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.adapter import find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
 from embodyrl.policies.vla.sampling import build_scores
+from embodyrl.text.model_folder import list_weight_files
 from embodyrl.types import (
     ByteArray,
     FloatArray,

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import inside, read_json, read_small
-from embodyrl.policies.inputs import find_missing_weights
 from embodyrl.registry import closest
+from embodyrl.text.model_folder import find_missing_weights
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"

@@ -10,6 +10,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, UnknownNameError
 from embodyrl.registry import REWARDS, takes
 from embodyrl.text.chat import ChatTemplate
+from embodyrl.text.model_folder import SAFE_OPTIONS, load_safely, read_config
 
 
 class Reward(Protocol):
@@ -83,25 +84,24 @@ class RewardModel:
         """Load the model in advance, so that loading does not count towards the time limit.
 
         Raises:
-            CheckpointError: the folder contains no reward model.
+            CheckpointError: the folder contains no reward model, or names weights or models outside.
+            ValueError: the model needs its own programs, or a file is malformed.
         """
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, **options)
         self._head: Any = None
         kind: Any = AutoModelForSequenceClassification
         if (self.folder / VALUE_FILE).is_file():
             from safetensors.torch import load_file
 
             kind, self._head = AutoModelForCausalLM, load_file(self.folder / VALUE_FILE)
-        config = AutoConfig.from_pretrained(self.folder, **options)
-        # The copy has no attention implementation: the file may name a repository of kernels, which are programs.
-        config = type(config).from_dict(config.to_dict())
-        model: Any = kind.from_pretrained(
-            self.folder, config=config, use_safetensors=True, dtype=torch.float32, **options
-        )
+        with load_safely(self.folder):
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, **SAFE_OPTIONS)
+            config = read_config(self.folder)
+            model: Any = kind.from_pretrained(
+                self.folder, config=config, use_safetensors=True, dtype=torch.float32, **SAFE_OPTIONS
+            )
         if self._head is None and model.config.num_labels != 1:
             raise CheckpointError(
                 f"{self.folder}: a reward model must have 1 output, not {model.config.num_labels}. Use another model."

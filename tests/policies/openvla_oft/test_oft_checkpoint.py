@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft import checkpoint as checkpoint_module
+from embodyrl.text.model_folder import list_weight_files
 
 SHARD = "model-00002-of-00003.safetensors"
 

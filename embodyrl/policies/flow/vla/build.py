@@ -34,7 +34,6 @@ from embodyrl.policies.flow.vla.folder import read_side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaProcessor
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.flow.vla.statistics import STATISTIC_PATTERN
-from embodyrl.policies.inputs import list_weight_files
 from embodyrl.policies.openvla_oft.checkpoint import (
     SHARD_BYTES,
     WeightTransform,
@@ -46,6 +45,7 @@ from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_initial
 from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init, reject_advantage_suffix
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
+from embodyrl.text.model_folder import list_weight_files
 from embodyrl.types import PolicySpec
 
 
