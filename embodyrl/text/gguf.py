@@ -152,7 +152,11 @@ def _add_end_of_turn(folder: Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    """Return a short hash of size, modification time and first MiB of a file; the first MiB contains all settings."""
+    """Return a short hash of a file's first MiB, size, inode and times.
+
+    No program can set the time of the last change (ctime), so another file with the same first MiB has another hash.
+    """
     with file.open("rb") as opened:
-        head = opened.read(1 << 20)
-    return hashlib.sha256(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode() + head).hexdigest()[:12]
+        head, status = opened.read(1 << 20), file.stat()
+    key = f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_ctime_ns}"
+    return hashlib.sha256(key.encode() + head).hexdigest()[:12]

@@ -131,6 +131,17 @@ def test_other_files_next_to_a_gguf_file_are_not_read(tmp_path: Path, monkeypatc
     assert not (tmp_path / "ran").exists()
 
 
+def test_gguf_files_of_equal_size_time_and_first_mib_are_converted_separately(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    for file, end in ((first, b"1"), (second, b"2")):
+        file.write_bytes(b"GGUF" + bytes(1 << 20) + end)
+        os.utime(file, ns=(0, 0))
+    digest = adapter._digest(first)
+    assert digest == adapter._digest(first) != adapter._digest(second)
+    second.replace(first)
+    assert digest != adapter._digest(first)
+
+
 def test_unreadable_gguf_file_leaves_no_folder(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
     with pytest.raises(CheckpointError, match=r"broken\.gguf cannot be converted"):
