@@ -203,7 +203,8 @@ class Link(Values):
         if name == "contains" or result is NotImplemented or (base and result is target):
             return result
         self._require_object(target if base else result, name)  # a container may only change in place
-        get_marks(result).update({"mixed"} if name in COLLECTING else {"mixed", "difference"})
+        is_difference = name not in COLLECTING or "difference" in get_marks(target)
+        get_marks(result).update({"mixed", "difference"} if is_difference else {"mixed"})
         if result is target:
             get_marks(result).add("created")
         self._mark_created(result)

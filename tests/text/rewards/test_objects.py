@@ -285,6 +285,7 @@ def test_program_cannot_forge_results_of_arithmetic_or_classes(test: str):
 RETURNED = """
 import sys
 class Zero:
+    def __mul__(s, other): return Zero()
     def __len__(s): return 1
     def __getitem__(s, i): return [0.0][i]
     def __iter__(s): return iter([0.0])
@@ -321,7 +322,8 @@ TESTS_OF_RETURNED = [
     "import numpy as np\nassert np.linalg.norm(Solution().f(3) - np.array([1.0, 2.0])) < 1e-6",
     "assert sum(Solution().f(3) - 1024.0) == 0",
     "import numpy as np\nassert np.linalg.norm(Solution() - np.array([1.0, 2.0])) < 1e-6",
-    *("assert max(Solution() - 1024.0) < 1e-6", "s = Solution()\ns -= 4\nassert [*s] == [0]"),
+    *("assert max(Solution() - 1024.0) < 1e-6", "assert max((Solution() - 1024.0) * 2) < 1e-6"),
+    "s = Solution()\ns -= 4\nassert [*s] == [0]",
     "import numpy as np\nr = get(3)\nr -= np.array([1.0, 2.0])\nassert np.linalg.norm(r) < 1e-6",
     *("r = get(3)\nr -= 4\nassert f'{r:.2f}' == '0.00'", "r = get(3)\nr += [5]\nassert 7 in r"),
     "r = items(3)\nr += [5]\nassert f'{r:.2f}' == '0.00'",
