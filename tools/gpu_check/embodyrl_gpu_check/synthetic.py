@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.config.paths import assets_dir
-from embodyrl.policies.flow.specs import SIZES_KEY, PI05, SMOLVLA
+from embodyrl.policies.flow.specs import PI05, SIZES_KEY, SMOLVLA
 from embodyrl.policies.openvla_oft.config import RANDOM_ON_DEVICE
 from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
