@@ -23,7 +23,7 @@ def list_weight_files(folder: Path, files: str = "model*.safetensors") -> list[P
         CheckpointError: the index is malformed or names a missing file, or the folder contains a pipe or device.
     """
     index = folder / INDEX_FILE
-    # A program that opens a pipe waits for ever.
+    # Opening a pipe would block.
     if other := [path for path in folder.glob("*") if path.exists() and not path.is_file() and not path.is_dir()]:
         raise CheckpointError(f"{other[0]} is not a regular file. Delete it.")
     try:
@@ -52,10 +52,10 @@ def find_missing_weights(folder: Path, files: str = "*.safetensors") -> str | No
 
 @contextmanager
 def load_safely(folder: Path) -> Iterator[None]:
-    """Check a model folder that transformers loads in the block, and prevent questions to the user.
+    """Check a model folder that transformers loads in the block, and prevent prompts for permission to run programs.
 
-    transformers ignores `trust_remote_code=False` for parts of some models, and asks on the terminal whether it may run
-    their programs. Without a standard input, it raises a ValueError instead.
+    transformers ignores `trust_remote_code=False` for parts of some models, and prompts on the terminal for permission
+    to run their programs. Without a standard input, it raises a ValueError instead.
 
     Raises:
         CheckpointError: the folder contains no full model, names files outside, or its processor loads another model.

@@ -304,7 +304,7 @@ def test_links_inside_the_run_are_accepted(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["processor_config.json", "audio_tokenizer_config.json", "tokenizer_config.json"])
 def test_programs_in_the_folder_of_a_processor_are_not_run(name, tmp_path, monkeypatch):
-    """transformers ignores trust_remote_code=False here, and asks a question that `yes | embodyrl ...` answers."""
+    """transformers ignores trust_remote_code=False here, and shows a prompt that `yes | embodyrl ...` answers."""
     folder = Path(shutil.copytree("assets/vision_lm_tiny", tmp_path / "model"))
     load(folder, dtype=torch.float32, seed=0, reads_images=True)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\nclass Evil: pass\n")

@@ -125,7 +125,7 @@ def test_other_files_next_to_a_gguf_file_are_not_read(tmp_path: Path, monkeypatc
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "stranger/model"}')
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'x')\nclass Evil: pass\n")
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # the answer to a question of transformers
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))  # the answer to a prompt of transformers
     adapter.convert(str(file), str(tmp_path / "converted"))
     assert (tmp_path / "converted" / "model.safetensors").is_file()
     assert not (tmp_path / "ran").exists()
