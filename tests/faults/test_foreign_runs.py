@@ -156,7 +156,7 @@ def test_mismatched_weights_do_not_start_an_evaluation(tmp_path):
     saved = (run / "config.yaml").read_text()
     for wrong, said in (("model.hidden_sizes=[8]", r"hidden is \[64, 64\] \(this run needs \[8\]"), OTHER_ENV):
         typed = [*words, f"ckpt={run}", *wrong.split()]
-        with pytest.raises(ConfigError, match=rf"ckpt={run}.*{said}.*the settings of the run apply"):
+        with pytest.raises(ConfigError, match=rf"ckpt={run}.*{said}.*use the run's settings"):
             evaluate(load_config("eval", typed))
     assert [path.name for path in tmp_path.iterdir()] == [run.name], "refused before a folder or a worker began"
     with pytest.raises(ConfigError, match=r"--resume .*hidden is \[64, 64\]"):
