@@ -22,13 +22,15 @@ _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def natural_sort_key(name: Path | str) -> list[str | int]:
+def natural_sort_key(name: Path | str) -> list[str | tuple[int, str]]:
     """Return a sort key of names and paths that compares digits as numbers: step_1000000 follows step_999999.
 
     >>> sorted(["step_10", "step_9"], key=natural_sort_key)
     ['step_9', 'step_10']
     """
-    return [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", str(name))]
+    parts = re.split("0*([0-9]+)", str(name))
+    # A number is compared by its length and its digits, because `int` rejects very long numbers.
+    return [(len(part), part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 def visible_files(folder: Path, *suffixes: str) -> list[Path]:

@@ -29,6 +29,8 @@ VIDEO_FOLDER = "videos"
 
 _HUGE_NUMBER = re.compile(rb"\d{40}|\d[eE]\+?\d{3}")
 """Pattern of numbers that, or whose sums, may not fit into a float."""
+_MAX_RETURN = 1e100
+"""Maximum absolute return of an episode; squares of larger numbers may not fit into a float."""
 _NUM_UNLIKELY_TOKENS = 5
 """Number of tokens with the lowest probability that are shown for each episode."""
 
@@ -126,7 +128,7 @@ def _parse_rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         if _HUGE_NUMBER.search(line):
             continue
         try:
-            row = from_json(line, cache_strings="keys")  # five times as fast as json.loads
+            row = from_json(line, allow_inf_nan=False, cache_strings="keys")  # five times as fast as json.loads
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step", 0), int):
@@ -153,12 +155,16 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
     rows = []
     for line in read_lines(path) if path.is_file() else ():
         try:
-            rows.append(_EPISODE_ROW.validate_json(line, strict=True))
+            row = _EPISODE_ROW.validate_json(line, strict=True)
         except ValidationError as error:
             problem = error.errors()[0]
             if problem["type"] != "json_invalid":  # a killed process may have written only a part of a line
                 field = ".".join(map(str, problem["loc"])) or "a row"
                 raise ConfigError(f"{path} is damaged: {field}: {problem['msg']}. Move or delete the file.") from error
+            continue
+        if abs(row.episode_return) > _MAX_RETURN:
+            raise ConfigError(f"{path} is damaged: a return is larger than {_MAX_RETURN:g}. Move or delete the file.")
+        rows.append(row)
     return sorted(rows, key=lambda row: row.episode)
 
 
@@ -173,8 +179,9 @@ def read_table(folder: Path) -> dict[str, Any]:
         return {}
     try:
         table = {"wall_s": 0.0, "env_steps": 0, "dropped": 0} | read_json(path)
-        is_valid = all(isinstance(table[name], int | float) for name in ("wall_s", "env_steps", "dropped"))
-        is_valid = is_valid and isinstance(table.get("protocol"), dict | None)
+        is_valid = all(0 <= table[name] < 1 << 53 for name in ("wall_s", "env_steps", "dropped"))
+        protocol = table.get("protocol") or {}
+        is_valid = is_valid and isinstance(protocol, dict) and isinstance(protocol.get("departures"), list | None)
     except (OSError, TypeError, ValueError):
         is_valid = False
     if not is_valid:

@@ -57,7 +57,10 @@ def build_card(folder: Path) -> dict[str, Any]:
         "embodyrl": machine.pop("embodyrl", __version__),
         "commit": machine.pop("commit", None),
         "config_sha256": hashlib.sha256(history.text("config.yaml").encode()).hexdigest(),
-        "sources": dict(item.split(" ") for item in machine.pop("source", "").split(", ") if item),
+        "sources": {
+            name: digest
+            for name, _, digest in (item.partition(" ") for item in machine.pop("source", "").split(", ") if item)
+        },
         "command": _format_commands(history, path_prefix(machine.pop("pythonpath", "").split(os.pathsep))),
         "environment": {key: value for key, value in environment.items() if value is not None},
         "model": {"type": values.get("model.model_type"), "weights": None if weights is None else str(weights)},

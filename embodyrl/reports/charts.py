@@ -55,9 +55,10 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     >>> ticks(0, 1)
     [0.0, 0.25, 0.5, 0.75, 1.0]
     """
-    if high <= low:
+    low, high = min(low, high), max(low, high)
+    if high == low:
         low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    raw = (high - low) / count
+    raw = max((high - low) / count, 1e-300)
     scale = 10.0 ** math.floor(math.log10(raw))
     step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -158,6 +158,16 @@ def _is_video(path: Path) -> bool:
 
 
 _NUMBERS = {int, float, NoneType}
+_COUNTS = ("/episodes", "/effective_episodes")
+
+
+def _is_valid(row: Mapping[str, Any]) -> bool:
+    """Return True if all values are numbers, rates are at most 1, and numbers of episodes are 0 or at least 1."""
+    return {*map(type, row.values())} <= _NUMBERS and all(
+        0 <= value <= 1 + 1e-6 if name.endswith("/success_once") else value == 0 or value >= 1
+        for name, value in row.items()
+        if value is not None and name.endswith(("/success_once", *_COUNTS))
+    )
 
 
 def read_history(folder: Path) -> History:
@@ -186,7 +196,7 @@ def read_history(folder: Path) -> History:
         else:
             unfinished = evaluation
     metrics = read_rows(folder / METRICS_FILE) if is_within(folder / METRICS_FILE, folder) else []
-    rows = [row for row in metrics if {*map(type, row.values())} <= _NUMBERS]
+    rows = [row for row in metrics if _is_valid(row)]
     episodes = [e for evaluation in (*evaluations, unfinished) if evaluation is not None for e in evaluation.episodes]
     if any(e.success_once is not None for e in episodes) or any(_SUCCESS_METRICS & {*row} for row in rows):
         # Some environments report success only when it occurs: a missing value means no success.

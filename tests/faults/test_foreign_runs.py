@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -27,6 +28,7 @@ from embodyrl.monitor.history import read_newest_values
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.saved import save_config
+from embodyrl.reports.history import read_history
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
 
@@ -332,6 +334,15 @@ def test_report_follows_no_links_and_runs_no_script(tmp_path, monkeypatch, capsy
         ("eval/step_000003/eval.json", {"dropped": "all", "wall_s": 1, "env_steps": 1}),
         ("eval/step_000003/eval.json", {"dropped": 0, "wall_s": 1, "env_steps": 1, "protocol": [0.5]}),
         ("costs.jsonl", {"wall_s": "long"}),
+        ("metrics.jsonl", {"step": 3, "env/steps": math.inf}),
+        ("metrics.jsonl", {"step": 3, "time/step": -1.0, "actor/loss": 5e-324}),
+        ("metrics.jsonl", {"step": 3, "eval/success_once": -1.0}),
+        ("metrics.jsonl", {"step": 3, "eval/success_once": 0.5, "eval/episodes": -6.0}),
+        ("metrics.jsonl", {"step": 3, "eval/task_0/success_once": 1e99, "eval/task_1/success_once": 1e99}),
+        ("eval/step_000003/eval.json", {"env_steps": math.nan}),
+        ("eval/step_000003/eval.json", {"dropped": math.inf}),
+        ("eval/step_000003/eval.json", {"wall_s": 10**400}),
+        ("eval/step_000003/eval.json", {"protocol": {"name": "p", "departures": 5}}),
     ],
 )
 def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path, capsys):
@@ -350,8 +361,9 @@ def test_huge_numbers_in_run_files_do_not_exceed_memory(tmp_path):
     run = write_run(tmp_path / "theirs", "runner.logger.backends=[jsonl]")
     (run / "checkpoints" / "step_400000000").mkdir(parents=True)
     (run / "checkpoints" / "step_400000000" / "manifest.json").write_text("{}")
-    (run / "eval" / "step_x").mkdir()
-    shutil.copy(run / "eval" / "step_000003" / "episodes.jsonl", run / "eval" / "step_x")
+    for name in ("step_x", "step_0000003", "step_\u0663"):
+        shutil.copytree(run / "eval" / "step_000003", run / "eval" / name)
+    assert [evaluation.step for evaluation in read_history(run).evaluations] == [0, 3]
     lines = (run / "metrics.jsonl").read_text().splitlines()[:-1]
     rows = [{"step": 500_000_000, "train/return": 1.0}, {"step": 4, "train/return": 10**400}, {"step": 10**400}]
     rows += [{"step": step, "time/step": 1e308} for step in (4, 5)]

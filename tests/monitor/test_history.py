@@ -1,6 +1,11 @@
 import json
+import math
 from pathlib import Path
 
+import pytest
+from run_files import write_run
+
+from embodyrl.errors import ConfigError
 from embodyrl.files import natural_sort_key
 from embodyrl.monitor import history
 from embodyrl.monitor.history import read_episodes, read_newest_values, read_rows
@@ -44,3 +49,15 @@ def test_names_are_sorted_numerically() -> None:
     assert sorted(names, key=natural_sort_key) == [
         *("", "a", "chunk-999/file-999", "chunk-999/file-1000", "chunk-1000/file-002", "env_9.log", "env_10.log")
     ]
+    names = ["1" + "0" * 5000, "1a2", "1\u06632", "002", "0"]
+    assert sorted(names, key=natural_sort_key) == ["0", "1a2", "1\u06632", "002", "1" + "0" * 5000]
+
+
+@pytest.mark.parametrize("value", [1e308, -1e101, math.inf])
+def test_returns_with_squares_beyond_a_float_are_rejected(value, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    file = run / "eval" / "step_000003" / "episodes.jsonl"
+    assert len(read_episodes(file)) == 6
+    file.write_text(file.read_text().replace('"return": 1.0', f'"return": {json.dumps(value)}'))
+    with pytest.raises(ConfigError, match=r"episodes.jsonl is damaged: a return is larger than 1e\+100"):
+        read_episodes(file)

@@ -145,6 +145,14 @@ def test_suite_names_start_no_headings_lists_quotations_or_formulas(tmp_path: Pa
     assert "$" not in text
 
 
+def test_malformed_source_lines_are_shown_as_text(tmp_path: Path) -> None:
+    run = carded(tmp_path)
+    (run / "env.txt").write_text("source x\nsource a b c\nsource m 0123\n")
+    card = build_card(run)
+    assert card["sources"] == {"x": "", "a": "b c", "m": "0123"}
+    assert "| own code | x, sha256 ; a, sha256 b c; m, sha256 0123 |" in format_card(card)
+
+
 def test_commands_in_cards_contain_no_control_characters(tmp_path: Path) -> None:
     run = carded(tmp_path).rename(tmp_path / "evil\n\n# Official")
     (run / "overrides.txt").write_text(
