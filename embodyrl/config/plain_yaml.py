@@ -14,7 +14,8 @@ from embodyrl.errors import ConfigError, shorten
 
 _MAX_BYTES = 1 << 20
 """Maximum size of a file, in bytes."""
-_MAX_DEPTH = 100
+_MAX_DEPTH, _MAX_EVENTS = 100, 100_000
+"""Maximum number of nested levels, and of parser events: one event per scalar, two per list or mapping."""
 _TAG = "tag:yaml.org,2002:"
 _INT = r"(?:0|[1-9](?:_?\d)*)"
 _POINT = rf"(?:{_INT}?\.\d(?:_?\d)*|{_INT}\.)"
@@ -112,7 +113,9 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
         text = file.read_text(encoding="utf-8")
         depth = 0
         # Check parser events before objects are built, so that deep nesting and aliases use no memory.
-        for event in yaml.parse(text, Loader=_Loader):
+        for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
+            if number > _MAX_EVENTS:
+                raise ConfigError(f"{file} has more than {_MAX_EVENTS} keys and values. Use another file.")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_DEPTH:
                 raise ConfigError(f"{file} has more than {_MAX_DEPTH} nested levels. Use another file.")

@@ -145,10 +145,14 @@ def test_plain_yaml_is_parsed_strictly(tmp_path: Path) -> None:
     assert repr(read_plain_yaml(file)) == (
         "{'a': 0.0001, 'b': '2026-08-23', 'c': 0.5, 'd': 1000, 'e': [True, None, 'no', '-inf', nan, -inf], 1: 'x'}"
     )
+    file.write_text(f"a: [{'1,' * 90_000}]")
+    assert read_plain_yaml(file) == {"a": [1] * 90_000}
     for text, fragment in (
         ("a: 1\na: 2\n", "key 'a' occurs twice"),
         ("a: " + "[" * 5000, "levels"),
         ("- " * 5000, "levels"),
+        (f"a: [{'1,' * 100_000}]", "more than 100000 keys and values"),
+        (f"a: [{'[],' * 50_000}]", "more than 100000 keys and values"),
         ("a: 12:30", "12:30 is a number in YAML and text on the command line"),
         ("on: 3", "on is true or false in YAML"),
         ("a: [inf]", "inf is text in YAML and a number"),
