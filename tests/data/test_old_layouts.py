@@ -137,6 +137,7 @@ def test_video_template_of_v3_is_read(tmp_path: Path) -> None:
 
 
 def test_uploaded_dataset_of_an_old_layout_is_tagged_with_its_version(tmp_path: Path) -> None:
-    uploaded = dataset_card(write_v2_set(tmp_path / "set"), "me/set")
+    uploaded = dataset_card(write_v2_set(tmp_path / "a <b> $c$"), "me/set")
     assert uploaded is not None
     assert uploaded[1] == "v2.1"
+    assert "# a &lt;b&gt; &#36;c&#36;\n" in uploaded[0]
