@@ -54,7 +54,7 @@ def numbers_of(cards: tuple[Card, ...], header: str) -> set[float]:
     if "MiB" in header:
         return {float(card["costs"]["largest_process_mib"]) for card in cards}
     if "CPU" in header:
-        seconds = [3600 * card["costs"]["cpu_hours"] for card in cards]
+        seconds = [3600 * hours for card in cards if (hours := card["costs"].get("cpu_hours"))]
         return {float(round(value / (60 if "minutes" in header else 1))) for value in seconds}
     ends = [end for end, word in ((BEFORE, "before"), (AFTER, "after")) if header.startswith(word)] or [BEFORE, AFTER]
     found: set[float] = set()

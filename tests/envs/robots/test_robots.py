@@ -78,7 +78,7 @@ def test_preset_supports_an_observation_history():
         (["env=pusht", "env.robot=pushd"], "Did you mean 'pusht'"),
         (["env=fetch_reach", "env.pixels=true"], "fetch_reach has no images"),
         (["env=pusht", "env.python=/usr/bin/python3"], "Remove env.python"),
-        (["env=robosuite_lift", "env.kwargs.python=/usr/bin/python3"], "use env.python"),
+        (["env=robosuite_lift", "env.kwargs.python=/usr/bin/python3"], "set env.python instead"),
         (["env=pusht", "env.id=CartPole-v1"], "env.id is set by env.robot"),
     ],
 )
