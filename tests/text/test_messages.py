@@ -99,7 +99,7 @@ def test_prompt_template_and_system_prompt_apply_to_messages(tmp_path: Path):
         (row,) = open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None)
         assert [m.content for m in row.messages] == ["own", "hi"]
     path = jsonl(tmp_path / "c.jsonl", [{"prompt": [{"role": "tool", "content": "2"}], "answer": "1"}])
-    with pytest.raises(ConfigError, match=r"data\.prompt_template applies to a user message"):
+    with pytest.raises(ConfigError, match=r"data\.prompt_template needs a user message"):
         open_rows(RowSettings(**keys | {"path": path}), tokenizer=None)
 
 
