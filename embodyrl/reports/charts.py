@@ -73,8 +73,8 @@ def format_number(value: float) -> str:
 def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the exponential moving average of a curve with bias correction (Kingma and Ba 2015).
 
-    >>> smooth([(0, 1.0), (1, 1.0)])
-    [(0, 1.0), (1, 1.0)]
+    >>> smooth([(0, 1.0), (1, 2.0)])[0]
+    (0, 1.0)
     """
     mean, weight, result = 0.0, 0.0, []
     for x, y in points:
