@@ -126,7 +126,7 @@ def escape_markdown(text: str) -> str:
     line = html.escape(" ".join(replace_control_characters(text).split()), quote=False)
     escaped = re.sub(r"[\\`|*~]|(?<!\w)_|_(?!\w)|\](?=\()", r"\\\g<0>", line)
     # Many pages show addresses as links even without markup.
-    pattern = r"(?i):(?=//)|(?<=www)\.|[@$]|^[0-9]*[-#+.)\[]"
+    pattern = r"(?i):(?=//)|(?<=www)\.|[@$]|^[-#+\[]|^[0-9]+[.)]"
     return re.sub(pattern, lambda match: f"{match[0][:-1]}&#{ord(match[0][-1])};", escaped)
 
 

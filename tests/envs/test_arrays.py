@@ -152,7 +152,7 @@ def test_termination_flags_of_wrong_shape_are_rejected(monkeypatch):
         return replace(steps, terminated=steps.terminated[:, None])
 
     monkeypatch.setattr(env._sims, "step", columns)
-    with pytest.raises(EnvError, match=r"returned terminated of shape \(2, 1\), not \(2,\)"):
+    with pytest.raises(EnvError, match=r"returned terminated of shape \(2, 1\), expected \(2,\)"):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
