@@ -49,7 +49,7 @@ def test_options_of_config_dir_are_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["tabletop"], "takes an environment and an output folder"),
+        (["tabletop"], "takes an environment and a folder"),
         (["no_env", "out"], "no_env"),
         (["tabletop", "."], "already exists"),
         (["tabletop", f"{__file__}/out"], "test_export_env.py: File exists. Choose another folder."),

@@ -78,7 +78,7 @@ def test_model_without_a_cache_of_padded_prompts_is_rejected(tmp_path: Path, kin
 
 def test_recurrent_model_is_rejected_at_the_start(tmp_path: Path):
     cfg = text_config(tmp_path, "model=causal_lm", f"model.path={write(tmp_path / 'model', 'rwkv')}")
-    with pytest.raises(ConfigError, match="models of the type 'rwkv' keep a state"):
+    with pytest.raises(ConfigError, match="models of type 'rwkv' have a recurrent state"):
         build_run_plan(cfg, training=True)
 
 
