@@ -107,8 +107,8 @@ BUGS = {
     "an engine that slept is not loaded anew": Bug(
         "staleness",
         "embodyrl.policies.causal_lm.engine",
-        "if version == self._synced and not self._asleep:",
-        "if version == self._synced:",
+        "if version == self._synced_version and not self._is_asleep:",
+        "if version == self._synced_version:",
         check="engine",
     ),
     "a recorded pass keeps what weights were cast to": Bug(

@@ -14,7 +14,7 @@ import embodyrl
 from embodyrl.data.layout import Actor
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.play.recording import Recording
-from embodyrl.play.request_handlers import RequestHandlers, page
+from embodyrl.play.request_handlers import RequestHandlers, get_page
 from embodyrl.play.scene import Scene
 from embodyrl.web_pages.loopback import LoopbackServer
 
@@ -30,7 +30,7 @@ window.pad = {connected: true, buttons, axes: [0, 0, 0, 0]}; navigator.getGamepa
 
 @contextmanager
 def serving(desk: RequestHandlers) -> Iterator[str]:
-    server = LoopbackServer(0, {"/": page}, desk.posts)
+    server = LoopbackServer(0, {"/": get_page}, desk.posts)
     thread = threading.Thread(target=server.process_requests)
     thread.start()
     try:
