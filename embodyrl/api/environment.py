@@ -104,7 +104,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
     def load_state(self, state: Any) -> dict[str, Any]:
         """Restore a saved state of the current episode, and return the observation."""
-        assert isinstance(self.env, SavesState), "this environment saves no states; call save_state first"
+        assert isinstance(self.env, SavesState), "save_state, which returned the state, has checked this"
         self.env.load(0, state)
         return self._observe()
 
