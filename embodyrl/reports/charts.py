@@ -4,7 +4,7 @@ The module also computes the curves of metrics, and the table of settings that d
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 440, 226
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
 _MIN_SMOOTHED_POINTS, _DECAY = 24, 0.8
 """Minimum number of points of a smoothed curve, and the decay of the moving average."""
-_LABEL_HEIGHT = 12
+_LABEL_HEIGHT = 14
 """Height of the label at the last point of a curve, in pixels."""
 
 
@@ -99,7 +99,6 @@ def plot_lines(lines: Sequence[Line], *, limits: tuple[float, float] | None = No
     frame = _Frame((min(xs), max(xs)), (marks[0], marks[-1]))
     parts = [_plot_axes(frame, marks, log=log)]
     parts.append(f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end">training step</text>')
-    label_heights: list[float] = []
     for line in lines:
         if len(line.band) > 1:
             outline = [(x, high) for x, _, high in line.band] + [(x, low) for x, low, _ in reversed(line.band)]
@@ -107,7 +106,7 @@ def plot_lines(lines: Sequence[Line], *, limits: tuple[float, float] | None = No
         elif line.band:
             ((x, low, high),) = line.band
             parts.append(f'<polyline class="line c{line.color}" points="{frame.to_path([(x, low), (x, high)])}"/>')
-        parts += _plot_curve(frame, line, label_heights, log=log)
+        parts += _plot_curve(frame, line)
         spans = {x: f" [{format_number(low)}, {format_number(high)}]" for x, low, high in line.band}
         for x, y in line.points:
             cx, cy = frame.to_pixels(x, y)
@@ -117,25 +116,34 @@ def plot_lines(lines: Sequence[Line], *, limits: tuple[float, float] | None = No
             parts.append(
                 f'<circle class="{dot_class} c{line.color}" cx="{cx}" cy="{cy}" r="3"><title>{text}</title></circle>'
             )
-    return _wrap_svg(parts)
+    return _wrap_svg([*parts, *_plot_labels(frame, lines, log=log)])
 
 
-def _plot_curve(frame: _Frame, line: Line, label_heights: list[float], *, log: bool) -> list[str]:
-    """Plot a curve, smoothed if it is long, and label its last value; `label_heights`: heights of earlier labels."""
-    is_long = len(line.points) > _MIN_SMOOTHED_POINTS
-    plotted = smooth(line.points) if is_long else line.points
-    x, y = frame.to_pixels(*plotted[-1])
-    last = format_number(10 ** line.points[-1][1] if log else line.points[-1][1])
-    height = max(y - 7, 10)
-    while any(abs(height - other) < _LABEL_HEIGHT for other in label_heights):
-        height += 1
-    label_heights.append(height)
-    raw_curve = f'<polyline class="line raw c{line.color}" points="{frame.to_path(line.points)}"/>'
-    return [
-        *([raw_curve] if is_long else []),
-        f'<polyline class="line c{line.color}" points="{frame.to_path(plotted)}"/>',
-        f'<text class="value c{line.color}" x="{x}" y="{height}" text-anchor="end">{last}</text>',
-    ]
+def _plotted_points(line: Line) -> Sequence[tuple[float, float]]:
+    """Return the points of the curve, smoothed if it is long."""
+    return smooth(line.points) if len(line.points) > _MIN_SMOOTHED_POINTS else line.points
+
+
+def _plot_curve(frame: _Frame, line: Line) -> Iterator[str]:
+    """Yield a curve, and below a smoothed curve its measured values."""
+    plotted = _plotted_points(line)
+    if plotted is not line.points:
+        yield f'<polyline class="line raw c{line.color}" points="{frame.to_path(line.points)}"/>'
+    yield f'<polyline class="line c{line.color}" points="{frame.to_path(plotted)}"/>'
+
+
+def _plot_labels(frame: _Frame, lines: Sequence[Line], *, log: bool) -> Iterator[str]:
+    """Yield the last value of each line, at heights at which the labels do not overlap."""
+    heights: list[float] = []
+    for line in lines:
+        x, y = frame.to_pixels(*_plotted_points(line)[-1])
+        last = line.points[-1][1]
+        height = max(y - 7, 10)
+        while any(abs(height - other) < _LABEL_HEIGHT for other in heights):
+            height += 1
+        heights.append(height)
+        text = format_number(10**last if log else last)
+        yield f'<text class="value c{line.color}" x="{x}" y="{height}" text-anchor="end">{text}</text>'
 
 
 def plot_stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
