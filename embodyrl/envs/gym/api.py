@@ -118,8 +118,6 @@ def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str
     >>> require_step("mine", ([0.0], 1.0, False, False, {}))[1]
     1.0
     """
-    if result.__class__ is tuple and len(result) == 5 and isinstance(result[4], dict):
-        return result
     if _get_length(result) == 5 and isinstance(result[4], dict):
         return tuple(result)
     expected = "expected (observation, reward, terminated, truncated, info)"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import iterate
 
@@ -43,8 +44,6 @@ from embodyrl.envs.gym.spaces import (
     ObservationWriter,
     convert_action_space,
     copy_observation,
-    get_member,
-    iterate_leaves,
 )
 from embodyrl.envs.gym.vector_sims import get_autoreset_mode, get_env_info
 from embodyrl.envs.mujoco_rendering import select_headless_backend
@@ -239,9 +238,9 @@ def _start_vector(env_id: str, env: VectorEnv[Any, Any, Any]) -> tuple[Any, dict
         first = _copy_first(env, batch)
         env.action_space.seed(0)
         result = require_step(env_id, env.step(env.action_space.sample()))
-        before = _to_bytes(env, _copy_first(env, result[0]))
+        before = _copy_first(env, result[0])
         batch = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
-        if _to_bytes(env, _copy_first(env, batch)) == before:
+        if data_equivalence(_copy_first(env, batch), before, exact=True):
             return first, get_env_info(infos, 0, env.num_envs), result
     except Exception as error:
         problem = f"reset(seed=[...], options={{'reset_mask': ...}}) or step failed: {format_error(error)}"
@@ -256,12 +255,6 @@ def _start_vector(env_id: str, env: VectorEnv[Any, Any, Any]) -> tuple[Any, dict
 def _copy_first(env: VectorEnv[Any, Any, Any], batch: Any) -> Any:
     """Return a copy of the first observation of a batch."""
     return copy.deepcopy(next(iter(iterate(env.observation_space, batch))))
-
-
-def _to_bytes(env: VectorEnv[Any, Any, Any], observation: Any) -> bytes:
-    """Return an observation of one environment as bytes, for comparison."""
-    paths = [path for path, _ in iterate_leaves(env.single_observation_space, ())]
-    return b"".join(np.asarray(get_member(observation, path)).tobytes() for path in paths)
 
 
 def _continue_episode(

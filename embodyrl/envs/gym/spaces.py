@@ -7,7 +7,7 @@ categories one-hot; members of Dict and Tuple in their space's order. Texts are 
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -218,26 +218,16 @@ def make_action_converter(env_id: str, space: Space[Any]) -> Callable[[FloatArra
         return lambda action: np.minimum(np.maximum(action.reshape(shape).astype(dtype), low), high)
     sizes, starts = categories
 
-    def reject(ids: list[int]) -> NoReturn:
-        raise EnvError(f"env '{env_id}' received action {ids}, expected ids from 0 to {(sizes - 1).tolist()}.")
-
     # Actions are stored as float32, including categories.
     def convert(action: FloatArray) -> Any:
         ids = np.rint(action).astype(np.int64)
         if ((ids < 0) | (ids >= sizes)).any():
-            reject(ids.tolist())
+            raise EnvError(
+                f"env '{env_id}' received action {ids.tolist()}, expected ids from 0 to {(sizes - 1).tolist()}."
+            )
         return (ids.reshape(shape) + starts).astype(dtype)
 
-    def convert_single(action: FloatArray) -> Any:
-        category = round(float(action[0]))
-        if not 0 <= category < size:
-            reject([category])
-        return number(category + first)
-
-    if not isinstance(space, spaces.Discrete):
-        return convert
-    size, first, number = int(space.n), int(space.start), dtype.type
-    return convert_single
+    return convert
 
 
 def make_action_flattener(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
