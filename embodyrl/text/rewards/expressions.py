@@ -16,6 +16,9 @@ _NEUTRAL = {"+", "*", "cdot", "times", "0", "1"}
 _OPERATION = re.compile(
     r"[-+*/^=<>!]|\\?(?:frac|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|lim|int|sum|prod)(?![a-z])|\\[lg]eq?\b"
 )
+_HALF = r"\\?[dtc]?frac\s*(?:\{\s*1\s*\}|1)\s*(?:\{\s*2\s*\}|2)"
+_ROOT = re.compile(rf"\^\s*(?:\{{\s*(?:{_HALF}|1\s*/\s*2|0?\.5)\s*\}}|{_HALF})")
+_RECIPROCAL = re.compile(r"\^\s*\{\s*-\s*1\s*\}")
 _MAX_PARTS = 40
 """Maximum number of parts of a prompt that an answer is compared with."""
 
@@ -23,6 +26,7 @@ _MAX_PARTS = 40
 def are_equal_expressions(answer: str, reference: str, prompt: str) -> bool:
     r"""Return True if an answer equals the reference and does not merely restate an expression of the prompt.
 
+    Integrals, sums, products, limits and derivatives must be evaluated unless the reference contains them.
     A reference in `\text{}` or of several letters is compared as words, and a single letter as a choice.
     """
     if _normalize(answer) == _normalize(reference):
@@ -41,11 +45,15 @@ def are_equal_expressions(answer: str, reference: str, prompt: str) -> bool:
     gold, parsed = _parse(reference), _parse(exact)
     if not gold or not parsed or not _is_equal(gold, parsed):
         return False
-    sides = exact.split("=")
+    sides = re.split(r"=(?![^{}]*\})", exact)  # not the = in the range of a sum
     if "=" not in reference and not all(_is_equal(gold, _parse(side)) for side in sides[:-1] if _is_constant(side)):
         return False
-    if len(sides) == 2 and not re.search("[=,]", reference + exact.replace("=", "", 1)):
-        exact, parsed = sides[1], _parse(sides[1])
+    if len(sides) > 1 and not re.search("[=,]", reference) and "," not in exact:
+        exact, parsed = sides[-1], _parse(sides[-1])
+        if not _is_equal(gold, parsed):
+            return False
+    if _find_unevaluated(parsed) - _find_unevaluated(gold):
+        return False
     return not _restates_prompt(exact, reference, parsed, gold, prompt)
 
 
@@ -60,6 +68,14 @@ def _is_equal(gold: Any, answer: Any) -> bool:
     from math_verify import verify
 
     return bool(verify(gold, answer, timeout_seconds=None))
+
+
+def _find_unevaluated(parsed: Any) -> set[type]:
+    """Return the types of the integrals, sums, products, limits and derivatives in a parsed expression."""
+    from sympy import Derivative, Integral, Limit, Product, Sum
+
+    found = parsed[0].atoms(Derivative, Integral, Limit, Product, Sum) if hasattr(parsed[0], "atoms") else ()
+    return {type(part) for part in found}
 
 
 def _normalize(text: str) -> str:
@@ -85,8 +101,12 @@ def _is_constant(side: str) -> bool:
 
 
 def _count_symbols(text: str) -> Counter[str]:
-    """Count the numbers, symbols and operations in an expression, except neutral elements such as + and 1."""
-    text = re.sub(r"([0-9]+)\s*/\s*([0-9]+)", r"\\frac{\1}{\2}", _LAYOUT.sub(" ", text))
+    r"""Count the numbers, symbols and operations in an expression, except neutral elements such as + and 1.
+
+    Powers with the exponents 1/2 and -1 count as `\sqrt` and `\frac`.
+    """
+    text = _RECIPROCAL.sub(r" \\frac ", _ROOT.sub(r" \\sqrt ", _LAYOUT.sub(" ", text)))
+    text = re.sub(r"([0-9]+)\s*/\s*([0-9]+)", r"\\frac{\1}{\2}", text)
     return Counter(token for match in _TOKEN.finditer(text) if (token := match[0].lstrip("\\")) not in _NEUTRAL)
 
 

@@ -296,7 +296,7 @@ PROMPTS = [
         r"Simplify $\sqrt{117}$.",
         r"3\sqrt{13}",
         [],
-        [r"\boxed{\sqrt{117}}", r"\boxed{1\sqrt{117}}", r"\boxed{\sqrt{117.0}}"],
+        [r"\boxed{\sqrt{117}}", r"\boxed{1\sqrt{117}}", r"\boxed{\sqrt{117.0}}", r"\boxed{117^{1/2}}"],
     ),
     ("Simplify $1+x$.", "x+1", [r"\boxed{1+x}"], []),
     (r"Which is larger, $\sqrt{2}$ or $\sqrt{3}$?", r"\sqrt{3}", [r"\boxed{\sqrt{3}}"], []),
@@ -322,6 +322,31 @@ PROMPTS = [
     ("Write $2x + y = 3$ in slope-intercept form.", "y=-2x+3", [r"\boxed{y = 3 - 2x}"], [r"\boxed{2x+y=3}"]),
     ("Solve $2x > 2$ in interval notation.", r"(1,\infty)", [r"\boxed{(1, \infty)}"], [r"\boxed{2x>2}"]),
     (r"Compute $\int_0^1 x^2\,dx$.", r"\frac{1}{3}", [], [r"\boxed{\int_0^1 x^2 dx}"]),
+    (
+        r"Compute $\int_0^1 x^2 e^x dx$.",
+        "e-2",
+        [r"\boxed{\int_0^1 x^2 e^x dx = e-2}", r"\boxed{I = \int_0^1 x^2 e^x dx = e-2}"],
+        [r"\boxed{\int_0^1 t^2 e^t dt}", r"\boxed{e-2 = \int_0^1 t^2 e^t dt}"],
+    ),
+    (
+        r"Compute $\sum_{k=1}^{n} k^3$.",
+        r"\frac{n^2(n+1)^2}{4}",
+        [r"\boxed{\sum_{k=1}^{n} k^3 = \frac{n^2(n+1)^2}{4}}"],
+        [r"\boxed{\sum_{j=1}^{n} j^3}"],
+    ),
+    (
+        r"Differentiate $\frac{d}{dx} x^3 e^x$.",
+        "x^3e^x+3x^2e^x",
+        [r"\boxed{\frac{d}{dx} x^3 e^x = x^2e^x(x+3)}"],
+        [r"\boxed{\frac{d}{dx} x^3 e^x}", r"\boxed{\frac{d}{dx}(x \cdot x^2 e^x)}"],
+    ),
+    (r"Solve $y' = 2x$ for $y$.", r"\int 2x dx", [r"\boxed{\int 2x dx}"], []),
+    (
+        r"Rationalize $\frac{1}{\sqrt{2}}$.",
+        r"\frac{\sqrt{2}}{2}",
+        [],
+        [r"\boxed{\sqrt{2}^{-1}}", r"\boxed{(2^{1/2})^{-1}}"],
+    ),
     (r"Compute $\binom{5}{2}$.", "10", [], [r"\boxed{\binom{5}{2}}"]),
 ]
 
