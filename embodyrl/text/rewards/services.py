@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, UnknownNameError
 from embodyrl.registry import REWARDS, takes
-from embodyrl.text.chat import ChatTemplate
+from embodyrl.text.chat import ChatTemplate, find_control_tokens, remove_control_tokens
 from embodyrl.text.model_folder import SAFE_OPTIONS, load_safely, read_config
 
 
@@ -74,7 +74,8 @@ VALUE_FILE = "value_head/model.safetensors"
 class RewardModel:
     """Reward model: a sequence classifier with one output, or a language model with a value head.
 
-    The input is the conversation in the model's chat template. A value head is evaluated at the end of the reply.
+    The input is the conversation in the model's chat template, without control tokens in the texts of prompt and reply.
+    A value head is evaluated at the end of the reply.
     """
 
     folder: Path
@@ -106,17 +107,21 @@ class RewardModel:
             raise CheckpointError(
                 f"{self.folder}: a reward model must have 1 output, not {model.config.num_labels}. Use another model."
             )
+        special = {token.content: i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        source = self._tokenizer.chat_template and self._tokenizer.get_chat_template()
+        self._template = ChatTemplate(source, self._tokenizer.special_tokens_map) if source else None
+        self._removed_tokens = find_control_tokens(self.folder, self._template, special)
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def __call__(self, prompt: str, response: str, reference: str) -> float:
         import torch
 
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-        if plain := self._tokenizer.chat_template is None:
+        prompt, response = (remove_control_tokens(text, self._removed_tokens) for text in (prompt, response))
+        if plain := self._template is None:
             text = prompt + response
         else:
-            template = ChatTemplate(self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map)
-            text = template.render(turns, reply=self._head is not None)
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            text = self._template.render(turns, reply=self._head is not None)
         ids = self._tokenizer(text, add_special_tokens=plain, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             ids = ids.to(self._model.device)
