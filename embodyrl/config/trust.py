@@ -36,8 +36,8 @@ _SAFE_KEYS = (
 """Keys whose values are never code or addresses."""
 _PROGRAM_KEYS = ("env.id",)
 """Keys whose value may be a hub repository (owner/name@revision) or a module with code that the run executes."""
-EXECUTABLE_KEYS = ("env.python", "model.python")
-"""Keys whose value is the path of a program that a run starts."""
+_FILE_KEYS = ("env.python", "model.python", "model.chat_template")
+"""Keys whose value is the path of a program that a run starts, or of a text that a run copies into checkpoints."""
 
 
 _MAX_PROBLEMS = 20
@@ -45,7 +45,7 @@ _MAX_SHOWN = 1000
 
 
 def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any], file: Path) -> list[str]:
-    """Return one line for each of the first values of a saved config that could run code or call a server.
+    """Return one line for each of the first values of a saved config that could run code, call a server or copy a file.
 
     Accepted values: names of registered components, module paths that an installed package registers or the included
     conf/ uses, and values of keys that are also on the command line. With `trust=true` on the command line all values
@@ -64,8 +64,9 @@ def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]
         if key not in overrides and not is_key_or_subkey(key, _SAFE_KEYS)
     }
     return [
-        f"{file}: {shorten(key)}: {shorten(text)} runs code or calls a server and is not on the command line. If you "
-        f"trust the author of this run, add {TRUST}; to allow only this value, add {_suggest(key, saved[key])}."
+        f"{file}: {shorten(key)}: {shorten(text)} runs code, calls a server or copies a file, and is not on the "
+        f"command line. If you trust the author of this run, add {TRUST}; to allow only this value, add "
+        f"{_suggest(key, saved[key])}."
         for key, text in islice(((key, text) for key, text in texts.items() if text is not None), _MAX_PROBLEMS)
     ]
 
@@ -77,7 +78,7 @@ def _suggest(key: str, value: Any) -> str:
 
 def _is_untrusted(key: str, value: Any, text: str) -> bool:
     return (
-        (key in EXECUTABLE_KEYS and text == value)
+        (key in _FILE_KEYS and text == value)
         or (key in _PROGRAM_KEYS and _may_import(text))
         or (_may_execute_code_or_connect(text) and not _is_known(text))
     )

@@ -71,6 +71,13 @@ def test_values_of_environment_variables_are_checked(value, variable, is_trusted
     assert bool(find_untrusted_values({"env.x": value}, {}, FILE)) is not is_trusted
 
 
+@pytest.mark.parametrize("key", ["env.python", "model.chat_template"])
+def test_programs_and_copied_texts_of_a_saved_config_are_untrusted(key: str) -> None:
+    assert find_untrusted_values({key: "~/.ssh/id_rsa"}, {}, FILE)
+    assert not find_untrusted_values({key: "~/.ssh/id_rsa"}, {key: "typed"}, FILE)
+    assert not find_untrusted_values({key: None}, {}, FILE)
+
+
 @pytest.mark.parametrize("value", FINE, ids=str)
 def test_component_names_and_file_paths_are_trusted(value: Any) -> None:
     assert not find_untrusted_values({"env.x": value}, {}, FILE)
