@@ -141,9 +141,10 @@ def test_linked_texts_of_a_language_model_are_not_copied(tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "weights")
     (folder / "model.safetensors").symlink_to(tmp_path / "weights")
     load(folder, dtype=torch.float32)
-    for name in ("chat_template.jinja", "additional_chat_templates/x.jinja"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).symlink_to(secret)
+    (folder / "old").symlink_to("missing")
+    for name in ("chat_template.jinja", "additional_chat_templates/x.jinja", "qformer_tokenizer/a/x.jinja", "linked"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).symlink_to(tmp_path if name == "linked" else secret)
         with pytest.raises(CheckpointError, match=f"'{name}' is outside the folder"):
             load(folder, dtype=torch.float32)
         (folder / name).unlink()

@@ -76,8 +76,8 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, reads_ima
         MissingDependencyError: the processor needs a package that is not installed.
     """
     try:
-        for path in [*folder.glob("*"), *folder.glob("additional_chat_templates/*")] if seed is None else ():
-            if path.is_file() and path.suffix != ".safetensors":  # copied into checkpoints with the tokenizer
+        for path in folder.rglob("*") if seed is None else ():  # a processor can have a tokenizer in each subfolder
+            if path.is_symlink() and path.exists() and path.suffix != ".safetensors":  # copied into checkpoints
                 inside(folder, path.relative_to(folder))
         kind, model_kind = (
             (AutoProcessor, AutoModelForImageTextToText) if reads_images else (AutoTokenizer, AutoModelForCausalLM)
