@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_newest_run, find_run
-from embodyrl.errors import ConfigError, replace_control_characters
+from embodyrl.errors import ConfigError, one_line, replace_control_characters
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
 from embodyrl.reports.samples import format_samples
@@ -39,7 +39,10 @@ def report(args: argparse.Namespace) -> int:
     if args.gif:
         from embodyrl.reports.media import animate_changes
 
-        animate_changes(read_history(runs[0]), args.gif)
+        try:
+            animate_changes(read_history(runs[0]), args.gif)
+        except OSError as error:
+            raise ConfigError(f"Cannot write {args.gif}: {one_line(error)}. Delete unreadable recordings.") from error
         lines.append(f"gif   {args.gif}")
     show_result(args, {"page": out, "summary": lines}, (*lines, f"page  {out}"))
     if args.open:

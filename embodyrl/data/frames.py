@@ -18,7 +18,7 @@ from embodyrl.types import ByteArray, IntArray
 
 _LISTING_TIMEOUT_S = 120.0
 """Time limit for listing the frame times of a video, in seconds."""
-_MP4_ONLY = ["-f", "mov", "-protocol_whitelist", "file"]
+MP4_ONLY = ["-f", "mov", "-protocol_whitelist", "file"]
 """Options of ffmpeg for files from untrusted sources: without them, a playlist could name files outside the folder."""
 _MAX_FRAMES = 1 << 21
 """Maximum number of frames of a video; a small file can declare any number."""
@@ -90,7 +90,7 @@ def read_frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float6
         raise EmbodyError(f"The video {path} is missing. Download or collect the data set again.")
     try:
         # The first item describes the file; no frame is decoded for it.
-        meta = next(frames := imageio_ffmpeg.read_frames(str(path), input_params=_MP4_ONLY))
+        meta = next(frames := imageio_ffmpeg.read_frames(str(path), input_params=MP4_ONLY))
         frames.close()
         width, height = meta["size"]
     except (OSError, RuntimeError, KeyError) as error:
@@ -105,7 +105,7 @@ def read_frame_times(path: Path, size: tuple[int, int]) -> npt.NDArray[np.float6
 
 
 def _list_frame_times(path: Path, program: str) -> npt.NDArray[np.float64]:
-    command = [program, "-v", "error", *_MP4_ONLY, "-i", str(path), "-map", "0:v:0", "-c", "copy"]
+    command = [program, "-v", "error", *MP4_ONLY, "-i", str(path), "-map", "0:v:0", "-c", "copy"]
     command += ["-frames:v", str(_MAX_FRAMES), "-f", "framecrc", "-"]
     quiet = subprocess.DEVNULL
     try:
@@ -154,7 +154,7 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray]) -> None
     try:
         # Without this option, frames are repeated or dropped to reach the rate in the header.
         passthrough = ["-fps_mode", "passthrough"]
-        for frame in iio.imiter(path, plugin="FFMPEG", input_params=_MP4_ONLY, output_params=passthrough):
+        for frame in iio.imiter(path, plugin="FFMPEG", input_params=MP4_ONLY, output_params=passthrough):
             while num_decoded < len(outs) and numbers[num_decoded] == frame_number:
                 if frame.shape != outs[num_decoded].shape:
                     raise EmbodyError(

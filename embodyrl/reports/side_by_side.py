@@ -9,6 +9,7 @@ import imageio.v2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from embodyrl.data.frames import MP4_ONLY
 from embodyrl.files import replace_atomically
 
 _imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
@@ -29,8 +30,8 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
     video_options = {"fps": fps, "codec": "libx264", "macro_block_size": 2, "pixelformat": "yuv420p"}
     with (
         replace_atomically(out) as scratch,
-        _imageio.get_reader(before) as left,
-        _imageio.get_reader(after) as right,
+        _open_mp4(before) as left,
+        _open_mp4(after) as right,
         _imageio.get_writer(scratch, **video_options) as writer,
     ):
         for pair in _zip_frames(iter(left), iter(right)):
@@ -45,7 +46,7 @@ def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str,
     """
     frames: list[Image.Image] = []
     for before, after in pairs:
-        with _imageio.get_reader(before) as left, _imageio.get_reader(after) as right:
+        with _open_mp4(before) as left, _open_mp4(after) as right:
             stride = max(1, round(left.get_meta_data()["fps"] / _GIF_FPS))
             for number, pair in enumerate(_zip_frames(iter(left), iter(right))):
                 if number % stride == 0:
@@ -59,6 +60,13 @@ def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str,
     out.parent.mkdir(parents=True, exist_ok=True)
     with replace_atomically(out) as scratch:
         quantized[0].save(scratch, save_all=True, append_images=quantized[1:], duration=1000 // _GIF_FPS, loop=0)
+
+
+def _open_mp4(path: Path) -> Any:
+    try:
+        return _imageio.get_reader(path, "FFMPEG", input_params=MP4_ONLY)
+    except OSError as error:  # the output of ffmpeg
+        raise OSError(f"{path} cannot be read as MP4") from error
 
 
 def _zip_frames(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -50,6 +50,27 @@ def test_animated_image_shows_pairs_in_sequence(tmp_path):
     assert abs(shown[-1] - 80) < 12
 
 
+PLAYLIST = (
+    '<!--ftypjp2 --><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" mediaPresentationDuration="PT1S" '
+    'profiles="urn:mpeg:dash:profile:isoff-main:2011"><Period><AdaptationSet mimeType="video/mp4">'
+    '<Representation id="1" bandwidth="1" codecs="avc1"><BaseURL>{}</BaseURL></Representation></AdaptationSet>'
+    "</Period></MPD>"
+)
+
+
+def test_playlists_that_name_other_videos_are_not_read(tmp_path):
+    own, secret, playlist = write(tmp_path / "a.mp4", 3, 40), tmp_path / "secret.mp4", tmp_path / "b.mp4"
+    fragments = ["-movflags", "frag_keyframe+empty_moov+default_base_moof"]
+    with imageio.get_writer(secret, fps=20, macro_block_size=2, output_params=fragments) as writer:
+        writer.append_data(np.full((64, 96, 3), 200, np.uint8))
+    playlist.write_text(PLAYLIST.format(secret.as_uri()))
+    with pytest.raises(OSError, match=r"b\.mp4 cannot be read as MP4"):
+        animate([(own, playlist)], tmp_path / "out.gif", labels=("before", "after"))
+    with pytest.raises(OSError, match=r"b\.mp4 cannot be read as MP4"):
+        join_side_by_side(playlist, own, tmp_path / "out.mp4", labels=("before", "after"), fps=20)
+    assert not [*tmp_path.glob("out.*")]
+
+
 def test_missing_recording_is_an_error_without_files(tmp_path):
     before = write(tmp_path / "a.mp4", 3, 40)
     with pytest.raises(OSError, match=r"missing\.mp4"):
