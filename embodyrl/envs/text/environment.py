@@ -63,17 +63,18 @@ MAX_CALLS = 8
 """Maximum number of tool calls in a reply. The total size of their answers is limited to that of one answer."""
 
 _THOUGHT_PATTERN = re.compile(r"<think>.*?(?:</think>|$)|\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
+# Linear time for any reply: no blanks next to `.*?`, and each search for an end stops at the next start.
 _CALLS_PATTERN = re.compile(
-    r"<tool_call>\s*(?P<tagged>(?:(?!<tool_call>).)*?)\s*(?P<end></tool_call>|(?=<tool_call>)|$)"
-    r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>)\s*(?P<marked>.*?)\s*(?=\[TOOL_CALLS\]|$)"
-    r"|(?P<function><function=.*?</function>)",
+    r"<tool_call>(?P<tagged>(?:(?!<tool_call>).)*?)(?P<end></tool_call>|(?=<tool_call>)|\Z)"
+    r"|(?:\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>)(?P<marked>.*?)(?=\[TOOL_CALLS\]|\Z)"
+    r"|(?P<function><function=(?:(?!<function=).)*?</function>)",
     re.DOTALL,
 )
 _ARGUMENTS_PATTERN = re.compile(r'"(?:arguments|parameters|function)"\s*:')
-_FENCE_PATTERN = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
-_FUNCTION_PATTERN = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
-_PARAMETER_PATTERN = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
-_NAMED_CALL_PATTERN = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
+_FENCE_PATTERN = re.compile(r"```(?:json)?(.*?)```", re.DOTALL)
+_FUNCTION_PATTERN = re.compile(r"<function=([^<>\s]+)>((?:(?!<function=).)*?)</function>", re.DOTALL)
+_PARAMETER_PATTERN = re.compile(r"<parameter=([^<>\s]+)>((?:(?!<parameter=).)*?)</parameter>", re.DOTALL)
+_NAMED_CALL_PATTERN = re.compile(r"([\w.-]++)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\])?\s*+(?=\{)")
 
 
 def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
@@ -90,7 +91,7 @@ def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
         match["tagged"] or match["marked"] or match["function"] or ""
         for match in _CALLS_PATTERN.finditer(text)
         # A mention of the tag is not a call.
-        if match["end"] or match["tagged"] is None or match["tagged"][:1] in ("{", "[", "<", "`")
+        if match["end"] or match["tagged"] is None or match["tagged"].lstrip()[:1] in ("{", "[", "<", "`")
     ]
     if not call_texts and _ARGUMENTS_PATTERN.search(text):
         names = "|".join(map(re.escape, tools))
@@ -102,17 +103,16 @@ def find_calls(reply: str, tools: Sequence[str]) -> list[Call] | None:
 def _remove_fence(text: str) -> str:
     """Return the content of a text that is one Markdown code block; return any other text without outer whitespace."""
     match = _FENCE_PATTERN.fullmatch(text.strip())
-    return match[1] if match else text.strip()
+    return (match[1] if match else text).strip()
 
 
 def _read_calls(text: str, tools: Sequence[str]) -> list[Call]:
     """Return the calls in the text of one tag, or after one marker such as [TOOL_CALLS]."""
     if functions := _FUNCTION_PATTERN.findall(text):
+        bodies = [(name, body.strip(), _PARAMETER_PATTERN.findall(body)) for name, body in functions]
         return [
-            _bind_arguments(
-                name, dict(parts) if (parts := _PARAMETER_PATTERN.findall(body)) or not body else body, tools
-            )
-            for name, body in functions
+            _bind_arguments(name, {key: value.strip() for key, value in parts} if parts or not body else body, tools)
+            for name, body, parts in bodies
         ]
     rest, calls = _remove_fence(text), []
     try:

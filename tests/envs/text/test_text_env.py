@@ -169,6 +169,19 @@ def test_tool_calls_in_common_formats_are_executed(reply: str, expected: str | N
     assert (None if calls is None else execute_calls(calls, tools)) == expected
 
 
+def test_long_malformed_tool_calls_take_linear_time():
+    blanks, tools = " " * 100_000, ["python"]
+    code = f"<function=python>{blanks}<parameter=code>{blanks}1 <2{blanks}</parameter>{blanks}</function>"
+    assert find_calls(f"<tool_call>{blanks}{code}{blanks}</tool_call>", tools) == [("python", "1 <2")]
+    malformed = [f"<tool_call>{text}{blanks}x" for text in ("{", "<function=python>", "<function=a><parameter=b>")]
+    malformed += [f"[TOOL_CALLS]{text}{blanks}x" for text in ("a", "{", "```")]
+    for reply in malformed + [
+        10_000 * tag for tag in ("<tool_call><function=", "<tool_call><function=a><parameter=b>")
+    ]:
+        assert {name for name, _ in find_calls(reply, tools) or ()} == {""}
+    assert find_calls("<function=" * 100_000, tools) is None
+
+
 def test_reply_with_two_calls_gets_both_answers(env):
     env.reset([0], [EpisodeStart(reset_id=5, seed=0, max_episode_steps=16)])
     say(env, [f"<tool_call>{CALL}</tool_call><tool_call>{SECOND}</tool_call>"], [6])
