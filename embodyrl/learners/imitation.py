@@ -18,7 +18,7 @@ from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator
 from embodyrl.policies.protocol import Policy, TextPolicy
 from embodyrl.policies.tensors import to_device
-from embodyrl.text.messages import Message, join_messages, split_messages
+from embodyrl.text.messages import Message, join_messages, remove_image_sizes, split_messages
 from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation
 
 
@@ -149,7 +149,7 @@ class ImitationLearner(Learner):
         """Return the preference loss of the values of conversations that end with the better and the worse answer."""
         # The input of a reward model: the user's message and the reply, without the system prompt.
         prompts = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
-        answers = [Message(role="assistant", content=text) for text in self._read_pairs(records)]
+        answers = [Message(role="assistant", content=remove_image_sizes(text)) for text in self._read_pairs(records)]
         conversations = tuple(join_messages(turns) for turns in zip(prompts, answers, strict=True))
         return self._compare_scores(self._compute_values(_repeat_observations(obs, conversations)))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from embodyrl.errors import ConfigError
-from embodyrl.text.messages import IMAGE_PLACEHOLDER, MARK, Message, join_messages
+from embodyrl.text.messages import IMAGE_PLACEHOLDER, MARK, Message, join_messages, remove_image_sizes
 from embodyrl.text.settings import PairSettings, RowSettings
 
 _TEXT_TYPES = ("text", "input_text")
@@ -42,6 +42,7 @@ def place_images(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) 
     Raises:
         ValueError: the number of placeholders differs from the number of images.
     """
+    messages = [replace(m, content=remove_image_sizes(m.content)) for m in messages]
     if not sizes:
         return tuple(messages)
     num_placeholders = sum(m.content.count(IMAGE_PLACEHOLDER) for m in messages)

@@ -44,6 +44,11 @@ def split_images(content: str) -> list[str | tuple[int, int]]:
     return [part if i % 2 == 0 else (int(part.split("x")[0]), int(part.split("x")[1])) for i, part in enumerate(parts)]
 
 
+def remove_image_sizes(text: str) -> str:
+    """Remove the delimiters of image sizes from a text that contains no images, such as a reply or a tool's answer."""
+    return text.replace(MARK, "")
+
+
 def restore_image_placeholders(content: str) -> str:
     """Return the text of a message, with `<image>` in place of each encoded image size."""
     return "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in split_images(content))

@@ -11,7 +11,7 @@ from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.settings import NUM_SEEDS
 from embodyrl.envs.text.settings import DialogueSettings
 from embodyrl.errors import EnvError, NoImageError
-from embodyrl.text.messages import Message, join_messages
+from embodyrl.text.messages import Message, join_messages, remove_image_sizes
 from embodyrl.types import (
     ActionKind,
     ActionSpec,
@@ -157,7 +157,8 @@ class DialogueEnv(ReplyEnv, ABC, Generic[D]):
         """Return the system message, the earlier turns and the current observation as one prompt."""
         dialogue = self.dialogues[env_index]
         system_messages = [Message(role="system", content=self._prompt)] if self._prompt else []
-        return join_messages([*system_messages, *dialogue.turns, Message(role="user", content=dialogue.observation)])
+        messages = [*system_messages, *dialogue.turns, Message(role="user", content=dialogue.observation)]
+        return remove_image_sizes(join_messages(messages))
 
     def observe(self, env_indices: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
         """Do nothing, because the instruction contains the observation."""

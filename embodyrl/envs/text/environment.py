@@ -15,7 +15,7 @@ from embodyrl.envs.text.settings import TextSettings
 from embodyrl.registry import load, takes
 from embodyrl.text.conversation import TextRow
 from embodyrl.text.dataset import TextRows
-from embodyrl.text.messages import Message, join_messages, restore_image_placeholders
+from embodyrl.text.messages import Message, join_messages, remove_image_sizes, restore_image_placeholders
 from embodyrl.types import (
     BoolArray,
     ByteArray,
@@ -234,7 +234,7 @@ class ConversationEnv(ReplyEnv):
         """Set the replies [n] of the next `step_chunk`; `cut_off` [n]: True for replies that hit the length limit."""
         for env_index, reply, is_cut_off in zip(env_indices, replies, cut_off, strict=True):
             conversation = self._get_conversation(env_index)
-            conversation.reply, conversation.cut_off = reply, bool(is_cut_off)
+            conversation.reply, conversation.cut_off = remove_image_sizes(reply), bool(is_cut_off)
 
     def step_chunk(
         self, env_indices: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -284,9 +284,8 @@ class ConversationEnv(ReplyEnv):
         if calls is None:
             return False
         reply_message = Message(role="assistant", content=conversation.reply)
-        answer_message = Message(
-            role=self._tool_role, content=truncate_text(execute_calls(calls, self._tools), self._answer_bytes)
-        )
+        answer = remove_image_sizes(execute_calls(calls, self._tools))
+        answer_message = Message(role=self._tool_role, content=truncate_text(answer, self._answer_bytes))
         messages = [*conversation.messages, reply_message, answer_message]
         if len(join_messages(messages).encode()) > self.spec.text.prompt_bytes - FINAL_REPLY_BYTES:
             return False

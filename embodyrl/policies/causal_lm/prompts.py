@@ -15,7 +15,7 @@ from embodyrl.policies.causal_lm.sampling import find_stop
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.tensors import to_device
 from embodyrl.text.chat import ChatTemplate, find_control_tokens, get_opened_tag, read_template, remove_control_tokens
-from embodyrl.text.messages import Message, split_images, split_messages
+from embodyrl.text.messages import MARK, Message, split_images, split_messages
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
 _CACHED_PROMPTS = 4096
@@ -117,7 +117,10 @@ class PromptReader:
         token, remaining_frames = self._processor.image_token, iter(frames)
         # An image token in a text would be a placeholder without an image.
         turns = [
-            [part.replace(token, "") if isinstance(part, str) else part for part in split_images(m.content)]
+            [
+                remove_control_tokens(part, [token]) if isinstance(part, str) else part
+                for part in split_images(m.content)
+            ]
             for m in messages
         ]
         images = [
@@ -154,10 +157,11 @@ class PromptReader:
                 return_tensors="pt",
             )
         else:
-            texts = ("".join(part if isinstance(part, str) else token for part in turn) for turn in turns)
+            texts = ("".join(part if isinstance(part, str) else MARK for part in turn) for turn in turns)
             text = "".join(
                 _format_message(Message(role=m.role, content=t)) for m, t in zip(messages, texts, strict=True)
             )
+            text = remove_control_tokens(text, [token]).replace(MARK, token)
             inputs = self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
         ids = inputs.pop("input_ids")[0].tolist()
         # The mask of a single prompt is all ones; `pad_left` builds the mask of a batch.

@@ -204,6 +204,22 @@ def test_replies_contain_no_image_tokens():
     assert (drawn.tokens != picture).all()
 
 
+@pytest.mark.parametrize("texts", [["<im<image>age>"], ["<image>", "<im", "age>"], ["<im<im<image>age>", "age>?"]])
+def test_image_token_in_a_text_is_removed(texts: list[str]):
+    token, size = "<image>", (24, 24)
+    reader = build().reader
+    assert reader._processor.image_token == token
+    seen = np.zeros((1, 1, *size, 3), np.uint8)
+
+    def read(*contents: str) -> list[int]:
+        messages = [*place_images([Message(role="user", content="ab?")], [size])]
+        messages += [Message(role="user", content=text) for text in contents]
+        instructions = (join_messages(messages),)
+        return reader(Observation(images=seen, state=np.zeros((1, 0), np.float32), instructions=instructions))[0]
+
+    assert read(*texts) == read("?" if texts[-1].endswith("?") else "")
+
+
 def test_tiny_vision_tokenizer_contains_all_color_names() -> None:
     words = transformers.AutoTokenizer.from_pretrained(resolve_asset("assets/vision_lm_tiny")).get_vocab()
     assert set(tasks.COLORS) <= set(words)
