@@ -1,5 +1,7 @@
 """Errors for users: what is wrong, where, the likely cause and the fix, with an exit code."""
 
+import json
+import re
 import signal
 from typing import Self
 
@@ -9,14 +11,21 @@ _hidden_values: dict[str, str] = {}
 def hide_value(name: str, value: str) -> None:
     """Hide the value of an environment variable in all later output; paths and short values are not hidden."""
     if len(value) >= 6 and not value.startswith(("/", "~", ".")):  # shorter values would match too much text
-        _hidden_values[value] = name
+        # Outputs may escape a value, join its lines, or add a prefix to each line.
+        forms = (value, json.dumps(value)[1:-1], " ".join(value.split()), *map(str.strip, value.splitlines()))
+        _hidden_values.update({form: name for form in forms if len(form) >= 6})
 
 
 def mask_hidden_values(text: str) -> str:
     """Return a text with each hidden value replaced by `${oc.env:NAME}`."""
-    for value, name in _hidden_values.items():
-        text = text.replace(value, f"${{oc.env:{name}}}")
+    for value in sorted(_hidden_values, key=len, reverse=True):  # a value may contain a shorter value
+        text = text.replace(value, f"${{oc.env:{_hidden_values[value]}}}")
     return text
+
+
+def mask_json(text: str) -> str:
+    """Return JSON with hidden values replaced in its strings; a number stays valid JSON."""
+    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda match: mask_hidden_values(match[0]), text)
 
 
 def replace_control_characters(text: str) -> str:
@@ -24,15 +33,20 @@ def replace_control_characters(text: str) -> str:
     return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
+def clean_text(text: str) -> str:
+    """Return a text for a terminal, without hidden values and control characters."""
+    return replace_control_characters(mask_hidden_values(text))
+
+
 def shorten(text: str) -> str:
     """Format text for an error message: at most about 120 characters, with escaped control characters."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in mask_hidden_values(text))
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def one_line(error: BaseException) -> str:
     """Return the message of another package's exception in one line, truncated."""
-    return " ".join(str(error).split())[:300]
+    return mask_hidden_values(" ".join(str(error).split()))[:300]
 
 
 def format_reason(error: BaseException) -> str:

@@ -27,8 +27,7 @@ from embodyrl.errors import (
     ConfigError,
     EmbodyError,
     Interrupted,
-    mask_hidden_values,
-    replace_control_characters,
+    clean_text,
 )
 from embodyrl.files import describe_full_disk, has_room, is_full_disk
 from embodyrl.process_cleanup import exit_with_leftovers
@@ -80,7 +79,7 @@ class _LogFormatter(logging.Formatter):
     """Formatter for log lines, which may contain texts from untrusted files."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return replace_control_characters(mask_hidden_values(super().format(record)))
+        return clean_text(super().format(record))
 
 
 _ERROR = "embodyrl: error: "
@@ -203,7 +202,7 @@ def _report(lines: list[str], arguments: list[str]) -> None:
 def _print_error(line: str) -> None:
     """Write a line to standard error, if the stream is open."""
     with contextlib.suppress(OSError):
-        print(replace_control_characters(mask_hidden_values(line)), file=sys.stderr, flush=True)
+        print(clean_text(line), file=sys.stderr, flush=True)
 
 
 def _open_streams() -> None:

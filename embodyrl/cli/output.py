@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import replace_control_characters
+from embodyrl.errors import clean_text, mask_json
 from embodyrl.files import json_text
 
 _FAMILY_SIZE = 10
@@ -18,7 +18,7 @@ _FAMILY_SIZE = 10
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
     """Print `data` as JSON if `--json` is set, otherwise print `lines`."""
-    print(json_text(data) if args.json else replace_control_characters("\n".join(lines)) + "\n", end="")
+    print(mask_json(json_text(data)) if args.json else clean_text("\n".join(lines)) + "\n", end="")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from embodyrl.commands import COMMANDS
 from embodyrl.config.compose import dir_flags, format_override
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
-from embodyrl.errors import ConfigError, mask_hidden_values
+from embodyrl.errors import ConfigError, clean_text, mask_json
 from embodyrl.files import json_text
 from embodyrl.plan.config import load_saved_config, load_with_ckpt
 from embodyrl.plan.saved import dump_config
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = function(cfg, overrides=[*args.arguments, *dir_flags(args.config_dir)], **kwargs)
     if args.json:
-        print(json_text(dataclasses.asdict(result)), end="")
+        print(mask_json(json_text(dataclasses.asdict(result))), end="")
     return getattr(result, "exit_code", 0)
 
 
@@ -138,5 +138,5 @@ def handle_config_flags(args: argparse.Namespace, cfg: Config) -> bool:
     elif args.dry_run:
         from embodyrl.cli.dry_run import describe
 
-        print(mask_hidden_values(describe(cfg)))
+        print(clean_text(describe(cfg)))
     return args.print_config or args.dry_run

@@ -5,7 +5,7 @@ import json
 import sys
 
 from embodyrl.cli.run import compose_with_ckpt, handle_config_flags
-from embodyrl.errors import ConfigError, replace_control_characters
+from embodyrl.errors import ConfigError, clean_text
 from embodyrl.version import __version__
 
 
@@ -19,7 +19,7 @@ def serve(args: argparse.Namespace) -> int:
     from embodyrl.serving.serve import serve as start_server
 
     def write_line(line: str) -> None:
-        print(replace_control_characters(line), file=sys.stderr if args.json else sys.stdout, flush=True)
+        print(clean_text(line), file=sys.stderr if args.json else sys.stdout, flush=True)
 
     write_line(f"embodyrl {__version__} · serve · Ctrl-C stops the server")
 

@@ -9,6 +9,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from embodyrl.errors import clean_text, mask_json
 from embodyrl.plan.config import load_config
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def check_env(args: argparse.Namespace) -> int:
     if args.json:
         rows = [dataclasses.asdict(finding) for finding in findings]
         counts = {"failed": level_counts["FAIL"], "warned": level_counts["warn"], "skipped": level_counts["skip"]}
-        print(json.dumps({"env": cfg.env.env_type, **counts, "checks": rows}, indent=2))
+        print(mask_json(json.dumps({"env": cfg.env.env_type, **counts, "checks": rows}, indent=2)))
     else:
         warned = f"{level_counts['warn']} warned, " if level_counts["warn"] else ""
         print(f"{level_counts['ok']} checks ok, {warned}{level_counts['FAIL']} failed, {level_counts['skip']} skipped")
@@ -43,6 +44,7 @@ def check_env(args: argparse.Namespace) -> int:
 def _show(finding: Finding) -> None:
     # Flush, so that the progress of a slow simulator is visible.
     note = f": {finding.note}" if finding.note else ""
-    print(f"  {finding.level:<4}  {finding.check}{note}", flush=True)
+    print(clean_text(f"  {finding.level:<4}  {finding.check}{note}"), flush=True)
     for v in finding.violations:
-        print(f"        {v.field}\n          expected  {v.expected}\n          found     {v.found}", flush=True)
+        text = f"        {v.field}\n          expected  {v.expected}\n          found     {v.found}"
+        print(clean_text(text), flush=True)

@@ -19,7 +19,7 @@ from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.config.compose import dir_flags, format_override
 from embodyrl.config.settings import to_builtin
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, clean_text, mask_json
 from embodyrl.files import json_text
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
 from embodyrl.monitor.intervals import Rate
@@ -126,7 +126,7 @@ def compare_policies(runs: Sequence[str], overrides: Sequence[str], config_dirs:
         "most": max_pairs,
         "folders": [str(evaluation.folder) for evaluation in evaluations],
     }
-    print(json_text(result) if as_json else "\n".join(lines), end="" if as_json else "\n")
+    print(mask_json(json_text(result)) if as_json else clean_text("\n".join(lines)), end="" if as_json else "\n")
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from embodyrl.errors import ConfigError, mask_hidden_values, replace_control_characters
+from embodyrl.errors import ConfigError, clean_text
 from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.protocol import MONITORS, Monitor, ResultRow, RunInfo
 from embodyrl.registry import name_problems
@@ -56,7 +56,7 @@ class MonitorGroup(Monitor):
         Raises:
             ConfigError: a logger failed to start; loggers that were already open are closed.
         """
-        info = replace(info, tasks=[_format_line(task) for task in info.tasks])
+        info = replace(info, tasks=[clean_text(task) for task in info.tasks])
         opened: dict[str, Monitor] = {}
         for name, monitor in self._monitors.items():
             try:
@@ -81,11 +81,11 @@ class MonitorGroup(Monitor):
 
     def text(self, line: str) -> None:
         """Pass a line to all loggers."""
-        self._call_all(lambda monitor: monitor.text(_format_line(line)))
+        self._call_all(lambda monitor: monitor.text(clean_text(line)))
 
     def banner(self, lines: Sequence[str]) -> None:
         """Pass the banner to all loggers."""
-        self._call_all(lambda monitor: monitor.banner([_format_line(line) for line in lines]))
+        self._call_all(lambda monitor: monitor.banner([clean_text(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Pass the progress of a phase to all loggers."""
@@ -93,7 +93,7 @@ class MonitorGroup(Monitor):
 
     def results(self, title: str, rows: Sequence[ResultRow]) -> None:
         """Pass a table of results to all loggers."""
-        cleaned = [(_format_line(task), first, last, change) for task, first, last, change in rows]
+        cleaned = [(clean_text(task), first, last, change) for task, first, last, change in rows]
         self._call_all(lambda monitor: monitor.results(title, cleaned))
 
     def close(self) -> None:
@@ -112,10 +112,6 @@ class MonitorGroup(Monitor):
             _log.warning(message)
             # The other loggers also receive the warning; a logger that fails to log it is dropped as well.
             self.text(f"warning: {message}")
-
-
-def _format_line(line: str) -> str:
-    return replace_control_characters(mask_hidden_values(line))
 
 
 def _format_error(error: Exception) -> str:

@@ -23,7 +23,7 @@ from embodyrl.cli.main import main
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import resolve_initial_weights
 from embodyrl.commands.train import train
-from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
+from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError, hide_value, mask_json
 from embodyrl.monitor.history import read_newest_values
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config, load_saved_config
@@ -230,6 +230,32 @@ def test_environment_variables_are_hidden_in_output(tmp_path, monkeypatch, capsy
     save_config(cfg, tmp_path / "config.yaml")
     assert "token: ${oc.env:MY_TOKEN}\n" in (tmp_path / "config.yaml").read_text()
     assert load_saved_config(tmp_path, []) == cfg
+
+
+PEM = "-----BEGIN KEY-----\nMIIEvQ secret\tline 1\nsecret line 2\n---"
+
+
+@pytest.mark.parametrize("value", [PEM, SECRET, "secret" * 60, f"x{SECRET}"])
+def test_environment_variables_are_hidden_in_errors_and_json(value, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SHORTER", SECRET)
+    monkeypatch.setenv("MY_TOKEN", value)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    words = ["env=text/copy", "model=causal_lm_tiny"]
+    save_config(load_config("train", words), tmp_path / "run" / "config.yaml")
+    for key in ("env.env_type", "model.path", "reward.name", "runner.logger.backends"):
+        assert main(["train", *words, f"{key}=${{oc.env:MY_TOKEN}}", "seed=${oc.env:SHORTER}"]) == 2
+        assert main(["train", *words, f"{key}=${{oc.env:MY_TOKEN}}", "--dry-run"]) == 2
+    for flag in ((), ("--json",)):
+        assert main(["doctor", str(tmp_path / "run"), "model.path=${oc.env:MY_TOKEN}", *flag]) == 3
+    captured = capsys.readouterr()
+    assert "${oc.env:MY_TOKEN}" in captured.err + captured.out
+    assert "secret" not in captured.err + captured.out
+
+
+def test_masked_json_is_valid():
+    hide_value("NUMBER", "918273645")
+    text = mask_json(json.dumps({"seed": 918273645, "a\\": 'say "918273645"\\'}))
+    assert json.loads(text) == {"seed": 918273645, "a\\": 'say "${oc.env:NUMBER}"\\'}
 
 
 def test_a_config_that_grows_without_bound_is_rejected(tmp_path, monkeypatch, capsys):

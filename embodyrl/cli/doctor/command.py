@@ -14,7 +14,7 @@ from embodyrl.cli.runs import run_folders
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.envs.maniskill.install import probe_vulkan
 from embodyrl.envs.protocol import env_costs
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, clean_text
 from embodyrl.findings import Finding
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
@@ -41,7 +41,7 @@ def doctor(args: argparse.Namespace) -> int:
     for finding in _run_checks(cfg, folders):
         findings.append(finding)
         if not (args.json or args.report):
-            print(_format(finding), flush=True)
+            print(clean_text(_format(finding)), flush=True)
     failed = sum(entry.level == "FAIL" for entry in findings)
     warned = sum(entry.level == "warn" for entry in findings)
     totals = f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}"
