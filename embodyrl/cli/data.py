@@ -13,7 +13,7 @@ from embodyrl.cli.output import show_result
 from embodyrl.commands.data_sets import DataSet, Selection, describe, find_warnings, open_set, write_set
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.layout import Actor
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, clean_text
 
 _FILTERS = ("success", "failure", "min_return", "max_return", "actor", "policy_version")
 
@@ -116,11 +116,11 @@ def _replay(args: argparse.Namespace, arguments: list[str]) -> int:
         outcome = "success" if episode.success else "failure"
         if not args.json:
             recorded = {True: "success", False: "failure", None: "unknown"}[episode.recorded]
-            print(
+            line = (
                 f"  episode {episode.episode:<5} {outcome} (recorded {recorded}) · {episode.steps} steps · "
-                f"initial state differs by {episode.start_difference:.2g} · {episode.task}",
-                flush=True,
+                f"initial state differs by {episode.start_difference:.2g} · {episode.task}"
             )
+            print(clean_text(line), flush=True)
     success = sum(episode["success"] for episode in episodes) / len(episodes)
     expected = sum(episode["recorded"] is not False for episode in episodes) / len(episodes)
     summary = {"folder": folders[0], "success": success, "recorded": expected, "episodes": episodes}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_newest_run, find_run
-from embodyrl.errors import ConfigError, one_line, replace_control_characters
+from embodyrl.errors import ConfigError, clean_text, one_line
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.reports.history import Evaluation, History, is_running, read_history, select_samples
 from embodyrl.reports.samples import format_samples
@@ -115,7 +115,7 @@ def build_dashboard(history: History) -> RenderableType:
 
     evaluation = history.evaluations[-1] if history.evaluations else history.unfinished
     if not (history.rows or evaluation):
-        return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for the first metrics.")
+        return Text(f"{clean_text(history.name)}: no metrics yet; embodyrl view --follow waits for the first metrics.")
     if reply_lines := list(format_samples(select_samples(history, _MAX_REPLIES))):
         return Group(_build_score_table(history, evaluation), Text("\n".join(["replies", *reply_lines])))
     return _build_score_table(history, evaluation)
@@ -123,23 +123,25 @@ def build_dashboard(history: History) -> RenderableType:
 
 def _build_score_table(history: History, evaluation: Evaluation | None) -> RenderableType:
     from rich.table import Table
+    from rich.text import Text
 
     from embodyrl.monitor.dashboard import replay_metrics
     from embodyrl.monitor.protocol import RunInfo
 
     if evaluation is not None and not history.rows:
         has_success = any(row.success_once is not None for row in evaluation.episodes)
-        title = f"{history.name}{': unfinished, episodes so far' * (evaluation is history.unfinished)}"
+        suffix = ": unfinished, episodes so far" * (evaluation is history.unfinished)
+        title = Text(clean_text(history.name) + suffix, style="table.title")
         table = Table("task", f"{'success' if has_success else 'return'}, 95 % interval", title=title)
-        for task in [*evaluation.tasks, None]:
-            table.add_row(replace_control_characters(task or "all tasks"), str(evaluation.score(task)))
-        for suite, score in evaluation.suites.items():
-            table.add_row(f"suite {suite}", str(score))
+        scores = [(task or "all tasks", evaluation.score(task)) for task in [*evaluation.tasks, None]]
+        scores += [(f"suite {suite}", score) for suite, score in evaluation.suites.items()]
+        for name, score in scores:
+            table.add_row(Text(clean_text(name)), str(score))  # rich would interpret [tags] in a str
         return table
-    names = {row.task_id: replace_control_characters(row.task) for row in (evaluation.episodes if evaluation else ())}
+    names = {row.task_id: row.task for row in (evaluation.episodes if evaluation else ())}
     tasks = tuple(names.get(task_id, "") for task_id in range(max(names, default=-1) + 1))
     total = history.values.get("runner.max_steps")
     if not isinstance(total, int):
         raise ConfigError(f"{history.folder / 'config.yaml'}: runner.max_steps is not a number. Restore the file.")
-    events = (replace_control_characters(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
+    events = (clean_text(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
     return replay_metrics(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)

@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from embodyrl.errors import clean_text
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.phases import build_time_tree, format_duration, step_seconds, sum_times
 from embodyrl.monitor.protocol import RunInfo
@@ -116,9 +117,8 @@ class Dashboard:
             parts += [Rule(style="dim"), Text("Success per task, and history", style="bold cyan"), tasks]
         if self._events:
             parts += [Rule(style="dim"), *(Text(e[:_MAX_EVENT_LENGTH], overflow="fold") for e in self._events)]
-        yield Panel(
-            Group(*parts), title=f"[bold]embodyrl[/] {self.info.run_id}", subtitle=self._status(), title_align="left"
-        )
+        title = Text.assemble(("embodyrl", "bold"), f" {clean_text(self.info.run_id)}")
+        yield Panel(Group(*parts), title=title, subtitle=self._status(), title_align="left")
 
     def _status(self) -> str:
         step, total = int(self._last.get("step", self.info.resume_step or 0)), self.info.total_steps
@@ -187,7 +187,7 @@ class Dashboard:
         weakest = sorted(task_rows)[:_MAX_TASKS]
         for value, task, metric in (row for row in task_rows if row in weakest):  # keep the order of tasks
             table.add_row(
-                task[:48],
+                Text(clean_text(task[:48])),
                 f"{value:.2f}",
                 Text(_format_bar(value, 10), style="green"),
                 Text(sparkline(self._values[metric], 16), style="dim"),

@@ -17,7 +17,7 @@ from embodyrl.data.reader import Demonstrations, load_demonstrations
 from embodyrl.data.settings import EpisodeFilter
 from embodyrl.data.writer import read_episodes
 from embodyrl.envs.settings import EnvSplit
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import EmbodyError, clean_text
 from embodyrl.plan.config import apply_overrides
 from embodyrl.plan.schema import Config
 from embodyrl.play.recording import Recording
@@ -89,7 +89,7 @@ class HumanExpert:
     def _show_status(self, text: str) -> None:
         self.handlers.status_text = f"round {self._round} of {self._cfg.rounds}: {text}"
         if "step" not in text:
-            print(f"  {self.handlers.status_text}", flush=True)
+            print(clean_text(f"  {self.handlers.status_text}"), flush=True)
 
     def _collect_corrections(self, cfg: Config, demos: Demonstrations, failed: Sequence[int], out: Path) -> None:
         policy = build_policy_of_config(cfg)

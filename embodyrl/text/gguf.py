@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from embodyrl.config.paths import cache_dir, resolve_asset
-from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError, clean_text
 from embodyrl.files import read_json, replace_atomically
 from embodyrl.text.chat import ChatTemplate, find_turn_end_tokens
 from embodyrl.text.model_folder import SAFE_OPTIONS
@@ -81,16 +81,17 @@ def convert_cached(file: Path) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise MissingDependencyError(f"{file} is a GGUF file, which needs the package gguf. Run `pip install gguf`.")
     cache.mkdir(parents=True, exist_ok=True)
-    sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
+    name = clean_text(file.name)
+    sys.stderr.write(f"converting {name} once into {clean_text(str(folder))} ...\n")
     command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
-    stderr = None if sys.stderr.isatty() else subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=stderr, text=True) as process:
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True) as process:
         for seconds in range(_PROGRESS_S, _CONVERSION_S + _PROGRESS_S, _PROGRESS_S):
             try:
                 _, output = process.communicate(timeout=_PROGRESS_S)
                 break
             except subprocess.TimeoutExpired:
-                sys.stderr.write(f"converting {file.name}: {seconds} s so far\n")
+                sys.stderr.write(f"converting {name}: {seconds} s so far\n")
         else:
             process.kill()
             raise CheckpointError(
@@ -98,7 +99,7 @@ def convert_cached(file: Path) -> Path:
                 "Use a smaller model, or a Hugging Face folder."
             )
     if not (folder / "config.json").is_file():  # two runs may convert at the same time; one of them writes it
-        reason = (output or "see above").strip().splitlines()[-1:]
+        reason = output.strip().splitlines()[-1:]
         raise CheckpointError(
             f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}. Use a Hugging Face folder."
         )

@@ -67,6 +67,16 @@ def test_replay_of_wrong_actions_fails(demos: Path, tmp_path: Path, capsys) -> N
     assert "success 100.0 % of 2 episodes, recorded 100.0 %" in capsys.readouterr().out
 
 
+def test_instructions_are_printed_without_control_characters(demos: Path, tmp_path: Path, capsys) -> None:
+    copy = Path(shutil.copytree(demos, tmp_path / "copy"))
+    for file in (copy / "meta").glob("*.json*"):
+        file.write_text(file.read_text().replace("touch the ", r"touch\u001b]0;x\u0007 the "))
+    assert main(["data", "replay", str(copy), "--episodes=1"]) == 0
+    out = capsys.readouterr().out
+    assert "?]0;x?" in out
+    assert "\x1b" not in out
+
+
 def test_replay_reports_another_initial_state(demos: Path, tmp_path: Path) -> None:
     other = _copy(demos, tmp_path / "other", read_card(demos), reset_id=5)
     assert all(episode.start_difference > 1e-3 for episode in replay(other, []))

@@ -233,6 +233,23 @@ def test_warnings_contain_no_control_characters(run, capfd):
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*text}
 
 
+@pytest.mark.parametrize("has_metrics", [True, False])
+def test_view_shows_names_of_a_run_without_markup_and_control_characters(has_metrics, tmp_path, capsys):
+    run = write_run(tmp_path / "runs" / "theirs[red]")
+    metrics = {"step": 3, "eval/task_0/success_once": 0.5, "eval/task_1/success_once": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(metrics) if has_metrics else "")
+    for file in run.glob("eval/*/episodes.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        for row in rows:
+            row |= {"task": f"open [/{row['task_id']}]\x1b]0;x\x07", "suite": f"[red]{row['task_id']}\x1b]0;x\x07"}
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["view", str(run)]) == 0
+    out = capsys.readouterr().out
+    second = "open [/1]?]0;x?" if has_metrics else "suite [red]1?]0;x?"
+    assert [name for name in ("theirs[red]", "open [/0]?]0;x?", second) if name not in out] == []
+    assert not {"\x1b", "\x07"} & {*out}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

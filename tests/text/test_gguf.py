@@ -149,6 +149,16 @@ def test_unreadable_gguf_file_leaves_no_folder(tmp_path: Path, cache: Path) -> N
     assert [*cache.iterdir()] == []
 
 
+def test_names_of_gguf_files_are_printed_without_control_characters(tmp_path, monkeypatch, capfd) -> None:
+    (tmp_path / "m\x1b[31m.gguf").write_bytes(b"GGUF" + bytes(64))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with pytest.raises(CheckpointError, match="Error: "):
+        adapter.language_model_folder(str(tmp_path))
+    captured = capfd.readouterr()
+    assert "converting m?[31m.gguf once into" in captured.err
+    assert "\x1b" not in captured.out + captured.err
+
+
 def test_gguf_path_must_match_a_single_file(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
