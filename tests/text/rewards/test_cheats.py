@@ -115,7 +115,8 @@ os._exit(0)
 """,
     "answers in advance": """
 import os
-os.write(4, b'{"names": {"f": ["name", ""]}}\\n' + b'{"value": true}\\n' * 9)
+os.write(4, b'{"names": {"f": ""}}\\n' + b'{"value": 4, "changed": []}\\n' * 9)
+os._exit(0)
 """,
     "a link that lies": """
 import sys
@@ -123,23 +124,30 @@ def f(x):
  g=sys._getframe()
  while g and 'self' not in g.f_locals: g=g.f_back
  l=g.f_locals['self']
- l.send({'do': 'attribute', 'with': [['there', 0], '__globals__'], 'named': {}})
+ l.send({'do': 'getattr', 'args': [['receiver', 0], '__globals__'], 'named': {}})
  l.read()
- l.send({'do': 'call', 'with': [['there', 0]], 'named': {}})
+ l.send({'do': 'call', 'args': [['receiver', 0]], 'named': {}})
  l.read()
  return 1
 """,
     "built-in type as the class of an exception": """
 import json, os, sys
-def send(**m): os.write(4, json.dumps(m | {"news": news}).encode() + b"\\n")
+def send(**m): os.write(4, json.dumps(m).encode() + b"\\n")
 incoming = os.fdopen(3, "rb", buffering=0)
-news = [{}, []]
 send(names={"f": ""})
 incoming.readline()
-send(value=["here", 1000, "call", "", ""])
-members, made = ["dict", [["__eq__", ["builtin", "type"]]], None], ["builtin", "type"]
-news = [{"500": members, "506": ["list", [["error", 502, made, "", ["T", ["tuple", []], ["ref", 500]]]], None]}, []]
-while incoming.readline(): send(value=["error", 504, ["there", 502], "", []])
+send(value=["sender", 0, "object"])
+kind = ["class", "builtins", "type"]
+members = ["dict", [["__eq__", kind]], None]
+while incoming.readline(): send(value=["error", 1, kind, "", ["T", ["tuple", [], None], members]], changed=[])
+os._exit(0)
+""",
+    "class of all exceptions in an unknown form": """
+import json, os
+def send(**m): os.write(4, json.dumps(m).encode() + b"\\n")
+send(names={"f": ""})
+kind = ["class", "builtins", "Exception"]
+for form in ("base", "find_base_class", "mapping", "as"): send(value=[form, kind], changed=[])
 os._exit(0)
 """,
     "assertion replaced": """

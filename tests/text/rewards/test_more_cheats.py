@@ -223,15 +223,13 @@ def test_printing_the_correct_answer_passes_the_test():
 
 def test_tested_functions_may_have_names_of_builtins_and_modules():
     program = "def sum(a, b): return a + b\ndef f(x): return x * x\nclass Queue:\n def push(self): return 1\n"
-    program += "queue = random = Queue()\ndef Counter(n): return n + 1\nfrom collections import deque\n"
+    program += "queue = random = Queue()\nfrom collections import deque\n"
     program += "import math, math as m\nclass Fraction:\n def __init__(self, n): pass"
     tests = [
         "def g(x): return f(x)\nassert g(2) == 4",
-        "assert sum(1, 2) == sum([1, 2])",
-        "y = 3\nassert sum(y, 1) == 4",
-        "x = [1]\nassert len(x) == 1",
+        "assert sum(1, 2) == 3",
+        "x = [f(1)]\nassert len(x) == 1",
         "assert queue.push() == 1 and random.push() == 1",
-        "assert Counter(1) == 2",
         "x = deque([f(2)])\nassert list(x) == [4] and m.isclose(f(2), 4)",
         "import functools\nassert functools.reduce(math.gcd, [f(2), 6]) == 2 and isinstance(Fraction(1), Fraction)",
         TEST_CASE,
