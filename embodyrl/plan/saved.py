@@ -36,7 +36,7 @@ START_FOLDER = "start"
 """Name of the folder of an SFT run that contains the initial weights with the statistics of the run's data."""
 _RUN_KEYS = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
-    *("eval.baseline", "eval.protocol.settled", "serve", "video_cfg.base_dir"),
+    *("eval.baseline", "eval.protocol.settled", "serve", "video_cfg.base_dir", "collect.out"),
 )
 """Keys that a command does not inherit from the run whose weights it uses."""
 _BASE_WEIGHTS = frozenset({"model.path", "model.lora.path"})

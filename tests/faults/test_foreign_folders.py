@@ -210,9 +210,12 @@ def test_addresses_and_folders_of_a_run_are_not_inherited(run, tmp_path):
     config["serve"] = {"host": "0.0.0.0", "port": 1}
     config["runner"]["output_dir"] = str(tmp_path / "elsewhere")
     config["video_cfg"]["base_dir"] = str(tmp_path / "elsewhere")
+    config["collect"] = {"out": str(tmp_path / "elsewhere"), "images": "mp4"}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     served = load_with_ckpt("serve", [f"ckpt={run}", "trust=true"])
     assert (served.serve.host, served.serve.port) == ("127.0.0.1", 8000)
+    collected = load_with_ckpt("collect", [f"ckpt={run}", "trust=true"]).collect
+    assert (collected.out, collected.images) == (None, "mp4")
     for command in ("train", "eval"):
         cfg = load_with_ckpt(command, [f"ckpt={run}", "trust=true"])
         assert (cfg.runner.output_dir, cfg.video_cfg.base_dir) == ("runs", None)
