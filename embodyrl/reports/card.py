@@ -124,9 +124,9 @@ def escape_markdown(text: str) -> str:
     The line contains no mathematics and, also at the start of a block, no heading, list, quotation or definition.
     """
     line = html.escape(" ".join(replace_control_characters(text).split()), quote=False)
-    escaped = re.sub(r"[\\`|*~]|(?<!\w)_|_(?!\w)|\](?=\()", r"\\\g<0>", line)
+    escaped = re.sub(r"[\\`|*~]|(?<![^\W_])_|_(?![^\W_])|\](?=\()", r"\\\g<0>", line)
     # Many pages show addresses as links even without markup.
-    pattern = r"(?i):(?=//)|(?<=www)\.|[@$]|^[-#+\[]|^[0-9]+[.)]"
+    pattern = r"(?i):(?=//)|(?<=www)\.|[@$]|^[-#+\[]|^\d+[.)]"
     return re.sub(pattern, lambda match: f"{match[0][:-1]}&#{ord(match[0][-1])};", escaped)
 
 

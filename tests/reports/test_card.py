@@ -129,9 +129,10 @@ def test_card_contains_no_markup_and_no_shell_commands_of_the_run(tmp_path: Path
     assert lines == [*command.split(), "train", "--resume", run.name, "c;", "reboot"]
 
 
-def test_suite_names_start_no_headings_lists_quotations_or_formulas(tmp_path: Path) -> None:
+def test_suite_names_contain_no_headings_lists_quotations_emphasis_or_formulas(tmp_path: Path) -> None:
     run = carded(tmp_path)
     names = ["# a", "> a", "1. a", "12) a", "- a", "+ a", "* a", "[ ] a", "[a]: /b", "a $x^2$ b", "3.5 a-b #c"]
+    names += ["__a__", "x ___a___ y", "_a_ b_c", "٣. a"]
     for file in run.glob("eval/*/episodes.jsonl"):
         row = json.loads(file.read_text().splitlines()[-1])
         rows = (row | {"episode": k, "task_id": k, "suite": name} for k, name in enumerate(["", *names]))
