@@ -33,7 +33,7 @@ _SAFE_KEYS = (
     "data.system_prompt",
     "data.answer_pattern",
 )
-"""Keys whose values are never code or addresses."""
+"""Keys whose values are texts, never code or addresses."""
 _PROGRAM_KEYS = ("env.id",)
 """Keys whose value may be a hub repository (owner/name@revision) or a module with code that the run executes."""
 _FILE_KEYS = ("env.python", "model.python", "model.chat_template")
@@ -61,7 +61,7 @@ def find_untrusted_values(saved: Mapping[str, Any], overrides: Mapping[str, Any]
     texts = {
         key: next((text for text in (key, *_iter_texts(value)) if _is_untrusted(key, value, text)), None)
         for key, value in saved.items()
-        if key not in overrides and not is_key_or_subkey(key, _SAFE_KEYS)
+        if key not in overrides
     }
     return [
         f"{file}: {shorten(key)}: {shorten(text)} runs code, calls a server or copies a file, and is not on the "
@@ -77,6 +77,8 @@ def _suggest(key: str, value: Any) -> str:
 
 
 def _is_untrusted(key: str, value: Any, text: str) -> bool:
+    if is_key_or_subkey(key, _SAFE_KEYS):  # interpolations of other keys could have any length
+        return "${" in _ENV_VALUE.sub("x", _ESCAPED.sub("$(", text))
     return (
         (key in _FILE_KEYS and text == value)
         or (key in _PROGRAM_KEYS and _may_import(text))
@@ -96,7 +98,8 @@ def trust_overrides(cfg: Settings, extra_values: Mapping[str, Any] | None = None
 
     The argument is needed if the config, or the values in `extra_values`, name code to import.
     """
-    return [TRUST] if find_untrusted_values({**dict(cfg.leaves()), **(extra_values or {})}, {}, Path()) else []
+    values = {key: value for key, value in cfg.leaves() if not is_key_or_subkey(key, _SAFE_KEYS)}
+    return [TRUST] if find_untrusted_values({**values, **(extra_values or {})}, {}, Path()) else []
 
 
 def find_user_modules(cfg: Settings) -> dict[str, Path]:

@@ -51,7 +51,9 @@ def test_code_paths_from_files_are_rejected_unless_on_the_command_line(value: An
     assert f"add {TRUST};" in line
     assert not find_untrusted_values({"env.x": value}, {"env.x": "typed"}, FILE)
     assert not find_untrusted_values({"env.x": value}, {"trust": True}, FILE)
-    assert not find_untrusted_values({"runner.experiment_name": value, "video": value, "video.x": value}, {}, FILE)
+    texts = {"runner.experiment_name": value, "video": value, "data.system_prompt": value, "video.x": value}
+    grows = value in ("${seed}", "${oc.env:NOT_SET,os:system}")
+    assert len(find_untrusted_values(texts, {}, FILE)) == 4 * grows
     assert find_untrusted_values({"video_cfg.base_dir": value, "trust": True}, {}, FILE)
 
 
@@ -81,6 +83,15 @@ def test_programs_and_copied_texts_of_a_saved_config_are_untrusted(key: str) -> 
 @pytest.mark.parametrize("value", FINE, ids=str)
 def test_component_names_and_file_paths_are_trusted(value: Any) -> None:
     assert not find_untrusted_values({"env.x": value}, {}, FILE)
+
+
+def test_texts_of_a_saved_config_may_contain_environment_variables_and_escaped_interpolations() -> None:
+    key = "data.system_prompt"
+    assert not find_untrusted_values({key: r"Ask ${oc.env:USER}: \${x} \\\${y} $x {y}"}, {}, FILE)
+    for text in (r"\\${seed}", "${data.${seed}}", ["a", "${oc.env:USER}${seed}"], {"${seed}": 1}):
+        assert find_untrusted_values({key: text}, {}, FILE), text
+    words = ["env=text/copy", "model=causal_lm_tiny"]
+    assert trust_overrides(load_config("train", [*words, r"data.system_prompt='write \${x}'"])) == []
 
 
 def test_code_path_in_a_key_is_untrusted() -> None:
