@@ -24,19 +24,11 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
     First, each action's reward is multiplied by reward_scale. Then the reward of the last executed action is changed so
     that the sum of rewards is the outcome after bias, zero_reward, clip and normalization over the batch or group.
     """
-    is_unchanged = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (
-        1,
-        0,
-        None,
-        RewardNorm.none,
-    )
-    # Common case: return the same arrays, without copies or rounding.
-    if is_unchanged and cfg.truncated_episodes != TruncatedEpisodes.zero_reward:
-        return list(episodes)
     outcome = np.array([_compute_outcome(episode, cfg) for episode in episodes])
     if cfg.reward_norm != RewardNorm.none and episodes:
         groups = [e.spec.group_id if cfg.reward_norm == RewardNorm.group else 0 for e in episodes]
         outcome = grpo(outcome, groups)
+    # Common case: return the same arrays, without copies or rounding.
     if cfg.reward_scale == 1.0 and outcome.tolist() == [episode.episode_return for episode in episodes]:
         return list(episodes)
     return [_replace_outcome(episode, float(r), cfg) for episode, r in zip(episodes, outcome, strict=True)]
