@@ -75,7 +75,7 @@ class UnfinishedEpisodes:
     """Frames of unfinished episodes, which continue in the next training step."""
 
     def __init__(self) -> None:
-        self._unfinished: dict[int, list[Frames]] = {}
+        self._unfinished: dict[int, Frames] = {}
 
     def append_frames(self, new: Frames, earlier: Mapping[int, int], continuing: Mapping[int, int]) -> list[Frames]:
         """Append new frames to the stored frames of their episodes; return the complete episodes.
@@ -90,21 +90,20 @@ class UnfinishedEpisodes:
         last = np.flatnonzero(np.append(new.episode[1:] != new.episode[:-1], True)) + 1
         for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True):
             part, number = new.map(lambda array, own=slice(start, stop): array[own]), int(new.episode[start])
-            parts = unfinished.pop(earlier.get(number, -1), [])
-            # The last stored frame equals the first new frame and is kept once.
-            parts[-1:] = [previous.map(lambda array: array[:-1]) for previous in parts[-1:]]
-            parts.append(part)
+            if (stored := unfinished.pop(earlier.get(number, -1), None)) is not None:
+                # The last stored frame equals the first new frame and is kept once.
+                part = join_frames([stored.map(lambda array: array[:-1]), part])
             if number in continuing:
-                self._unfinished[continuing[number]] = parts
+                self._unfinished[continuing[number]] = part
             else:
-                complete.append(join_frames(parts))
-        return [*map(join_frames, unfinished.values()), *complete]
+                complete.append(part)
+        return [*unfinished.values(), *complete]
 
     def state(self) -> dict[str, Any]:
         """Return the frames of unfinished episodes for a checkpoint; a resumed run does not continue these episodes."""
-        unfinished = [join_frames(parts) for parts in self._unfinished.values()]
-        renumbered = [replace(joined, episode=np.full_like(joined.episode, i)) for i, joined in enumerate(unfinished)]
-        joined = join_frames(renumbered, single_episode=False) if unfinished else None
+        unfinished = enumerate(self._unfinished.values())
+        renumbered = [replace(frames, episode=np.full_like(frames.episode, i)) for i, frames in unfinished]
+        joined = join_frames(renumbered, single_episode=False) if renumbered else None
         return {item.name: getattr(joined, item.name) for item in fields(Frames)} if joined else {}
 
 
