@@ -228,5 +228,7 @@ def to_local_names(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str,
 def to_external_names(weights: Mapping[str, Tensor], storage: StorageFormat) -> dict[str, Tensor]:
     """Rename weights for a storage format, and add the additional weights of the files."""
     stored = {storage.layout.to_external(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
-    stored |= {name: weights[EMBEDDING] for name in storage.embedding_names}
+    first, *others = storage.embedding_names
+    # Copies, because the writer would keep only one of the names of a tensor.
+    stored |= {first: weights[EMBEDDING], **{name: weights[EMBEDDING].clone() for name in others}}
     return stored | dict(storage.extra_tensors)

@@ -106,17 +106,7 @@ def save_weights(weights: Mapping[str, Tensor], folder: Path, target_format: Sto
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: tensor.detach().cpu() for key, tensor in weights.items()}
     storage = build_storage_format(target_format, weights) if isinstance(target_format, Layout) else target_format
-    save_torch_state_dict(_copy_shared_tensors(to_external_names(weights, storage)), folder, max_shard_size=SHARD_BYTES)
-
-
-def _copy_shared_tensors(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory, because the writer would keep only one of the names."""
-    pointers: set[int] = set()
-    copies = {}
-    for key, tensor in stored.items():
-        copies[key] = tensor.clone() if tensor.data_ptr() in pointers else tensor.contiguous()
-        pointers.add(tensor.data_ptr())
-    return copies
+    save_torch_state_dict(to_external_names(weights, storage), folder, max_shard_size=SHARD_BYTES)
 
 
 MODEL_PREFIX = "network.model."
