@@ -63,6 +63,11 @@ _ESCAPE_STATEMENTS = {
     "contents of readable files": "os.open('file', os.O_CREAT | os.O_TRUNC)",
     "contents of other files": "os.open('file', os.O_CREAT | os.O_TRUNC | 3)",
     "files sent through sockets": "a, b = socket.socketpair(); socket.send_fds(a, [b'x'], [0])",
+    "eviction of cached files": "os.posix_fadvise(os.open('file', os.O_CREAT), 0, 0, os.POSIX_FADV_DONTNEED)",
+    "eviction of mapped pages": "call((28, 233), 0, 0, 21)",
+    "reads with flags": "os.preadv(os.open('file', os.O_CREAT | os.O_RDWR), [bytearray(1)], 0, os.RWF_HIPRI)",
+    "cached pages": "call((27, 232), 0, 0, None)",
+    "mounts of the host": "call((458, 458), (24).to_bytes(8, 'little') + b'\\xff' * 8 + bytes(8), bytes(8), 1, 0)",
     "Landlock rules": "call((444, 444), None, 0, 1)",
     "processes that outlive the sandbox": "call((157, 167), 1, 0)",
 }

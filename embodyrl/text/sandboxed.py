@@ -58,6 +58,9 @@ _DENIED = {
         # truncate, openat2: other files before Linux 6.2; sendmsg, sendmmsg: files through sockets; Landlock's memory
         *(76, 437, 46, 307, 444, 445, 446),
         *(449, 454, 455, 456),  # futex_waitv, _wake, _wait, _requeue: messages through pages of libraries
+        *(221, 187, 27, 451),  # fadvise64, readahead, mincore, cachestat: messages through the page cache
+        # statmount, listmount, open_tree, open_tree_attr, syslog: paths and log of the host
+        *(457, 458, 428, 467, 103),
     ),
     "aarch64": (
         0xC00000B7,
@@ -74,6 +77,8 @@ _DENIED = {
         *(196, 195, 197, 193, 191, 192, 189, 188, 187, 181),
         *(45, 437, 211, 269, 444, 445, 446),
         *(449, 454, 455, 456),
+        *(223, 213, 232, 451),
+        *(457, 458, 428, 467, 116),
     ),
 }
 """AUDIT_ARCH (linux/audit.h) and the numbers of the blocked system calls, by machine architecture."""
@@ -86,6 +91,9 @@ _BY_ARGUMENT = (
     # O_TRUNC with the access modes 0 and 3, which Landlock allows before Linux 6.2
     *((name, (flags, "some", 0x200), (flags, "none", 3)) for name, flags in (("open", 1), ("openat", 2))),
     *((name, (flags, "some", 1), (flags, "some", 2)) for name, flags in (("open", 1), ("openat", 2))),
+    # all flags, for example RWF_NOWAIT, and MADV_PAGEOUT: messages through the page cache
+    *((name, (5, "not", 0)) for name in ("preadv2", "pwritev2")),
+    ("madvise", (2, "is", 21)),
     ("prlimit64", (0, "not", 0)),
     ("socketpair", (1, "some", 0x6)),  # all types but SOCK_STREAM, which cannot send to other addresses
     ("futex", (1, "none", 128)),  # without FUTEX_PRIVATE_FLAG: programs that map the same library
@@ -94,8 +102,9 @@ _BY_ARGUMENT = (
 """System calls that are blocked only with certain arguments, for example to signal other processes."""
 _NUMBERS = {
     "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302, "socketpair": 53, "prctl": 157}
-    | {"futex": 202, "open": 2, "openat": 257},
-    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261, "socketpair": 199, "prctl": 167, "futex": 98, "openat": 56},
+    | {"futex": 202, "open": 2, "openat": 257, "preadv2": 327, "pwritev2": 328, "madvise": 28},
+    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261, "socketpair": 199, "prctl": 167, "futex": 98, "openat": 56}
+    | {"preadv2": 286, "pwritev2": 287, "madvise": 233},
 }
 _DENIED_WITH = {
     machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT if name in numbers]
