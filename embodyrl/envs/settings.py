@@ -112,8 +112,8 @@ class EnvSettings(Settings):
 
     @property
     def title(self) -> str:
-        """Name of the environment in evaluation protocols (`EnvSpec.name`)."""
-        return self.env_type
+        """Name of the environment in evaluation protocols (`EnvSpec.name`): the key `id` if set, else `env_type`."""
+        return getattr(self, "id", None) or self.env_type
 
     @property
     def max_chunks(self) -> int:

@@ -19,8 +19,3 @@ class FunctionalSettings(EnvSettings, RewardSettings):
     success_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the success value in a state's metrics or info; a value above 0 is a success. null: the environment
     reports no success, and evaluations report returns."""
-
-    @property
-    def title(self) -> str:
-        """Name of the environment in evaluation protocols."""
-        return self.id or self.env_type

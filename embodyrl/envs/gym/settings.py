@@ -40,11 +40,6 @@ class GymSettings(EnvSettings, RewardSettings):
     success_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the success flag in info (nested keys are written as a.b); null: success, is_success or succeed."""
 
-    @property
-    def title(self) -> str:
-        """Name of the environment in evaluation protocols."""
-        return self.id or self.env_type
-
     def problems(self) -> Iterator[str]:
         """Yield errors for conflicting instruction keys and for invalid controls."""
         yield from super().problems()

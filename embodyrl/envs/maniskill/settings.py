@@ -32,11 +32,6 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: simplified meshes for software rendering, same physics."""
 
-    @property
-    def title(self) -> str:
-        """Name of the environment in evaluation protocols."""
-        return self.id or self.env_type
-
 
 _TASKS = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
