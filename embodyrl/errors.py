@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import traceback
+from pathlib import Path
 from typing import Self
 
 _hidden_values: dict[str, str] = {}
@@ -58,6 +60,15 @@ class EmbodyError(Exception):
     """Base class of errors that are reported without a traceback."""
 
     exit_code = 1
+
+
+def format_error(error: BaseException) -> str:
+    """Format an exception of user code in one line, with the place where it was raised."""
+    if isinstance(error, EmbodyError):  # its message already contains the place and the fix
+        return " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {one_line(error)}{location}"
 
 
 class ConfigError(EmbodyError):

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 
 from embodyrl.envs.check import declaration_checks, episode_checks, rendering_checks
 from embodyrl.envs.check.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import format_error
 from embodyrl.isolation import NoResultError
 from embodyrl.process_cleanup import (
     end_children_at_exit,
@@ -91,11 +90,7 @@ def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding
         with _deadline(timeout_s):
             check(harness)
     except Exception as error:  # the code of the environment may raise any exception
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = " ".join(str(error).split())
-        if not isinstance(error, EmbodyError):  # an EmbodyError already contains location and fix
-            message = f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
-        harness.violations = [Violation(name, "no error", message)]
+        harness.violations = [Violation(name, "no error", format_error(error))]
     level = "FAIL" if harness.violations else "warn" if harness.warnings else "ok"
     violations = (*harness.violations, *harness.warnings)
     return Finding(check=name, level=level, note=harness.note, violations=violations)

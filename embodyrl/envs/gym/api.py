@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,7 +12,7 @@ import numpy as np
 from gymnasium.utils import seeding
 from gymnasium.vector import VectorEnv
 
-from embodyrl.errors import ConfigError, EmbodyError, EnvError, one_line
+from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import BoolArray
 
 _OLD_API_FIX = (
@@ -168,16 +167,6 @@ def to_bool_array(env_id: str, name: str, values: Any, count: int) -> BoolArray:
         f"env '{env_id}': step returned {reported!r:.80} for {name}, expected True or False. Fix: return one bool, "
         f"for example bool(distance < 0.05)."
     )
-
-
-def format_error(error: BaseException) -> str:
-    """Format an exception of user code in one line, with the place where it was raised."""
-    text = one_line(error)
-    if isinstance(error, EmbodyError):
-        return text
-    frames = traceback.extract_tb(error.__traceback__)
-    location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{location}"
 
 
 def _get_length(result: Any) -> int:

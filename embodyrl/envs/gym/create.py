@@ -14,10 +14,10 @@ import gymnasium
 from gymnasium.vector import VectorEnv
 
 from embodyrl.config.paths import HUB_NAME
-from embodyrl.envs.gym.api import format_error, require_env, require_spaces
+from embodyrl.envs.gym.api import require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.mujoco_rendering import select_headless_backend
-from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
+from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, format_error, one_line
 from embodyrl.registry import closest, load, takes
 
 AnyEnv = gymnasium.Env[Any, Any]

@@ -7,9 +7,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodyrl.envs.gym.api import format_error
 from embodyrl.envs.gym.spaces import ACHIEVED, DESIRED
-from embodyrl.errors import EnvError
+from embodyrl.errors import EnvError, format_error
 from embodyrl.types import BoolArray, FloatArray
 
 _REWARD, _TERMINATED = "compute_reward", "compute_terminated"

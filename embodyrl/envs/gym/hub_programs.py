@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import cached_snapshot
-from embodyrl.envs.gym.api import format_error
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, format_error
 
 FILE, FUNCTION = "env.py", "make_env"
 

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import iterate
 
 from embodyrl.envs.check.info_warnings import get_info_warnings
 from embodyrl.envs.check.observations import get_observation_warnings
-from embodyrl.envs.gym.api import begin_episode, format_error, require_step, reset_env, to_bool, to_float
+from embodyrl.envs.gym.api import begin_episode, require_step, reset_env, to_bool, to_float
 from embodyrl.envs.gym.create import (
     STATISTICS_NOT_SAVED,
     builds_vector,
@@ -48,7 +48,7 @@ from embodyrl.envs.gym.spaces import (
 from embodyrl.envs.gym.vector_sims import get_autoreset_mode, get_env_info
 from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.envs.settings import NUM_SEEDS
-from embodyrl.errors import ConfigError, EmbodyError, EnvError
+from embodyrl.errors import ConfigError, EmbodyError, EnvError, format_error
 from embodyrl.types import (
     ActionSpec,
     CameraSpec,

@@ -11,13 +11,13 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.error import Error as GymnasiumError
 
-from embodyrl.envs.gym.api import begin_episode, format_error, require_step, to_bool, to_float
+from embodyrl.envs.gym.api import begin_episode, require_step, to_bool, to_float
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv
 from embodyrl.envs.gym.episode_info import get_final_step, get_success_keys, read_instruction, read_success
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, make_action_converter, make_action_flattener
 from embodyrl.envs.simulators import SequentialSimulators, SimStep, Simulators
-from embodyrl.errors import EnvError, NoImageError
+from embodyrl.errors import EnvError, NoImageError, format_error
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 log = logging.getLogger(__name__)
