@@ -128,19 +128,12 @@ def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str
 
 def to_float(env_id: str, reward: Any) -> float:
     """Convert a reward (a number, or an array of one element) to float; raise EnvError for other values."""
-    if np.ndim(reward) and np.size(reward) > 1:
-        raise EnvError(
-            f"env '{env_id}': step returned {np.size(reward)} rewards {reward!r:.60}, expected one number. Fix: "
-            f"sum them in a function in env.wrappers that returns gymnasium.wrappers.TransformReward(env, lambda "
-            f"r: r @ weights) "
-            "or mo_gymnasium.wrappers.LinearReward(env, weight=weights)."
-        )
     try:
         return float(reward.item() if isinstance(reward, np.ndarray) else reward)
     except (TypeError, ValueError, OverflowError) as error:
         raise EnvError(
             f"env '{env_id}': step returned the reward {reward!r:.80}, expected a number. Fix: return one number, or "
-            "compute it in a wrapper in env.wrappers."
+            "compute it in a wrapper in env.wrappers (several rewards: gymnasium.wrappers.TransformReward)."
         ) from error
 
 

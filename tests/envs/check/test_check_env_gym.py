@@ -139,7 +139,7 @@ ILLEGAL = {
     "OneWorldForAll": ("independent_envs", "states differ"),
     "ResetsOnce": ("reset", "RuntimeError: already running \\(odd_envs.py:"),
     "SeesNothing": ("spec", "has neither numbers nor images.*Fix: add observations"),
-    "TwoRewards": ("spec", "returned 2 rewards.*Fix: .*TransformReward"),
+    "TwoRewards": ("spec", "the reward array.*expected a number. Fix: .*TransformReward"),
     "OldClass": ("spec", "not a Gymnasium environment.*API before Gymnasium 0.26. Fix: "),
     "NanForOneStep": ("lasts", "state\\[0\\]: expected a finite number, found nan"),
     "NanPicture": ("lasts", "expected finite numbers"),
