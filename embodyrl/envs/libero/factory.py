@@ -10,7 +10,7 @@ from embodyrl.config.settings import ChangesStateIds
 from embodyrl.controls import build_arm_controls
 from embodyrl.envs.factory import SimFactory, get_max_tasks_in_memory
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, get_variant, remove_plus_axis
+from embodyrl.envs.libero.plus import PLUS_AXES, get_variant, remove_plus_axis
 from embodyrl.envs.mujoco_rendering import choose_renderer
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
@@ -183,11 +183,6 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         known = f"{', '.join(sorted(SUITE_TASKS))}; all except libero_90 also with a suffix: {suffixes}"
         if name is None:
             yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
-        elif assets := ASSET_AXES.get(name.rpartition("_")[2]):
-            yield (
-                f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {assets}, which no package "
-                f"contains. Supported categories: {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
-            )
         elif name not in SUITES:
             yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, sorted(SUITES))} Known: {known}."
         else:

@@ -18,9 +18,6 @@ from embodyrl.types import DoubleArray
 
 PLUS_AXES = ("camera", "robot", "noise", "language")
 
-ASSET_AXES = {"light": "lights", "background": "textures of walls and tables", "layout": "objects"}
-"""Unsupported perturbation categories, with the kind of asset files that each category needs."""
-
 _DEFAULT_VIEW = (0, 0, 100, 0, 0)
 _PIVOT = np.array([0.0, 0.0, 0.8])
 """Fixed point, in meters, around which the camera rotates and changes its distance."""

@@ -118,9 +118,8 @@ def test_image_noise_matches_the_package_exactly(noise):
     assert np.abs(seen.astype(int) - frame).mean() > 0.2, "it does something"
 
 
-@pytest.mark.parametrize(("name", "what"), [("light", "lights"), ("background", "textures"), ("layout", "objects")])
-def test_categories_with_asset_files_are_rejected(name, what):
+@pytest.mark.parametrize("name", ["light", "background", "layout"])
+def test_categories_with_asset_files_are_rejected(name):
     (problem,) = FACTORY.validate(env_of("libero", task_suite_name=f"libero_spatial_{name}"))
-    assert what in problem
-    assert "no package contains" in problem
+    assert "is not a LIBERO suite" in problem
     assert "_camera, _robot, _noise, _language" in problem
