@@ -23,22 +23,13 @@ _GRASP_WIDTH = 0.056
 """Sum of the finger positions in meters below which the fingers hold the block."""
 
 
-class _FetchExpert(gymnasium.Wrapper[Any, Any, Any, Any]):
+class _FetchExpert(gymnasium.ObservationWrapper[Any, Any, Any]):
     """Wrapper that stores the observation for `expert_action`."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        super().__init__(env)
-        self._observation: dict[str, DoubleArray] = {}
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environment."""
-        self._observation, info = self.env.reset(seed=seed, options=options)
-        return self._observation, info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Execute an action of any policy."""
-        self._observation, reward, terminated, truncated, info = self.env.step(action)
-        return self._observation, reward, terminated, truncated, info
+    def observation(self, observation: dict[str, DoubleArray]) -> dict[str, DoubleArray]:
+        """Store the observation, and return it unchanged."""
+        self._observation = observation
+        return observation
 
 
 class FetchPushExpert(_FetchExpert):
