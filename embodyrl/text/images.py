@@ -77,8 +77,6 @@ class LazyImage:
         """
         from PIL import Image, ImageOps
 
-        if isinstance(self.source, np.ndarray) and self.size == self.source.shape[:2]:
-            return self.source
         height, width = self.size
         with self._open() as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")

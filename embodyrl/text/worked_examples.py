@@ -18,7 +18,8 @@ def tagged_sums(*, largest: int = 20, shown: int = 2, seed: int = 0) -> list[Tex
     examples: list[Message] = []
     for a, b in _select_examples(_SUMS, shown):
         text = f"<think>{a} + {b} = {a + b}</think><answer>{a + b}</answer>"
-        examples += [_build_user_message(f"What is {a} + {b}?"), Message(role="assistant", content=text)]
+        question = Message(role="user", content=f"What is {a} + {b}?")
+        examples += [question, Message(role="assistant", content=text)]
     return build_pair_rows(range(largest + 1), "+", seed, examples=examples, excluded=_SUMS)
 
 
@@ -27,7 +28,7 @@ def calculator_products(*, shown: int = 2, seed: int = 0) -> list[TextRow]:
     examples: list[Message] = []
     for a, b in _select_examples(_PRODUCTS, shown):
         examples += [
-            _build_user_message(f"What is {a} * {b}?"),
+            Message(role="user", content=f"What is {a} * {b}?"),
             *_build_calculator_call(a, b),
             Message(role="assistant", content=_format_conclusion(a, b)),
         ]
@@ -69,7 +70,3 @@ def _build_calculator_call(a: int, b: int) -> tuple[Message, Message]:
 
 def _format_conclusion(a: int, b: int) -> str:
     return f"{a} * {b} = {a * b}"
-
-
-def _build_user_message(text: str) -> Message:
-    return Message(role="user", content=text)

@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -251,13 +251,12 @@ class GameFactory:
 
     def validate(self, cfg: GameSettings) -> list[str]:
         """Return config errors, one line each."""
-        return [*self._problems(cfg)]
-
-    def _problems(self, cfg: GameSettings) -> Iterator[str]:
+        problems = name_problems("env.words", [] if cfg.words is None else [cfg.words], _find_text_function)
         if cfg.id is None:
-            yield "env.id is not set. Set it to a Gymnasium id with discrete actions, for example env.id=FrozenLake-v1."
-        if cfg.words is not None:
-            yield from name_problems("env.words", [cfg.words], _find_text_function)
+            problems.append(
+                "env.id is not set. Set it to a Gymnasium id with discrete actions, for example env.id=FrozenLake-v1."
+            )
+        return problems
 
     def spec(self, cfg: GameSettings, context: EnvContext) -> EnvSpec:
         """Return the environment's spec: one task, with one initial state per seed."""

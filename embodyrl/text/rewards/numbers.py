@@ -134,9 +134,8 @@ def parse_single_number(text: str) -> Number | None:
         return None
     text = _UNIT_POWER.sub("", _WRAPPED.sub(r" \1 ", _WRAPPED.sub(r" \1 ", _to_ascii(text))))
     text = re.sub(r"\{([^{}]*)\\over\b([^{}]*)\}", r"\\frac{\1}{\2}", text.replace("\\displaystyle", ""))
-    text = re.sub(
-        r"^[\s{(]*(?i:(?P<word>negative|minus)|(?P<sign>[-+]))(?:\s|\\[,;:! ])+(?=[\\$.0-9])", _get_sign, text
-    )
+    signed = r"^[\s{(]*(?i:(?P<word>negative|minus)|(?P<sign>[-+]))(?:\s|\\[,;:! ])+(?=[\\$.0-9])"
+    text = re.sub(signed, lambda match: match["sign"] or "-", text)
     text = re.sub(r"^\s*\{([^{}]*)\}\s*$", r"\1", text)
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ])+(?=\\[dtc]?frac)", " ", text).replace("**", "^" if "10**" in text else "**")
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), text)
@@ -147,10 +146,6 @@ def parse_single_number(text: str) -> Number | None:
     context = (text[: match.start()], text[match.end() :])
     joined = "0".join(context)
     return number if all(map(_CONTEXT.fullmatch, context)) and not _OTHER_VALUE.search(joined) else None
-
-
-def _get_sign(match: re.Match[str]) -> str:
-    return match["sign"] or "-"
 
 
 def are_equal(first: Number | None, second: Number | None) -> bool:
