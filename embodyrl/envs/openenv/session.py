@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -48,8 +48,7 @@ class Session:
             EnvError: no server answers at the address.
             MissingDependencyError: websockets is not installed.
         """
-        self._cfg, self._exit_stack = cfg, ExitStack()
-        self._socket = self._exit_stack.enter_context(_connect(cfg))
+        self._cfg, self._socket = cfg, _connect(cfg)
 
     def send(self, message_type: str, data: Mapping[str, Any]) -> None:
         """Send a reset or step request; `receive` returns the result.
@@ -95,7 +94,7 @@ class Session:
         with suppress(Exception):  # the server may be gone
             self._socket.send(json.dumps({"type": "close"}))
         with suppress(Exception):
-            self._exit_stack.close()
+            self._socket.close()
 
 
 def read_action_key(cfg: OpenEnvSettings) -> str:
