@@ -38,14 +38,9 @@ class Samples:
         """Write entry `row` of `steps` to an arena record."""
         demos, step = self.demos, self.steps[row]
         width = arena[Record.instruction].shape[1]
-        if self.history == 1:
-            arena[Record.images][record] = demos.images[step]
-            state = demos.state[step]
-        else:
-            steps = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
-            arena[Record.images][record] = np.concatenate(demos.images[steps])
-            state = demos.state[steps].ravel()
-        arena[Record.observed_state][record] = state
+        observed = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
+        arena[Record.images][record] = np.concatenate(demos.images[observed])
+        arena[Record.observed_state][record] = demos.state[observed].ravel()
         arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
         arena[Record.action][record] = self.actions[row]
         arena[Record.valid][record] = self.valid[row]
