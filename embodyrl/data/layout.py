@@ -87,11 +87,7 @@ class Card:
 
     def to_json(self) -> str:
         """Return the text of `meta/embodyrl.json`."""
-        raw = {**asdict(self), "env": _env_to_json(self.env)}
-        for field_ in ("without", "names"):
-            if not raw[field_]:  # as in the files of version 0.1
-                del raw[field_]
-        return json.dumps(raw, indent=2) + "\n"
+        return json.dumps({**asdict(self), "env": _env_to_json(self.env)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Card:
@@ -129,8 +125,6 @@ def _env_to_json(env: EnvSpec) -> dict[str, Any]:
     """Return the fields of an environment spec that describe the data, as JSON values."""
     fields = {name: attrgetter(path)(env) for name, path in ENV_FIELDS.items()}
     space = {name: getattr(env.action, name) for name in ("kind", "sizes", "low", "high")}
-    if env.history == 1:  # as in the files of version 0.1
-        del fields["history"]
     return fields | {"gripper": env.action.gripper and asdict(env.action.gripper), "action_space": space}
 
 
