@@ -284,17 +284,21 @@ def _check_links(folder: Path) -> None:
 
     Links in `START_FOLDER` are allowed, because they point to weights that are only read. Links in checkpoints are
     rejected later, with the manifest. All levels of data sets and videos are checked, but only three levels of other
-    folders, because experiment trackers create links to their logs in deeper levels.
+    folders, because experiment trackers create links to their logs in deeper levels. Data sets and videos must not
+    contain links to folders, whose files are not checked.
 
     Raises:
-        ConfigError: a file or folder is such a link, or a pipe, socket or device.
+        ConfigError: a file or folder is a rejected link, or a pipe, socket or device.
     """
     root, unchecked = os.path.realpath(folder), {folder / START_FOLDER, *folder.glob("checkpoints/*")}
-    patterns = ("*", "*/*", "*/*/*", *(f"{name}/**/*" for name in ("data", "meta", VIDEO_FOLDER, EPISODES_FOLDER)))
+    deep = ("data", "meta", VIDEO_FOLDER, EPISODES_FOLDER)
+    patterns = ("*", "*/*", "*/*/*", *(f"{name}/**/*" for name in deep))
     for path in (path for pattern in patterns for path in folder.glob(pattern)):
         is_link = path.is_symlink() and unchecked.isdisjoint(path.parents)
         if is_link and not Path(os.path.realpath(path)).is_relative_to(root):
             raise ConfigError(f"{path} is a link to {os.readlink(path)}, outside {folder}. Copy the target instead.")
+        if is_link and path.is_dir() and path.relative_to(folder).parts[0] in deep:  # `**` skips linked folders
+            raise ConfigError(f"{path} is a link to a folder. Replace the link with the folder.")
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ConfigError(f"{path} is not a regular file. Delete the file.")
 

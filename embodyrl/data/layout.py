@@ -7,6 +7,7 @@ The layout is that of the `lerobot` package (`codebase_version` v3.0): files con
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
@@ -98,7 +99,10 @@ class Card:
         """
         raw = json.loads(text)
         card = cls(env=_env_from_json(raw.pop("env")), without=tuple(raw.pop("without", ())), **raw)
-        return TypeAdapter(cls).validate_python(asdict(card))
+        card = TypeAdapter(cls).validate_python(asdict(card))
+        if not 0 < card.fps < math.inf:
+            raise ValueError(f"fps is {card.fps}, expected a positive number")
+        return card
 
 
 ENV_FIELDS = {

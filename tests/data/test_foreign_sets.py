@@ -22,7 +22,7 @@ from embodyrl.commands.run_folder import lock_folder
 from embodyrl.commands.sft_setup import load_inputs
 from embodyrl.data import rows as data_rows
 from embodyrl.data.cards import read_card
-from embodyrl.data.layout import OWN
+from embodyrl.data.layout import CARD_PATH, OWN
 from embodyrl.data.reader import Demonstrations, load_demonstrations
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.data.writer import DatasetWriter
@@ -359,6 +359,13 @@ def test_dataset_command_does_not_write_through_links_at_any_level(tmp_path: Pat
     assert "is a link to" in capsys.readouterr().err
     assert not (tmp_path / "victim.mp4").exists()
     link.unlink()
+    camera = out / place / "videos/observation.images.front"
+    camera.rename(out / "start")
+    camera.symlink_to(out / "start")
+    with pytest.raises(ConfigError, match="front is a link to a folder"), lock_folder(out):
+        pass
+    camera.unlink()
+    (out / "start").rename(camera)
     link.symlink_to("file-009.mp4")
     assert main(merge) == 0
     assert (link.stat().st_size, link.is_symlink()) == (size, False)
@@ -456,3 +463,17 @@ def test_gripper_actions_outside_the_convention_are_an_error(tmp_path: Path, end
 def test_image_height_is_found_by_axis_names(tmp_path: Path, shape: Any, names: Any) -> None:
     root = write_set(tmp_path / "set", shape=shape, names=names)
     assert read_card(root).env.cameras.size == (32, 48)
+
+
+def test_frame_rate_of_an_own_dataset_must_be_positive(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "set" / CARD_PATH
+    writer = DatasetWriter(tmp_path / "set", card())
+    writer.append(demonstration(0))
+    writer.flush()
+    writer.close()
+    assert main(["data", "info", str(tmp_path / "set")]) == 0
+    saved = json.loads(file.read_text())
+    for fps in (0, -1, np.nan, np.inf):
+        file.write_text(json.dumps(saved | {"fps": fps}))
+        assert main(["data", "info", str(tmp_path / "set")]) == 1
+        assert "expected a positive number" in capsys.readouterr().err
