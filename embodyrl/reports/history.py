@@ -162,11 +162,15 @@ _COUNTS = ("/episodes", "/effective_episodes")
 
 
 def _is_valid(row: Mapping[str, Any]) -> bool:
-    """Return True if all values are numbers, rates are at most 1, and numbers of episodes are 0 or at least 1."""
-    return {*map(type, row.values())} <= _NUMBERS and all(
-        0 <= value <= 1 + 1e-6 if name.endswith("/success_once") else value == 0 or value >= 1
-        for name, value in row.items()
-        if value is not None and name.endswith(("/success_once", *_COUNTS))
+    """Return True if a row has a step and only numbers, rates of at most 1, and 0 or at least 1 episodes."""
+    return (
+        "step" in row
+        and {*map(type, row.values())} <= _NUMBERS
+        and all(
+            0 <= value <= 1 + 1e-6 if name.endswith("/success_once") else value == 0 or value >= 1
+            for name, value in row.items()
+            if value is not None and name.endswith(("/success_once", *_COUNTS))
+        )
     )
 
 

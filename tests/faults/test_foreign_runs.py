@@ -382,6 +382,31 @@ def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path
         assert (code, str(name) in said) in ((0, False), (2, True)), said
 
 
+def test_rows_without_a_step_are_skipped(tmp_path):
+    run = write_run(tmp_path / "theirs")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"train/return": 1.0, "time/step": 1.0}\n{"step": 4, "train/return": 1.0}\n')
+    assert [row["step"] for row in read_history(run).rows] == [0, 1, 2, 3, 4]
+    for command in ("report", "view", "card"):
+        assert main([command, str(run)]) == 0
+
+
+@pytest.mark.parametrize("value", ['"abc"', "[1]", "true", "1e999", "NaN", "9" * 400], ids=lambda value: value[:5])
+def test_results_of_the_wrong_type_are_not_listed(value, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (write_run(tmp_path / "runs" / "a") / "metrics.jsonl").write_text(f'{{"step": 3, "eval/success_once": {value}}}')
+    run = write_run(tmp_path / "runs" / "b")
+    (run / "metrics.jsonl").unlink()
+    table = f'{{"overall": {{"success_once": {value}, "mean_return": 0.5}}}}'
+    (run / "eval" / "step_000003" / "eval.json").write_text(table)
+    write_run(tmp_path / "runs" / "c")
+    assert main(["list", "runs"]) == 0
+    capsys.readouterr()
+    assert main(["list", "runs", "--json"]) == 0
+    results = {row["id"]: (row["success"], row["return"]) for row in json.loads(capsys.readouterr().out)}
+    assert results == {"a": (None, None), "b": (None, 0.5), "c": (4 / 6, None)}
+
+
 @pytest.mark.integration
 def test_huge_numbers_in_run_files_do_not_exceed_memory(tmp_path):
     run = write_run(tmp_path / "theirs", "runner.logger.backends=[jsonl]")

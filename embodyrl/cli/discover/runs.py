@@ -1,6 +1,7 @@
 """Description of a run, from the files in its folder."""
 
 import contextlib
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ def describe_run(folder: Path) -> dict[str, Any]:
             overall = read_table(tables[-1].parent)["overall"]
             success, mean_return = overall["success_once"], overall["mean_return"]
             step = int(tables[-1].parent.name.removeprefix("step_"))
+    # Values of a wrong type, NaN and infinity are left out.
+    success, mean_return = (
+        value if type(value) in (int, float) and abs(value) <= sys.float_info.max else None
+        for value in (success, mean_return)
+    )
     started = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
     names = {"id": folder.name, "path": str(folder), "started": started}
     return names | {"step": step, "success": success, "return": mean_return}
