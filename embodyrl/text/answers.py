@@ -8,9 +8,9 @@ _ASCII = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 
 _STYLED = re.compile(
     r"\\(?:(?:text|math)(?:bf|it|rm|sf|tt|sc|bb|up|normal)?|mbox|hbox|bm|boldsymbol|emph|underline)\s*\{([^{}]*)\}"
 )
-_ENCLOSED = re.compile(
-    r"(?<![\w)])[(\[{<\u3010\u300c\"'\u2018\u201c]+ *([A-Za-z]) *[)\]}>\u3011\u300d\"'\u2019\u201d]+"
-)
+_OPENING = r"[(\[{<\u3010\u300c\"'\u2018\u201c]"
+# Matches whole runs, also without a letter: a search from each opening character would take quadratic time.
+_ENCLOSED = re.compile(rf"((?<=[\w)]){_OPENING})?+{_OPENING}++(?: *([A-Za-z]) *[)\]}}>\u3011\u300d\"'\u2019\u201d]+)?")
 _CANDIDATE = re.compile(
     r"""(?<![A-Za-z0-9_\\'\u2019\u00b0^=+*-])(?:
     ([A-Za-z])\)
@@ -170,7 +170,7 @@ def _mark_letters(text: str) -> str:
         if before == text:
             break
     text = re.sub(r"</?[a-z]{1,8}>|\\[()\[\],;:! ]|\\(?:quad|left|right)\b", " ", text)
-    text = _ENCLOSED.sub(r"\1)", text)
+    text = _ENCLOSED.sub(lambda m: f"{m[1] or ''}{m[2]})" if m[2] else m[0], text)
     return _CANDIDATE.sub(lambda m: f"\x02{m[m.lastindex or 0].upper()}\x03{')' if m[1] else ''}", text)
 
 

@@ -358,3 +358,11 @@ def test_choice_reference_must_name_one_option_letter(reference: str):
 @pytest.mark.parametrize("text", ["answer ", "A ", "A or ", "(A) ", "A. ", "answer is the ", ": ", r"\boxed{", "not "])
 def test_long_replies_without_choice_get_zero_reward(text: str):
     assert choice("", text * 4000, "B") == 0.0
+
+
+@pytest.mark.parametrize("opening", ["(", '"', "[("])
+def test_choice_after_a_long_run_of_opening_brackets_is_found(opening: str):
+    """Time out if the search takes quadratic time."""
+    run = opening * 400_000
+    assert choice("", f"The answer is {opening}B)", "B") == choice("", f"{run} The answer is {run}B)", "B") == 1.0
+    assert choice("", f"{run} The answer is {run}", "B") == 0.0
