@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, find_package_commands, overview
-from embodyrl.cli.output import disable_garbage_collection
 from embodyrl.errors import (
     CheckpointError,
     ConfigError,
@@ -178,8 +177,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(parser.format_help(), end="")
         return 0
     module, _, function = command.target.partition(":")
-    with disable_garbage_collection():
-        target = getattr(importlib.import_module(module), function)
+    target = getattr(importlib.import_module(module), function)
     if command.own_flags:
         return target(argparse.Namespace(arguments=arguments[1:]))
     parsed, unknown = parser.parse_known_intermixed_args(arguments[1:], argparse.Namespace(command=name))

@@ -1,10 +1,8 @@
 """Output of commands as text lines or JSON."""
 
 import argparse
-import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,18 +17,6 @@ _FAMILY_SIZE = 10
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
     """Print `data` as JSON if `--json` is set, otherwise print `lines`."""
     print(mask_json(json_text(data)) if args.json else clean_text("\n".join(lines)) + "\n", end="")
-
-
-@contextmanager
-def disable_garbage_collection() -> Iterator[None]:
-    """Disable Python's garbage collector, which would traverse permanent objects repeatedly during imports."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def group_variants(group: str, names: Iterable[str]) -> dict[str, list[str]]:

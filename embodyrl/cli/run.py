@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from embodyrl.cli.output import disable_garbage_collection
 from embodyrl.cli.runs import NEWEST, find_experiment_run, find_newest_run, find_run
 from embodyrl.commands import COMMANDS
 from embodyrl.config.compose import dir_flags, format_override
@@ -43,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
         from embodyrl.commands.sequential import compare_policies
 
         return compare_policies(args.until_significant, args.arguments, args.config_dir, args.json)
-    with disable_garbage_collection():
-        cfg, kwargs = _compose(args)
+    cfg, kwargs = _compose(args)
     if handle_config_flags(args, cfg):
         return 0
     only_eval = cfg.is_train_command and cfg.runner.only_eval
