@@ -82,11 +82,6 @@ class _LogFormatter(logging.Formatter):
 
 
 _ERROR = "embodyrl: error: "
-_MOVED_COMMANDS = {
-    "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE.",
-    "results": "`embodyrl results` is a tool of the repository: pip install ./tools/results; embodyrl-results.",
-}
-"""Former commands by name, each with a message about its replacement."""
 
 
 def _run(arguments: list[str]) -> int:
@@ -150,8 +145,6 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"embodyrl {__version__}")
         return 0
-    if name in _MOVED_COMMANDS:
-        raise ConfigError(_MOVED_COMMANDS[name])
     command = COMMANDS.get(name) or find_package_commands().get(name)
     if command is None:
         hint = closest(name, COMMANDS)

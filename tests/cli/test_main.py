@@ -103,13 +103,6 @@ def test_usage_error_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
     assert fragment in captured.err
 
 
-@pytest.mark.parametrize("command", ["migrate", "results"])
-def test_renamed_command_error_names_the_new_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "ppo_trainer.yaml"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"pip install ./tools/{command}; embodyrl-{command}" in line
-
-
 def test_each_problem_is_printed_on_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "sed=1", "algorithm.gamma=2", "env=libero_11"]) == 2
     lines = capsys.readouterr().err.splitlines()
