@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
 
@@ -54,6 +54,22 @@ def set_environ(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def install_signal_handlers(handlers: Mapping[int, Callable[[int, object], None]]) -> Iterator[None]:
+    """Install signal handlers in the block. SIGHUP stays ignored if the parent process ignores it (nohup)."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    previous = {
+        signum: signal.signal(signum, handler)
+        for signum, handler in handlers.items()
+        if not (is_ignored and signum == signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for signum, previous_handler in previous.items():
+            signal.signal(signum, previous_handler)
 
 
 @contextlib.contextmanager

@@ -5,8 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.files import has_room
 from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.schema import Config
+from embodyrl.process_cleanup import install_signal_handlers, signal_at_parents_end
 
 _NAME = "runner.experiment_name="
 _MAX_WAIT_S = 1.0
@@ -73,7 +73,7 @@ def sweep(command: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -
     codes: list[int | None] = [None] * len(jobs)
     results: list[dict[str, Any]] = [{} for _ in jobs]
     running = _SweepProcess()
-    with running.forward_signals():
+    with install_signal_handlers(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), running.forward_signal)):
         for index, (job, cfg) in enumerate(zip(jobs, configs, strict=True)):
             output_folder = Path(cfg.runner.output_dir)
             earlier = _get_config_times(output_folder)
@@ -118,20 +118,8 @@ class _SweepProcess:
         self.stopped = 0
         self._process: subprocess.Popen[bytes] | None = None
 
-    @contextmanager
-    def forward_signals(self) -> Iterator[None]:
-        """Forward signals to the current run inside the block; an ignored SIGHUP stays ignored (nohup)."""
-        signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            signals.remove(signal.SIGHUP)
-        previous = {signum: signal.signal(signum, self._forward_signal) for signum in signals}
-        try:
-            yield
-        finally:
-            for signum, handler in previous.items():
-                signal.signal(signum, handler)
-
-    def _forward_signal(self, signum: int, frame: object) -> None:
+    def forward_signal(self, signum: int, frame: object) -> None:
+        """Forward a signal to the current run; signal handler of the sweep."""
         # The run itself may also have received the first signal from the terminal or batch system.
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM if self.stopped else PARENT_EXITED)
@@ -139,8 +127,6 @@ class _SweepProcess:
 
     def run(self, command: Sequence[str]) -> int:
         """Run a command until it exits; return its exit code."""
-        from embodyrl.process_cleanup import signal_at_parents_end
-
         self._process = subprocess.Popen(command, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
         if self.stopped:  # a signal arrived just before the process started
             self._process.send_signal(PARENT_EXITED)

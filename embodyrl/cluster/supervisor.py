@@ -20,6 +20,7 @@ from embodyrl.errors import (
     StoppedImmediately,
     WorkerError,
 )
+from embodyrl.process_cleanup import install_signal_handlers
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
@@ -72,15 +73,8 @@ class StopRequest:
             self._status_requested = True
 
         stop_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED)
-        handlers = {signal.SIGUSR1: handle_status, **dict.fromkeys(stop_signals, handle_stop)}
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-            del handlers[signal.SIGHUP]
-        previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
-        try:
+        with install_signal_handlers({signal.SIGUSR1: handle_status, **dict.fromkeys(stop_signals, handle_stop)}):
             yield
-        finally:
-            for signum, handler in previous.items():
-                signal.signal(signum, handler)
 
 
 Callback = Callable[[Message], None]
