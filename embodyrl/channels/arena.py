@@ -84,8 +84,8 @@ class Arena:
             f.name: np.ndarray((capacity, *f.shape), dtype=f.dtype, buffer=buffer, offset=offsets[f.name])
             for f in layout.all_fields
         }
-        # A stack: the first `_num_free` records are free.
-        self._free, self._num_free = np.arange(capacity - 1, -1, -1), capacity
+        self._free, self.num_free = np.arange(capacity - 1, -1, -1), capacity
+        """Stack of record numbers, and number of free records (owner only), which are the first in the stack."""
         self._next_sequence = 1
 
     @classmethod
@@ -127,11 +127,6 @@ class Arena:
     def __getitem__(self, field: str) -> npt.NDArray[Any]:
         return self._fields[field]
 
-    @property
-    def num_free(self) -> int:
-        """Number of free records (owner only)."""
-        return self._num_free
-
     def allocate(self) -> int:
         """Allocate a free record and return its record reference (owner only).
 
@@ -142,13 +137,13 @@ class Arena:
 
     def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
         """Allocate `count` free records and return their record references [count] (owner only)."""
-        if count > self._num_free:
+        if count > self.num_free:
             raise ArenaFullError(
-                f"Cannot allocate {count} records: {self._num_free} of {self.capacity} are free. Report this bug."
+                f"Cannot allocate {count} records: {self.num_free} of {self.capacity} are free. Report this bug."
             )
-        self._num_free -= count
+        self.num_free -= count
         # Reversed, so that record references are in the order of single allocations.
-        records = self._free[self._num_free : self._num_free + count][::-1].copy()
+        records = self._free[self.num_free : self.num_free + count][::-1].copy()
         sequence_numbers = np.arange(self._next_sequence, self._next_sequence + count)
         self._next_sequence += count
         self._fields[STATE][records], self._fields[SEQUENCE][records] = RecordState.ALLOCATED, sequence_numbers
@@ -165,8 +160,8 @@ class Arena:
         ordered = np.sort(records)
         assert (ordered[1:] != ordered[:-1]).all(), "a record was freed twice"
         self._fields[STATE][records] = RecordState.FREE
-        self._free[self._num_free : self._num_free + len(records)] = records
-        self._num_free += len(records)
+        self._free[self.num_free : self.num_free + len(records)] = records
+        self.num_free += len(records)
 
     @contextmanager
     def write(self, record_ref: int) -> Iterator[int]:
