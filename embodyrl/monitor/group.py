@@ -44,11 +44,8 @@ class MonitorGroup(Monitor):
     """Logger that forwards every call to several loggers."""
 
     def __init__(self, monitors: Mapping[str, Monitor]) -> None:
-        self._monitors = dict(monitors)
-
-    def names(self) -> list[str]:
-        """Return the names of the active loggers."""
-        return list(self._monitors)
+        self.monitors = dict(monitors)
+        """Active loggers by name."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Open all loggers.
@@ -58,12 +55,12 @@ class MonitorGroup(Monitor):
         """
         info = replace(info, tasks=[clean_text(task) for task in info.tasks])
         opened: dict[str, Monitor] = {}
-        for name, monitor in self._monitors.items():
+        for name, monitor in self.monitors.items():
             try:
                 monitor.open(run_dir, info)
             except Exception as error:
                 # Close only the backends that were opened.
-                self._monitors = opened
+                self.monitors = opened
                 self.close()
                 raise ConfigError(
                     f"runner.logger.backends: '{name}' cannot start in {run_dir}: {_format_error(error)} "
@@ -102,11 +99,11 @@ class MonitorGroup(Monitor):
 
     def _call_all(self, call: Callable[[Monitor], None]) -> None:
         failed: list[str] = []
-        for name, monitor in list(self._monitors.items()):
+        for name, monitor in list(self.monitors.items()):
             try:
                 call(monitor)
             except Exception as error:
-                del self._monitors[name]
+                del self.monitors[name]
                 failed.append(f"logger '{name}' failed and was dropped; training continues: {_format_error(error)}")
         for message in failed:
             _log.warning(message)

@@ -234,7 +234,7 @@ def test_loggers_on_a_full_disk_are_dropped_with_one_warning(full_disk, caplog):
     (full_disk / "ballast").write_bytes(bytes(free))
     for step in range(2, 400):
         monitor.log(step, {f"train/{name}": 1.0 for name in range(50)})
-    assert "jsonl" not in monitor.names()
+    assert "jsonl" not in monitor.monitors
     assert sum("'jsonl' failed" in r.getMessage() for r in caplog.records) == 1
     monitor.close()
 

@@ -69,7 +69,7 @@ def test_slow_logger_does_not_block_training(tmp_path: Path, gate: threading.Eve
     gate.set()
     fanout.close()
     assert stuck.seen == [("open", 0), *(("log", step) for step in range(5)), ("close", 0)]
-    assert fanout.names() == ["jsonl", "hosted"]
+    assert [*fanout.monitors] == ["jsonl", "hosted"]
 
 
 def test_a_logger_that_hangs_is_dropped_with_one_warning(tmp_path: Path, gate: threading.Event, caplog):
@@ -79,7 +79,7 @@ def test_a_logger_that_hangs_is_dropped_with_one_warning(tmp_path: Path, gate: t
     assert stuck.entered.wait(60)
     for step in range(1, 4):
         fanout.log(step, {})
-    assert fanout.names() == ["jsonl"]
+    assert [*fanout.monitors] == ["jsonl"]
     fanout.close()
     said = [r.getMessage() for r in caplog.records]
     assert [
@@ -107,5 +107,5 @@ def test_logger_that_hangs_on_open_ends_the_run(tmp_path: Path, gate: threading.
 
 
 def test_only_file_and_console_loggers_are_synchronous():
-    monitors = build_monitor(["console", "jsonl", "tensorboard"])._monitors
+    monitors = build_monitor(["console", "jsonl", "tensorboard"]).monitors
     assert [name for name, m in monitors.items() if isinstance(m, BackgroundMonitor)] == ["tensorboard"]

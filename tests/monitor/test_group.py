@@ -67,7 +67,7 @@ def test_failing_logger_is_dropped_with_one_warning(breaks_at: str, tmp_path: Pa
             fanout.text("hello")
         fanout.close()
     assert plugin.calls.count(breaks_at) == 1
-    assert fanout.names() == ["jsonl", "console"]
+    assert [*fanout.monitors] == ["jsonl", "console"]
     assert len(caplog.records) == 1
     assert "'hosted' failed and was dropped" in caplog.records[0].message
     assert screen.getvalue().count("'hosted' failed and was dropped") == 1
@@ -78,7 +78,7 @@ def test_failure_of_all_loggers_does_not_end_the_run(tmp_path: Path):
     fanout = MonitorGroup({"a": Plugin("log"), "b": Plugin("text"), "c": Plugin("text")})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     fanout.log(0, {})
-    assert fanout.names() == []
+    assert [*fanout.monitors] == []
 
 
 def test_a_closed_output_pipe_does_not_stop_training(tmp_path: Path):
@@ -104,6 +104,7 @@ def test_banner_and_progress_go_to_the_console_only(tmp_path: Path):
 
 
 def test_monitors_are_built_by_name(tmp_path: Path):
-    assert build_monitor(["console", "jsonl", "tensorboard", "jsonl"]).names() == ["console", "jsonl", "tensorboard"]
+    group = build_monitor(["console", "jsonl", "tensorboard", "jsonl"])
+    assert [*group.monitors] == ["console", "jsonl", "tensorboard"]
     with pytest.raises(UnknownNameError, match="Did you mean 'tensorboard'"):
         build_monitor(["tensorbord"])

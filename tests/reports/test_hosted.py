@@ -65,7 +65,7 @@ def test_run_is_logged_offline(name: str, run: Path) -> None:
     for step in (1, 2):
         monitor.log(step, {"train/return": step / 4, "actor/loss": 0.5})
     monitor.text("a line")
-    assert monitor.names() == [name]
+    assert [*monitor.monitors] == [name]
     monitor.close()
     written = [p for p in run.parent.rglob(HOSTED[name]) if p != run and p.name != "config.yaml"]
     assert written
@@ -89,7 +89,7 @@ def test_failing_logging_service_does_not_stop_the_run(run: Path) -> None:
     monitor.log(1, {"x": 1.0})
     shutil.rmtree(run / "mlflow")
     monitor.log(2, {"x": 2.0})
-    assert monitor.names() == ["jsonl"]
+    assert [*monitor.monitors] == ["jsonl"]
     monitor.log(3, {"x": 3.0})
     monitor.close()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
