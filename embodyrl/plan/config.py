@@ -16,6 +16,7 @@ from embodyrl.config.settings import find_key, get_parents, is_key_or_subkey, ne
 from embodyrl.config.shared import Precision
 from embodyrl.data.settings import DemonstrationSettings
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, hide_value
+from embodyrl.hub import download
 from embodyrl.plan.checks import build_checked_config, find_contradictions, validate_config
 from embodyrl.plan.command_sections import uses_section
 from embodyrl.plan.keys import unused_keys
@@ -281,7 +282,7 @@ def _derive_from_data(cfg: Config) -> dict[str, Any]:
 def _get_host_values(cfg: Config) -> dict[str, Any]:
     """Return config values that depend on this host or the hub: repository commits, reference weights, precision."""
     host_values = {key: download_repositories(key, path) for key in MODEL_KEYS if (path := cfg.get(key)) is not None}
-    host_values |= {key: _download(key, value, "model", programs=True) for key, value in cfg.programs.items()}
+    host_values |= {key: download(key, value, "model", programs=True) for key, value in cfg.programs.items()}
     if cfg.is_train_command and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
@@ -303,14 +304,7 @@ def download_repositories(key: str, value: Any) -> Any:
         return [download_repositories(key, item) for item in value]
     if not isinstance(value, str) or not is_on_hub(value):
         return value
-    return _download(key, value, "dataset" if key in DATA_KEYS else "model", programs=False)
-
-
-def _download(key: str, path: str, kind: str, *, programs: bool) -> str:
-    """Download a repository, with `programs` including its code, and return `owner/name@commit`."""
-    from embodyrl.hub import download
-
-    return download(key, path, kind, programs)
+    return download(key, value, "dataset" if key in DATA_KEYS else "model")
 
 
 def apply_overrides(cfg: Config, values: Mapping[str, Any]) -> Config:

@@ -18,6 +18,7 @@ from embodyrl.config.trust import find_untrusted_values
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, mask_hidden_values
 from embodyrl.files import write_atomically
+from embodyrl.hub import download
 from embodyrl.parts import ENVIRONMENTS
 from embodyrl.plan.schema import Config
 from embodyrl.policies.inputs import INPUTS_FILE, read_saved_inputs
@@ -324,8 +325,6 @@ def _resolve_weights_folder(key: str, path: str) -> Path:
     """
     if not is_on_hub(path):
         return resolve_run(path)
-    from embodyrl.hub import download
-
     return resolve_run(download(key, path, "model", files=(EXPORTED_CONFIG, INPUTS_FILE, ENVIRONMENT_FILE)))
 
 
