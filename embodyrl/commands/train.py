@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -130,16 +129,7 @@ class _Training:
             progress=self.monitor.progress,
         )
         with session.running(start_all) as workers:
-            # Imported and built objects are permanent, so garbage collection can skip them.
-            gc.freeze()
-            # A step creates thousands of objects, most of which are freed without the collector.
-            thresholds = gc.get_threshold()
-            gc.set_threshold(10_000)
-            try:
-                return self._train(workers, start)
-            finally:
-                gc.set_threshold(*thresholds)
-                gc.unfreeze()
+            return self._train(workers, start)
 
     def _train(self, workers: RolloutWorkers, start: Path | None) -> TrainResult:
         actors = Actors(workers.scheduler, workers.arena, self.algorithm, self.run_plan)
