@@ -87,7 +87,7 @@ class Rate:
     @classmethod
     def of(cls, outcomes: StateOutcomes) -> Rate:
         """Compute the success rate from outcomes; episodes from one initial state form a cluster."""
-        groups = _group_by_state(outcomes)
+        groups = group_by_state(outcomes)
         successes = sum(map(sum, groups))
         return cls(round(successes), sum(map(len, groups)), len(groups), effective_episodes(groups))
 
@@ -142,7 +142,7 @@ class Mean:
     @classmethod
     def of(cls, outcomes: StateOutcomes) -> Mean:
         """Compute the mean and its Student's t interval, with the initial states as clusters."""
-        groups = _group_by_state(outcomes)
+        groups = group_by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
         value, effective_n = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)
         if states < 2:
@@ -178,7 +178,8 @@ Score = Rate | Mean
 """Score of an evaluation: success rate, or mean return if the environment reports no success."""
 
 
-def _group_by_state(outcomes: StateOutcomes) -> list[list[float]]:
+def group_by_state(outcomes: StateOutcomes) -> list[list[float]]:
+    """Return the outcomes of each initial state."""
     groups: defaultdict[Hashable, list[float]] = defaultdict(list)
     for state, outcome in outcomes:
         groups[state].append(float(outcome))

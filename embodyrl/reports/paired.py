@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from embodyrl.monitor.history import EpisodeRow, group_by_suite
-from embodyrl.monitor.intervals import Mean, StateOutcomes, effective_episodes
+from embodyrl.monitor.intervals import Mean, StateOutcomes, effective_episodes, group_by_state
 
 SIGNIFICANT = 0.05
 """Significance level of a difference between two evaluations."""
@@ -51,10 +51,8 @@ def rate_difference(changes: StateOutcomes) -> tuple[float, float]:
     >>> [round(x, 3) for x in rate_difference([(k, 1) for k in range(6)] + [(k, 0) for k in range(6, 50)])]
     [0.013, 0.217]
     """
-    groups: defaultdict[Hashable, list[float]] = defaultdict(list)
-    for state, change in changes:
-        groups[state].append(change)
-    pairs, n = [change for group in groups.values() for change in group], effective_episodes([*groups.values()])
+    groups = group_by_state(changes)
+    pairs, n = [change for group in groups for change in group], effective_episodes(groups)
     won, lost = ((n * pairs.count(sign) / len(pairs) + 1) / (n + 2) for sign in (1, -1))
     half_width = 1.96 * math.sqrt((won + lost - (won - lost) ** 2) / (n + 2))
     return max(won - lost - half_width, -1.0), min(won - lost + half_width, 1.0)
