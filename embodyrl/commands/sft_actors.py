@@ -13,7 +13,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import SaveRequest
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
+from embodyrl.cluster.protocol import OnNonfinite
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.commands.sft_data import action_log_std
 from embodyrl.commands.sft_setup import SftInputs
@@ -78,8 +78,7 @@ def start_sft_actors(
     capacity = inputs.train.steps_per_sample * cfg.actor.global_batch_size
     arena = Arena.create(inputs.layout, capacity, "Lower actor.global_batch_size.")
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
-    limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
-    supervisor = Supervisor(launcher, limits, write_line)
+    supervisor = Supervisor(launcher, faults, write_line)
     rendezvous = open_rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
     request = PolicyRequest(
         env=inputs.env,
