@@ -25,14 +25,13 @@ from embodyrl.policies.vla.folder import reject_advantage_suffix
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
     START,
-    TIMES,
     SampledChunks,
     build_scores,
     get_observation_seeds,
     get_seeds,
     get_varying_dimensions,
     sample_normals,
-    sample_uniforms,
+    sample_training_noise,
 )
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -224,12 +223,9 @@ class FlowPolicy:
 
     def _compute_matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
         """Return the flow-matching loss [B] of each chunk [B, H, D] for one random pair of noise and time."""
-        seeds = np.arange(len(target))
-        if torch.is_grad_enabled():
-            seeds = torch.randint(2**47, (len(target),)).numpy()
-        noise = sample_normals(seeds, START, self._size, self._device)
+        noise, uniform = sample_training_noise(len(target), self._size, self._device)
         # If u is uniform, u^(1/a) has the distribution Beta(a, 1).
-        beta_sample = sample_uniforms(seeds, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
+        beta_sample = uniform ** (1 / self._cfg.imitated_time)
         t = (0.001 + 0.999 * beta_sample).astype(np.float32)
         return flow_matching_error(velocity, target, noise, to_device(t, self._device)).flatten(1).mean(1)
 

@@ -15,7 +15,7 @@ from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, compute
 from embodyrl.policies.openvla_oft.settings import OftSettings, get_chunk_record
 from embodyrl.policies.tensors import standard_normal, to_device
 from embodyrl.policies.vla.chains import Transition, Velocity
-from embodyrl.policies.vla.sampling import START, TIMES, SampledChunks, get_seeds, sample_normals, sample_uniforms
+from embodyrl.policies.vla.sampling import SampledChunks, get_seeds, sample_training_noise
 from embodyrl.types import FloatArray, ImitationLoss, IntArray
 
 
@@ -135,10 +135,9 @@ class Diffusion:
         to compute the accuracy of actions.
         """
         trains = torch.is_grad_enabled()
-        rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
         device = inputs.prompt_ids.device
-        noise = sample_normals(rows, START, target.shape[1:], device)
-        timestep = to_device((sample_uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
+        noise, uniform = sample_training_noise(len(target), target.shape[1:], device)
+        timestep = to_device((uniform * TRAIN_STEPS).astype(np.int64), device)
         noisy = self._deterministic_schedule.add_noise(to_device(target, device).float(), noise, timestep)
         prefix = self._model.prefix(inputs)
         error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, timestep), noise, reduction="none")

@@ -56,6 +56,15 @@ def sample_normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device:
     return to_device(torch.special.ndtri(torch.from_numpy(flat)).float(), device).unflatten(1, shape)
 
 
+def sample_training_noise(count: int, size: tuple[int, ...], device: torch.device) -> tuple[Tensor, np.ndarray]:
+    """Return normal noise [B, *size] and uniform numbers [B] of B = `count` samples for an SFT loss.
+
+    Without gradients (validation), the numbers are the same in every call.
+    """
+    seeds = torch.randint(2**47, (count,)).numpy() if torch.is_grad_enabled() else np.arange(count)
+    return sample_normals(seeds, START, size, device), sample_uniforms(seeds, TIMES, 1)[:, 0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledChunks:
     """Action chunks sampled for B observations, with the tokens from which their log-probabilities are recomputed."""

@@ -20,11 +20,10 @@ from embodyrl.policies.lerobot.policy import (
 from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.sampling import (
     START,
-    TIMES,
     SampledChunks,
     get_observation_seeds,
     sample_normals,
-    sample_uniforms,
+    sample_training_noise,
 )
 from embodyrl.types import BoolArray, FloatArray, ImitationLoss, IntArray, Observation
 
@@ -96,15 +95,12 @@ class DiffusionPolicy(LeRobotPolicy):
         actions = np.concatenate([actions[:, :1].repeat(past, 1), actions], 1)
         excluded = np.pad(padding & self._config.do_mask_loss_for_padding, ((0, 0), (past, 0)), constant_values=True)
         target = self._from_actions(actions)
-        trains = torch.is_grad_enabled()
-        rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
-        noise = sample_normals(rows, START, self._size, self._device)
-        count = self._config.num_train_timesteps
-        timestep = to_device((sample_uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
+        noise, uniform = sample_training_noise(len(target), self._size, self._device)
+        timestep = to_device((uniform * self._config.num_train_timesteps).astype(np.int64), self._device)
         encoding = self._encode(obs)
         included = to_device(~excluded, self._device)[..., None]
         loss = (self.compute_errors(encoding.model, target, noise, timestep) * included).flatten(1).mean(1)
-        if trains:
+        if torch.is_grad_enabled():
             return ImitationLoss(loss=loss, accuracy=torch.zeros_like(loss))
         predicted = to_device(self._to_actions(self._compute_greedy_actions(obs, encoding)), self._device)
         error = (predicted - self._select_executed(to_device(actions, self._device))).abs().flatten(1).mean(1)
