@@ -1,7 +1,8 @@
 """Common parts of trainers: seeds, optimizer, schedule, and the state of a checkpoint."""
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,16 +163,23 @@ class Optimization:
         with self._ranks.full_weights(write=True):
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
-        try:
+        with reject_other_state(folder, "algorithm.adv_type and adapters"):
             load_optimizer(self.optimizer, self._ranks.shard_optimizer_state(state["optimizer"], self.optimizer))
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{folder} contains other trained parameters than this run ({error}). A resumed run needs the same "
-                "algorithm.adv_type and adapters; to change them, start a new run with ckpt=THIS_RUN."
-            ) from error
         self._schedule.num_steps = int(state["schedule"]["taken"])
         self._schedule.warmup_end = float(state["schedule"]["warm_until"])
         set_rng_state(state["rng"])
+
+
+@contextmanager
+def reject_other_state(folder: Path, settings: str) -> Iterator[None]:
+    """Convert errors of loading a training state to a `CheckpointError`; `settings` are those that a run must keep."""
+    try:
+        yield
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder} contains other trained parameters than this run ({error}). A resumed run needs the same "
+            f"{settings}. To change them, start a new run with ckpt=THIS_RUN."
+        ) from error
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -13,11 +13,11 @@ from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.reader import Demonstrations
 from embodyrl.data.rl_demonstrations import load_rl_demonstrations
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import ConfigError
 from embodyrl.learners.iql.transitions import build_transitions
 from embodyrl.learners.iql.values import IqlValues
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UNCHANGED, UpdateGenerator, summarize_updates
+from embodyrl.learners.training import UNCHANGED, UpdateGenerator, reject_other_state, summarize_updates
 from embodyrl.policies.protocol import LearnsStatistics, Policy, mark_weights_changed
 from embodyrl.policies.tensors import to_device
 from embodyrl.types import ROWS_AT_A_TIME, ImitationLoss, IntArray, Observation
@@ -126,13 +126,8 @@ class IqlLearner(Learner):
 
     def load(self, folder: Path) -> None:
         """Restore the state written by `save`."""
-        try:
+        with reject_other_state(folder, "algorithm.demonstrations, algorithm.critic_width and model"):
             self._values.load_state(load_state(folder, CRITICS))
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{folder} was written with different critics or data ({error}): a resumed run needs the same "
-                "algorithm.demonstrations, algorithm.critic_width and model. To change them, start a new run."
-            ) from error
 
 
 def _compute_features(policy: HasFeatures, demos: Demonstrations) -> Tensor:

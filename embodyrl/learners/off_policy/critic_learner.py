@@ -23,10 +23,9 @@ from embodyrl.data.rl_demonstrations import (
     load_rl_demonstrations,
     sum_rewards,
 )
-from embodyrl.errors import CheckpointError
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.training import UpdateGenerator, load_parts, summarize_updates
+from embodyrl.learners.training import UpdateGenerator, load_parts, reject_other_state, summarize_updates
 from embodyrl.policies.soft_actor.protocol import CriticPolicy
 from embodyrl.types import IntArray
 
@@ -192,13 +191,8 @@ class CriticLearner(Learner, Generic[P, C]):
     def load(self, folder: Path) -> None:
         """Restore the state written by `save`."""
         state = load_state(folder, CRITICS)
-        try:
+        with reject_other_state(folder, "algorithm.critics and model"):
             load_parts(self._get_modules(), state)
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{folder} was written with different critics ({error}): a resumed run needs the same "
-                "algorithm.critics and model. To change them, start a new run with ckpt=THIS_RUN."
-            ) from error
         for name, tensor in self._tensors.items():
             tensor.data.copy_(state[name])
         if (folder / f"{REPLAY}.json").is_file():
