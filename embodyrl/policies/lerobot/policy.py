@@ -43,8 +43,7 @@ class LeRobotModule(ModuleWithHeads):
         super().__init__(network)
         self.normalizer = normalizer
         self.add_value_head(features, value_dim)
-        if steering is not None:
-            self.add_actor(steering)
+        self.add_actor(steering)
 
 
 class EncodedObservations(NamedTuple):

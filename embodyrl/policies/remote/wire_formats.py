@@ -37,10 +37,7 @@ def import_optional(package: str) -> Any:
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        name = package.partition(".")[0]
-        raise MissingDependencyError(
-            f"{name} is not installed, but policy servers and clients need it. Fix: pip install 'embodyrl[serve]'."
-        ) from error
+        raise MissingDependencyError.from_import_error(package, error, "pip install 'embodyrl[serve]'.") from error
 
 
 def encode_openpi_array(array: np.ndarray) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ from embodyrl.policies.flow.small.config import NormalizationBounds, SmallConfig
 from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE
 from embodyrl.policies.vla.records import ChunkShape
+from embodyrl.policies.vla.tokens import pad_right
 from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, Observation
 
@@ -259,10 +260,7 @@ class SmallFlow(nn.Module):
             [1 + zlib.crc32(w.encode()) % (self.config.vocabulary - 1) for w in text.lower().split()] or [1]
             for text in instructions
         ]
-        ids = np.zeros((len(word_rows), max(self._min_words, *map(len, word_rows))), np.int64)
-        for row, words in zip(ids, word_rows, strict=True):
-            row[: len(words)] = words
-        return ids
+        return pad_right(word_rows, max(self._min_words, *map(len, word_rows)))
 
 
 def _embed_positions(count: int, width: int, device: torch.device) -> Tensor:
