@@ -1,12 +1,13 @@
 """Validation of checkpoint and adapter folders that other programs wrote. Does not import torch."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, format_reason
 
 ADAPTER_FIELDS = (
     *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"),
@@ -34,6 +35,21 @@ LEROBOT_FIELDS = (
     *("type", "use_amp"),
 )
 """Fields of LeRobot's `config.json` that are read, or do not change actions."""
+
+
+@contextmanager
+def reject_malformed(where: object, fix: str, *more_errors: type[Exception]) -> Iterator[None]:
+    """Convert errors of reading and parsing a file to a `CheckpointError`.
+
+    Args:
+        where: the file, and the part that is read.
+        fix: last sentence of the error message.
+        more_errors: error types of the package that reads the file.
+    """
+    try:
+        yield
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, *more_errors) as error:
+        raise CheckpointError(f"{where} is missing or malformed ({format_reason(error)}). {fix}") from error
 
 
 def check_keys(
@@ -68,13 +84,19 @@ def check_keys(
         raise CheckpointError(f"{where}: {listing} is not supported. {fix}")
 
 
-def list_differences(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """Return text with the keys whose values in `saved` and `expected` differ, and both values; empty if all match."""
-    return ", ".join(
+def check_equal(saved: Mapping[str, Any], expected: Mapping[str, Any], where: Path, fix: str) -> None:
+    """Check that a checkpoint's values in `saved` equal the values in `expected`.
+
+    Raises:
+        CheckpointError: values differ; the message contains their keys, both values, the file `where` and `fix`.
+    """
+    differences = ", ".join(
         f"{key} is {saved.get(key)} (this run needs {value})"
         for key, value in expected.items()
         if saved.get(key) != value
     )
+    if differences:
+        raise CheckpointError(f"{where} does not match this run: {differences}. {fix}")
 
 
 def find_merged_adapter_problem(adapter: Path) -> str | None:

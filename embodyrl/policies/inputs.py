@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError, ConfigError, format_reason
+from embodyrl.errors import ConfigError, format_reason
 from embodyrl.files import read_json
+from embodyrl.policies.files import reject_malformed
 from embodyrl.types import ActionKind, ByteArray, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
@@ -134,13 +135,11 @@ def find_input_problems(
     path = folder / INPUTS_FILE
     if not path.is_file():
         return problems
-    try:
+    with reject_malformed(path, "Use another checkpoint."):
         saved = read_json(path)
         trained_cameras, trained_env = list(saved["cameras"]), str(saved["environment"])
         trained_rotation = int(saved["image_rotation_deg"])
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({format_reason(error)}); use another checkpoint.") from error
     if renamed is None and trained_cameras != cameras:
         problems.append(
             InputProblem(

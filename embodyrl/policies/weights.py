@@ -87,6 +87,21 @@ def _format_list(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the memory-mapped weights of a safetensors file.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or not a safetensors file.
+    """
+    try:
+        return load_file(path)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is missing, truncated or not a safetensors file ({error}). Use another checkpoint, or download "
+            "this one again."
+        ) from error
+
+
 def fill_weights(model_weights: Mapping[str, Tensor], path: Path, *, optional: Collection[str], fix: str) -> None:
     """Copy the weights of a file into `model_weights`, in place; after an error, all weights are unchanged.
 
@@ -99,10 +114,7 @@ def fill_weights(model_weights: Mapping[str, Tensor], path: Path, *, optional: C
     Raises:
         CheckpointError: the file is missing or damaged; weights are missing, unexpected or of another shape.
     """
-    try:
-        saved = load_file(path)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
+    saved = read_weights(path)
     check_weights(model_weights, saved, path, optional_prefixes=optional, ignored_prefixes=optional, fix=fix)
     with torch.no_grad():
         for key in model_weights.keys() & saved.keys():

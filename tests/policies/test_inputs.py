@@ -102,7 +102,7 @@ def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) ->
 
 def test_error_names_the_damaged_inputs_file(tmp_path: Path) -> None:
     (tmp_path / INPUTS_FILE).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"embodyrl_inputs.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"embodyrl_inputs.json is missing or malformed"):
         find_input_problems(tmp_path, POLICY, ENV, None)
 
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.files import list_differences
+from embodyrl.policies.files import check_equal, reject_malformed
 from embodyrl.types import ActionKind
 
 CHANNELS = (32, 64, 64)
@@ -104,20 +103,12 @@ class NetShape:
             CheckpointError: the file is missing, malformed or of another kind of policy, or a size differs.
         """
         path = folder / CONFIG_FILE
-        try:
+        with reject_malformed(path, "Use a folder saved by a run with model=mlp or model=cnn."):
             saved: dict[str, Any] = dict(read_json(path))
             if "hidden" not in saved:
                 raise ValueError("the network has no hidden layers")
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."
-            ) from error
         expected = json.loads(json.dumps(asdict(self))) | {"value_dim": saved.get("value_dim")}
-        if differences := list_differences(saved, expected):
-            raise CheckpointError(
-                f"{path} does not fit this run: {differences}. Use the environment and model settings of the training "
-                "run."
-            )
+        check_equal(saved, expected, path, "Use the environment and model settings of the training run.")
 
 
 def _count_mlp_parameters(widths: tuple[int, ...]) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.files import LEROBOT_FIELDS, TRANSFORMERS_FIELDS, check_keys
+from embodyrl.policies.files import LEROBOT_FIELDS, TRANSFORMERS_FIELDS, check_keys, reject_malformed
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 MAX_DIM = 32
@@ -176,7 +176,7 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
         CheckpointError: the file is missing or malformed, or describes an unsupported architecture.
     """
     where = folder / CONFIG_FILE
-    try:
+    with reject_malformed(where, "Use the config.json of a pi0, pi0.5 or SmolVLA checkpoint; download it again."):
         config = read_json(where)
         if SIZES_KEY in config:
             return _read_own(config[SIZES_KEY])
@@ -186,13 +186,6 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
             return _read_smolvla(config, where)
         kind = config.get("type", "pi05" if config.get("pi05", adaptive) else "pi0")
         return _read_paligemma(config, where, adaptive=kind == "pi05")
-    except CheckpointError:
-        raise
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{where} is missing or malformed ({format_reason(error)}). Use the config.json of a pi0, pi0.5 or SmolVLA "
-            f"checkpoint (openpi, lerobot or transformers); download it again."
-        ) from error
 
 
 def _read_own(raw: Mapping[str, Any]) -> FlowSpec:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.files import list_differences
+from embodyrl.policies.files import check_equal
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.policies.lerobot.config import LeRobotConfig, read_config
 from embodyrl.policies.lerobot.settings import LeRobotSettings
@@ -167,12 +167,8 @@ class LeRobotFactory(ABC, Generic[S, C]):
         single_env = replace(env, action=replace(env.action, dim=config.action_dim))
         if saved_config.input_features and (problems := saved_config.find_mismatches(single_env)):
             raise CheckpointError("; ".join(problem.rstrip(".") for problem in problems) + ".")
-        expected = config.model_dump(exclude={*_MAY_DIFFER})
-        if differences := list_differences(saved_config.model_dump(), expected):
-            raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {differences}. Use the environment and model.path of "
-                "its training."
-            )
+        expected, fix = config.model_dump(exclude={*_MAY_DIFFER}), "Use the environment and model.path of its training."
+        check_equal(saved_config.model_dump(), expected, folder / CONFIG_FILE, fix)
         if (shape := self.steering(cfg, config)) is not None:
             shape.check(folder)
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.errors import CheckpointError
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization, read_config
 from embodyrl.policies.lerobot.normalization import CLIP, Statistics
 from embodyrl.policies.lerobot.settings import LeRobotSettings
@@ -33,7 +32,7 @@ from embodyrl.policies.vla.folder import (
     read_side_file,
 )
 from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR, read_processors
-from embodyrl.policies.weights import check_weights
+from embodyrl.policies.weights import check_weights, read_weights
 
 HEADS_FILE = "embodyrl_heads.safetensors"
 """File of the weights added by RL, which LeRobot does not read."""
@@ -48,7 +47,7 @@ _OLD_STATISTIC_PATTERN = re.compile(
 )
 """Pattern of the names of statistics in the weights of an older folder, such as
 `normalize_inputs.buffer_observation_state.mean` or `so100.buffer.action.mean`."""
-_COMPILED_KEY_PATTERN = re.compile(r".*\._orig_mod\..*")
+_COMPILED_INFIX = "._orig_mod."
 _FIX = "Use config.json and weights from one folder, and the model settings of the training run."
 
 
@@ -92,7 +91,7 @@ class LeRobotFiles:
         path = folder / WEIGHTS_FILE
         stored = {
             _remove_compile_prefix(key): t
-            for key, t in read_tensors(path)[0].items()
+            for key, t in read_weights(path).items()
             if not _OLD_STATISTIC_PATTERN.fullmatch(key)
         }
         loaded = {
@@ -102,7 +101,7 @@ class LeRobotFiles:
         network = {key: tensor for key, tensor in current.items() if key.startswith(NETWORK)}
         check_weights(network, loaded, path, fix=_FIX)
         if (heads_file := folder / HEADS_FILE).is_file():
-            heads, head_weights = read_tensors(heads_file)[0], {k: t for k, t in current.items() if k.startswith(HEADS)}
+            heads, head_weights = read_weights(heads_file), {k: t for k, t in current.items() if k.startswith(HEADS)}
             check_weights(head_weights, heads, heads_file, optional_prefixes=HEADS, ignored_prefixes=HEADS, fix=_FIX)
             loaded |= heads
         with torch.no_grad():
@@ -112,21 +111,7 @@ class LeRobotFiles:
 
 def _remove_compile_prefix(key: str) -> str:
     """Return the name of a weight without the prefix that torch.compile adds."""
-    return key.replace("._orig_mod.", ".")
-
-
-def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Read the tensors whose names match `named`, and the metadata, from one file.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            names = [key for key in file.keys() if named is None or named.fullmatch(key)]  # noqa: SIM118
-            return {key: file.get_tensor(key) for key in names}, file.metadata()
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
+    return key.replace(_COMPILED_INFIX, ".")
 
 
 def read_files(
@@ -157,8 +142,11 @@ def read_files(
     compiled: dict[str, str] = {}
     metadata = None
     if not random_init and weights.is_file():
-        old_statistics, metadata = read_tensors(weights, _OLD_STATISTIC_PATTERN)
-        compiled = {_remove_compile_prefix(key): key for key in read_tensors(weights, _COMPILED_KEY_PATTERN)[0]}
+        stored = read_weights(weights)
+        with safe_open(weights, "pt") as file:
+            metadata = file.metadata()
+        old_statistics = {key: tensor for key, tensor in stored.items() if _OLD_STATISTIC_PATTERN.fullmatch(key)}
+        compiled = {_remove_compile_prefix(key): key for key in stored if _COMPILED_INFIX in key}
         if not statistics and old_statistics and not sft_file.is_file():
             statistics = _select_old_statistics(old_statistics, config, weights, cfg.unnorm_key)
     if not random_init and raw.get("n_action_steps") != config.n_action_steps:
@@ -209,11 +197,6 @@ def _select_old_statistics(
             robots.setdefault(owner or "", {}).setdefault(feature, {})[name] = tensor
     if len(robots) <= 1:
         return next(iter(robots.values()), {})
-    if robot is None:
-        raise CheckpointError(
-            f"{where} contains statistics of several robots: {', '.join(sorted(robots))}. Set model.unnorm_key to "
-            "one of these names."
-        )
     return robots[find_data_set(robot, robots, where)]
 
 

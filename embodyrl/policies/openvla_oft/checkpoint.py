@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
@@ -19,7 +18,7 @@ from embodyrl.policies.vla.folder import (
     read_side_file,
     remove_random_init_key,
 )
-from embodyrl.policies.weights import check_weights
+from embodyrl.policies.weights import check_weights, read_weights
 from embodyrl.text.model_folder import list_weight_files
 
 VALUE_HEAD = "value_head"
@@ -120,12 +119,7 @@ def map_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is missing, truncated or not a safetensors file.
     """
-    try:
-        return {key: tensor for key, tensor in load_file(path).items() if not key.endswith("rotary_emb.inv_freq")}
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path} is missing, truncated or not a safetensors file ({error}). Download it again."
-        ) from error
+    return {key: tensor for key, tensor in read_weights(path).items() if not key.endswith("rotary_emb.inv_freq")}
 
 
 def load_model(

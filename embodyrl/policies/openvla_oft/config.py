@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.files import TRANSFORMERS_FIELDS, check_keys
+from embodyrl.policies.files import TRANSFORMERS_FIELDS, check_keys, reject_malformed
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import POLICIES
 from embodyrl.policies.vla.folder import (
@@ -45,21 +45,12 @@ class Statistics:
     folder: Path
 
     def find(self, *keys: str | None) -> str:
-        """Return the data set of the first key that is set (see `find_data_set`); without keys, the only data set.
+        """Return the data set of the first key that is set; without keys, the only data set (see `find_data_set`).
 
         Raises:
-            CheckpointError: there is no such data set.
+            CheckpointError: see `find_data_set`.
         """
-        selected = next((key for key in keys if key), None)
-        if selected is not None:
-            return find_data_set(selected, self.sets, self.folder)
-        if len(self.sets) == 1:
-            return next(iter(self.sets))
-        raise CheckpointError(
-            f"model.unnorm_key is not set and the environment has no data set name. Statistics in "
-            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to the key of the "
-            f"checkpoint's training data set."
-        )
+        return find_data_set(next((key for key in keys if key), None), self.sets, self.folder)
 
     def bounds(self, data_set: str, part: str, normalization: str) -> Bounds:
         """Return the bounds of `action` or `proprio`; without a mask every dimension is normalized.
@@ -69,7 +60,8 @@ class Statistics:
         """
         low_name, high_name = NORMALIZATIONS[normalization]
         where = f"{self.folder / STATISTICS_FILE}: data set '{data_set}'"
-        try:
+        fix = "Download the file again, or check model.action_normalization and model.use_proprio."
+        with reject_malformed(f"{where}: {part}", fix):
             entry = self.sets[data_set][part]
             check_keys(
                 entry, f"{where}: {part}", ignored=(*STATISTIC_NAMES, "count", *(["mask"] if part == "action" else []))
@@ -79,11 +71,6 @@ class Statistics:
             limits = {
                 name: tuple(map(float, entry[name])) for name in ("min", "max") if len(entry.get(name, ())) == len(mask)
             }
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{where} has no usable {part} {low_name}/{high_name} ({format_reason(error)}). Download the file "
-                "again, or check model.action_normalization and model.use_proprio."
-            ) from error
         if not len(low) == len(high) == len(mask):
             raise CheckpointError(
                 f"{where} has {part} {low_name}, {high_name} and mask of different lengths. Download the file again."
@@ -278,15 +265,9 @@ def read_config(folder: Path) -> OftConfig:
     Raises:
         CheckpointError: a file or field is missing, malformed, or describes an unsupported architecture.
     """
-    try:
+    files = f"{CONFIG_FILE}, {PREPROCESSOR_FILE}, {STATISTICS_FILE} and {TINY_VIT_FILE}"
+    with reject_malformed(f"A JSON file in {folder}", f"Take {files} from one repository."):
         return _parse(folder)
-    except CheckpointError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"A JSON file in {folder} has a field of the wrong type ({format_reason(error)}). Take {CONFIG_FILE}, "
-            f"{PREPROCESSOR_FILE}, {STATISTICS_FILE} and {TINY_VIT_FILE} from one repository."
-        ) from error
 
 
 def _parse(folder: Path) -> OftConfig:
@@ -325,18 +306,11 @@ def _parse(folder: Path) -> OftConfig:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
+    with reject_malformed(path, "Use a checkpoint in the published OpenVLA-OFT layout, and download all its files."):
         content = read_json(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is missing. The folder is not a checkpoint in the published OpenVLA-OFT layout, or its download "
-            f"is incomplete; download the whole repository again."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} contains a {type(content).__name__}, not a JSON object. Download it again.")
-    return content
+        if not isinstance(content, dict):
+            raise TypeError(f"it contains a {type(content).__name__}, not a JSON object")
+        return content
 
 
 def _get_field(data: Mapping[str, Any], name: str, where: Path) -> Any:

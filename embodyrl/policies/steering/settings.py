@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.files import list_differences
+from embodyrl.policies.files import check_equal
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
@@ -106,13 +105,10 @@ class SteeringShape:
         """
         path, expected = folder / SHAPE_FILE, asdict(self)
         saved = read_json(path) if path.is_file() else expected
-        differences = list_differences(saved, expected)
-        if differences and saved.get("proposes") == self.proposes:
+        if saved.get("proposes") == self.proposes:
             keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
-            raise CheckpointError(
-                f"{path} does not match this run: {differences}. Set model.num_action_chunks, {keys} "
-                "to the values with which the checkpoint was trained."
-            )
+            fix = f"Set model.num_action_chunks, {keys} to the values with which the checkpoint was trained."
+            check_equal(saved, expected, path, fix)
 
     @property
     def width(self) -> int:

@@ -7,9 +7,15 @@ from typing import Any
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import to_builtin
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.files import ADAPTER_FIELDS, BASE_PRESERVING_INITS, check_keys, find_merged_adapter_problem
+from embodyrl.policies.files import (
+    ADAPTER_FIELDS,
+    BASE_PRESERVING_INITS,
+    check_keys,
+    find_merged_adapter_problem,
+    reject_malformed,
+)
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -65,7 +71,8 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
         CheckpointError: the file is missing, malformed, or of an unsupported kind.
     """
     where = folder / ADAPTER_CONFIG
-    try:
+    files = f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+    with reject_malformed(where, f"model.lora.path must be a folder with {files}, as peft writes it."):
         raw = read_json(where)
         targets = raw["target_modules"]
         spec = AdapterSpec(
@@ -74,11 +81,6 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(map(str, targets))),
             use_rslora={True: True, False: False, None: False}[raw.get("use_rslora", False)],
         )
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{where} is missing or malformed ({format_reason(error)}). model.lora.path must be a folder with "
-            f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
-        ) from error
     fix = "Use a plain LoRA adapter with the same rank in all modules, for example one that peft converted to LoRA."
     check_keys(raw, where, ignored=ADAPTER_FIELDS, supported=_SUPPORTED_VALUES, fix=fix)
     return spec

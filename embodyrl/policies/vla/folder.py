@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 from embodyrl.files import inside, read_json, read_small
+from embodyrl.policies.files import reject_malformed
 from embodyrl.registry import closest
 from embodyrl.text.model_folder import find_missing_weights
 
@@ -28,12 +29,8 @@ def read_side_file(folder: Path, name: str | Path) -> bytes:
     Raises:
         CheckpointError: the file cannot be read, is too large, or is a link to a file outside the folder.
     """
-    try:
+    with reject_malformed(folder / name, "Replace a link by its content, or download the checkpoint again."):
         return read_small(inside(folder, name))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / name} cannot be read: {error}. Replace a link by its content, or download the checkpoint again."
-        ) from error
 
 
 def reject_advantage_suffix(folder: Path) -> None:
@@ -92,12 +89,21 @@ def is_same_data_set(name: str, other: str) -> bool:
     return name.removesuffix(_SUFFIX) == other.removesuffix(_SUFFIX)
 
 
-def find_data_set(requested: str, known: Collection[str], where: Path) -> str:
-    """Return the known data set whose name equals `requested`, with or without the suffix `_no_noops`.
+def find_data_set(requested: str | None, known: Collection[str], where: Path) -> str:
+    """Return the known data set or robot whose name equals `requested`, with or without the suffix `_no_noops`.
+
+    If `requested` is None, return the only data set.
 
     Raises:
-        CheckpointError: there is no such data set.
+        CheckpointError: there is no such data set, or there are several and none is requested.
     """
+    if requested is None:
+        if len(known) == 1:
+            return next(iter(known))
+        raise CheckpointError(
+            f"{where} has statistics of {len(known)} data sets or robots: {', '.join(sorted(known))}. Set "
+            "model.unnorm_key to the name in the checkpoint's training."
+        )
     base_name = requested.removesuffix(_SUFFIX)
     for key in (requested, base_name, f"{base_name}{_SUFFIX}"):
         if key in known:
@@ -152,17 +158,13 @@ def read_sft_statistics(path: Path) -> dict[str, dict[str, list[float]]]:
     Raises:
         CheckpointError: the file is malformed, or `check_statistics` finds an error.
     """
-    try:
+    with reject_malformed(path, "Run `embodyrl sft` again, or use another checkpoint."):
         (entry,) = read_json(path).values()
         parts = ["action", *(["proprio"] if "proprio" in entry else [])]
         statistics = {part: {name: entry[part][name] for name in STATISTICS if name in entry[part]} for part in parts}
         for part, numbers in statistics.items():
             check_statistics(numbers, f"{path}: {part}", varies=part == "action")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is malformed ({format_reason(error)}). Run `embodyrl sft` again, or use another checkpoint."
-        ) from error
-    return statistics
+        return statistics
 
 
 Clip = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.files import check_keys
+from embodyrl.policies.files import check_keys, reject_malformed
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
@@ -85,7 +85,8 @@ def read_processors(
     for name in kinds:
         if f"{name}.json" not in file_contents:
             continue
-        try:
+        files, fix = f"{folder}/{name}.json or the file of its normalizer", "Download both files again."
+        with reject_malformed(files, fix, SafetensorError):
             content = json.loads(file_contents[f"{name}.json"])
             check_keys(content, f"{folder}/{name}.json", ignored=("name", "steps"), fix=_FIX)
             steps = steps_by_processor[name] = content["steps"]
@@ -100,11 +101,6 @@ def read_processors(
                 where = f"{folder}/{name}.json: {step['registry_name']}"
                 check_keys(step, where, ignored=("config", "registry_name", "state_file"), fix=_FIX)
                 check_keys(step.get("config", {}), where, ignored=_STEP_FIELDS, supported=_STEP_VALUES, fix=_FIX)
-        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder}/{name}.json or the file of its normalizer is damaged ({format_reason(error)}). Download "
-                "both files again."
-            ) from error
         if problem:
             raise CheckpointError(f"{folder}/{name}.json {problem} {_FIX}")
     first, second = (contents[name][0].get(_ACTION) if name in contents else None for name in kinds)

@@ -39,7 +39,9 @@ def of_robots(pattern: str = "{}.buffer.{}.{}") -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("pattern", ["{}.buffer.{}.{}", "normalize_inputs.{}.buffer_{}.{}", "{}_buffer_{}.{}"])
 def test_unnorm_key_selects_a_robot(tmp_path: Path, pattern: str) -> None:
     tensors = of_robots(pattern)
-    with pytest.raises(CheckpointError, match=r"several robots: so100, so100-blue, so100-red. Set model.unnorm_key"):
+    with pytest.raises(
+        CheckpointError, match=r"3 data sets or robots: so100, so100-blue, so100-red. Set model.unnorm_key"
+    ):
         read_lerobot(tensors, tmp_path)
     with pytest.raises(CheckpointError, match="No statistics 'so101'"):
         read_lerobot(tensors, tmp_path, "so101")
@@ -49,7 +51,7 @@ def test_unnorm_key_selects_a_robot(tmp_path: Path, pattern: str) -> None:
 def test_policy_uses_the_statistics_of_unnorm_key(tmp_path: Path) -> None:
     folder = folder_of("smolvla", tmp_path, lerobot_statistics=True)
     save_file(of_robots(), folder / "policy_preprocessor_step_5_normalizer_processor.safetensors")
-    with pytest.raises(CheckpointError, match="several robots"):
+    with pytest.raises(CheckpointError, match="data sets or robots"):
         build("smolvla", folder)
     policy = build("smolvla", folder, unnorm_key="so100-blue")
     policy.save(tmp_path / "saved")
@@ -61,7 +63,7 @@ def test_unnorm_key_selects_an_asset_folder(tmp_path: Path) -> None:
     other = folder / "assets/lab/other/norm_stats.json"
     other.parent.mkdir()
     other.write_text((folder / "assets/lab/robot/norm_stats.json").read_text().replace("0.1", "0.7"))
-    with pytest.raises(CheckpointError, match="2 data sets: lab/other, lab/robot"):
+    with pytest.raises(CheckpointError, match="2 data sets or robots: lab/other, lab/robot"):
         build("pi0", folder)
     policy = build("pi0", folder, unnorm_key="lab/other")
     policy.save(tmp_path / "saved")

@@ -89,7 +89,7 @@ def test_statistics_in_older_weight_files_are_used_and_kept(robot, tmp_path):
                 weights[f"aloha.buffer.{name}"] = tensor + 1
     save_file(weights, folder / "model.safetensors")
     if robot:
-        with pytest.raises(CheckpointError, match="several robots"):
+        with pytest.raises(CheckpointError, match="data sets or robots"):
             policy_of(folder)
     policy = policy_of(folder, unnorm_key=robot or None)
     whole = policy._to_actions(

@@ -114,7 +114,7 @@ def test_processor_that_imports_code_is_rejected(tmp_path, name):
     with pytest.raises(CheckpointError, match="imports and calls"):
         FACTORY.spec(settings(tmp_path), table("front"), 0)
     (tmp_path / name).write_text("[]")
-    assert f"{name} is not a processor" in FACTORY.validate(settings(tmp_path))[0]
+    assert f"{name} is missing or malformed" in FACTORY.validate(settings(tmp_path))[0]
 
 
 @pytest.mark.integration

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
-from embodyrl.errors import CheckpointError
-from embodyrl.policies.files import list_differences
+from embodyrl.policies.files import check_equal
 from embodyrl.policies.flow.settings import (
     FlowSettings,
     Likelihood,
@@ -96,11 +95,8 @@ class SmallFlowFactory:
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
         """Check that sizes and actor match the weights in a folder (see `PolicyFactory.compare`)."""
         plan = _build_plan(cfg, env)
-        if differences := list_differences(asdict(SmallConfig.read(folder)), asdict(plan.config)):
-            raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not match this run: {differences}. Use the environment and "
-                "model with which the checkpoint was trained."
-            )
+        fix = "Use the environment and model with which the checkpoint was trained."
+        check_equal(asdict(SmallConfig.read(folder)), asdict(plan.config), folder / CONFIG_FILE, fix)
         if plan.steering is not None:
             plan.steering.check(folder)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
+from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, read_sft_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
@@ -41,13 +42,11 @@ class SmallConfig:
         if folder is None:
             return cls()
         path = folder / CONFIG_FILE
-        try:
+        with reject_malformed(path, "Use the folder of a small flow policy."):
             saved: dict[str, Any] = dict(read_json(path))
             saved.pop(RANDOM_INIT_KEY, None)
             if unknown := saved.keys() - {f.name for f in fields(cls)}:
                 raise ValueError(f"the file contains unknown keys: {', '.join(sorted(unknown))}")
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); use the folder of a small flow policy.") from error
         saved["planes"] = tuple(saved.get("planes", cls().planes))
         return cls(**saved)
 

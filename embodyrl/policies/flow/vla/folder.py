@@ -15,6 +15,7 @@ from safetensors.numpy import load, save
 from embodyrl.config.settings import format_value
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.files import read_json
+from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPromptEncoder, PromptFormat
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
 from embodyrl.policies.flow.vla.processors import MODES, read_checked_processors, read_prompt_limit
@@ -254,23 +255,13 @@ def _find_openpi_file(folder: Path, key: str | None) -> Path | None:
     if (folder / OPENPI_FILE).exists():
         return folder / OPENPI_FILE
     assets = {p.parent.relative_to(folder / "assets").as_posix(): p for p in folder.glob(f"assets/**/{OPENPI_FILE}")}
-    if key is not None and assets:
-        return assets[find_data_set(key, assets, folder / "assets")]
-    if len(assets) > 1:
-        raise CheckpointError(
-            f"{folder} has statistics of {len(assets)} data sets: {', '.join(sorted(assets))}. Set model.unnorm_key "
-            f"to the data set of the policy's robot."
-        )
-    return next(iter(assets.values()), None)
+    return assets[find_data_set(key, assets, folder / "assets")] if assets else None
 
 
 def _read_statistics(path: Path) -> dict[str, np.ndarray]:
     """Read the normalization statistics from a safetensors file, without reading the weights."""
-    try:
-        with safe_open(path, "np") as file:
-            return {key: file.get_tensor(key) for key in file.keys() if STATISTIC_PATTERN.fullmatch(key)}  # noqa: SIM118
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from error
+    with reject_malformed(path, "Download it again.", SafetensorError), safe_open(path, "np") as file:
+        return {key: file.get_tensor(key) for key in file.keys() if STATISTIC_PATTERN.fullmatch(key)}  # noqa: SIM118
 
 
 def read_side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
-from embodyrl.policies.files import check_keys
+from embodyrl.policies.files import check_keys, reject_malformed
 from embodyrl.policies.vla.folder import Clip, check_statistics, compute_clip_range, find_data_set
 from embodyrl.types import FloatArray
 
@@ -99,15 +99,10 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
     Raises:
         CheckpointError: the file is missing or malformed.
     """
-    try:
+    with reject_malformed(path, "Use the file with the statistics of the training data in the checkpoint's assets."):
         content = read_json(path)["norm_stats"]
         check_keys(content, path, ignored=PARTS)
         return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is missing or malformed ({format_reason(error)}). The file has the statistics of the training "
-            "data; use the file in the checkpoint's assets."
-        ) from error
 
 
 STATISTIC_PATTERN = re.compile(
@@ -137,13 +132,8 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
             row = np.asarray(tensor, np.float64).reshape(-1).tolist()
             statistics.setdefault(name, {}).setdefault(part, {})[match["number"]] = row
     selected = next(iter(statistics.values()), {})
-    if robot is not None and set(statistics) - {""}:
+    if (robot is not None and set(statistics) - {""}) or any(numbers != selected for numbers in statistics.values()):
         selected = statistics[find_data_set(robot, statistics, where)]
-    elif any(numbers != selected for numbers in statistics.values()):
-        raise CheckpointError(
-            f"{where} contains statistics of several robots: {', '.join(sorted(statistics))}. Set model.unnorm_key "
-            f"to the key of the policy's robot."
-        )
     if missing := [part for part in PARTS if not selected.get(part)]:
         raise CheckpointError(
             f"{where} contains no statistics of {' and '.join(missing)}; the file is damaged or belongs "

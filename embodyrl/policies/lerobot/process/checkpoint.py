@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import PositiveInt, ValidationError
+from pydantic import PositiveInt
 
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
+from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.lerobot.config import ACTION, FeatureConfig
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR
@@ -42,13 +43,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: the file is missing or malformed, or a processor refers to Python code.
     """
     file = folder / CONFIG_FILE
-    try:
+    with reject_malformed(file, "Set model.path to the folder that save_pretrained of a LeRobot policy wrote."):
         checkpoint = Checkpoint.model_validate(read_json(file))
-    except (OSError, ValueError, ValidationError) as error:
-        raise CheckpointError(
-            f"{file} is not the config of a LeRobot policy ({format_reason(error)}). Set model.path to the folder of "
-            "save_pretrained."
-        ) from error
     if ACTION not in checkpoint.output_features:
         raise CheckpointError(f"{file}: output_features has no '{ACTION}'. Set model.path to a trained policy.")
     for name in _PROCESSORS:
@@ -66,13 +62,9 @@ def _check_steps(file: Path) -> None:
     """
     if not file.is_file():
         return
-    try:
+    with reject_malformed(file, "Download the LeRobot policy again."):
         steps = read_json(file)["steps"]
         named = [step["class"] if "registry_name" not in step else None for step in steps]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{file} is not a processor of a LeRobot policy ({format_reason(error)}). Download the policy again."
-        ) from error
     if imported := [name for name in named if name is not None]:
         raise CheckpointError(
             f"{file} imports and calls {imported[0]}, which could run any code. Register the step with LeRobot "
