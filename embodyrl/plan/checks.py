@@ -349,8 +349,7 @@ def _find_missing_keys(cfg: Config) -> Iterator[str]:
 def key_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return an error for each key that the policy does not support."""
     if ActionKind.text in policy.action_kinds:
-        backend_problems = getattr(POLICIES.get(cfg.model.model_type), "backend_problems", lambda *_: [])
-        return backend_problems(cfg.model, cfg.rollout.backend) or generation_problems(cfg, policy)
+        return generation_problems(cfg, policy)
     for name in cfg.changed:
         if name in _TEXT_GENERATION_KEYS:
             log.warning("warning: %s has no effect: model '%s' chooses actions, not text.", name, policy.name)

@@ -175,10 +175,6 @@ class PolicyFactory(Protocol[S]):
         """Return the policy spec without building the policy or importing torch."""
         ...
 
-    def backend_problems(self, cfg: S, backend: str) -> list[str]:
-        """Return errors if `rollout.backend` does not support the model. Optional, only for language models."""
-        ...
-
     def build(self, cfg: S, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`."""
         ...

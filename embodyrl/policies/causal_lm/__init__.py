@@ -11,9 +11,9 @@ from typing import ClassVar
 from safetensors import SafetensorError, safe_open
 
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
-from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_image_sizes, read_sizes
+from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.text.chat import ChatTemplate, find_end_token_problem, find_roles_problem
 from embodyrl.text.gguf import language_model_folder
@@ -25,10 +25,6 @@ BYTES_PER_TOKEN = 32
 
 BYTES_PER_PROMPT_TOKEN = 4
 """Average bytes per token of a prompt; English text has four to five."""
-
-RECURRENT = frozenset({"falcon_mamba", "mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "xlstm"})
-"""Model types of transformers that have a recurrent state instead of `past_key_values`; `check_cache` detects others
-when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,16 +128,6 @@ class CausalLMFactory:
             act_passes=reply_tokens,
         )
 
-    def backend_problems(self, cfg: CausalLMSettings, backend: str) -> list[str]:
-        """Return an error if `rollout.backend` cannot generate with the model."""
-        kind = read_json(self.folder(cfg) / "config.json").get("model_type")
-        if kind in RECURRENT and backend == "hf":
-            return [
-                f"model.path={cfg.path}: models of type '{kind}' have a recurrent state, which padding changes. "
-                "Use a model with attention or hybrid layers, or rollout.backend=vllm."
-            ]
-        return []
-
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         """Build the policy with the weights in `cfg.path`, or the included small model with weights from the seed.
 
@@ -187,11 +173,9 @@ def _count_parameters(folder: Path) -> int:
     """
     total = 0
     for file in list_weight_files(folder, "*.safetensors"):
-        try:
-            with safe_open(file, framework="np") as weights:
-                total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}. Download the file again.") from error
+        fix = "Download the file again."
+        with reject_malformed(file, fix, SafetensorError), safe_open(file, framework="np") as weights:
+            total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     return total
 
 

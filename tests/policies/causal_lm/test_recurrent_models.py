@@ -8,13 +8,11 @@ import pytest
 import torch
 from settings import model_of
 from test_causal_lm import build, noise, observe
-from text_runs import text_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
-from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.plan.build import build_run_plan
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.causal_lm.shared_prompts import is_sharing_cheaper
 
@@ -74,12 +72,6 @@ def test_hybrid_model_replies_match_a_plain_forward_pass(tmp_path: Path, kind: s
 def test_model_without_a_cache_of_padded_prompts_is_rejected(tmp_path: Path, kind: str, sizes: dict):
     with pytest.raises(CheckpointError, match=f"'{kind}' do not support generation with a KV cache"):
         read(write(tmp_path, kind, **sizes))
-
-
-def test_recurrent_model_is_rejected_at_the_start(tmp_path: Path):
-    cfg = text_config(tmp_path, "model=causal_lm", f"model.path={write(tmp_path / 'model', 'rwkv')}")
-    with pytest.raises(ConfigError, match="models of type 'rwkv' have a recurrent state"):
-        build_run_plan(cfg, training=True)
 
 
 def test_output_matrix_behind_another_layer_is_evaluated_completely(tmp_path: Path):
