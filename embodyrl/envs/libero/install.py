@@ -5,16 +5,15 @@ import ctypes.util
 import functools
 import importlib
 import importlib.util
-import io
 import logging
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from embodyrl.envs.global_state import suppress_output
 from embodyrl.envs.libero.plus import remove_plus_axis
 from embodyrl.envs.mujoco_rendering import choose_renderer, set_egl_device, without_egl_device
 from embodyrl.errors import MissingDependencyError
@@ -101,19 +100,6 @@ def prepare_process() -> None:
     with _without_log_file(), without_egl_device():
         _import_module("libero.libero.envs")
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
-
-
-@contextlib.contextmanager
-def suppress_output() -> Iterator[None]:
-    """Suppress output, logs and warnings of robosuite and LIBERO while they load or reset."""
-    previous_level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(previous_level)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
 import numpy.typing as npt
 
+from embodyrl.envs.global_state import numpy_seed, suppress_output
 from embodyrl.envs.libero.fast import FastLoop
-from embodyrl.envs.libero.install import suppress_output
 from embodyrl.envs.libero.lean import use_lean_models
 from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
 from embodyrl.envs.libero.noise import corrupt, resize
@@ -97,7 +97,7 @@ class TaskSimulator:
 
         # The constructor samples poses from the global generator; a fixed seed gives the same model after reloading.
         lean_xmls: list[str] = []
-        with suppress_output(), _numpy_seed(0), use_lean_models(lean_xmls) if lean else contextlib.nullcontext():
+        with suppress_output(), numpy_seed(0), use_lean_models(lean_xmls) if lean else contextlib.nullcontext():
             wrapper = OffScreenRenderEnv(
                 bddl_file_name=str(bddl_file), use_camera_obs=False, hard_reset=False, ignore_done=True
             )
@@ -152,7 +152,7 @@ class TaskSimulator:
         self._robot.init_qpos = (
             get_start_joints(variant.start_pose) if variant and variant.start_pose else self._default_joints
         )
-        with suppress_output(), _numpy_seed(seed):
+        with suppress_output(), numpy_seed(seed):
             self._place_objects()
         front = move_camera(variant.camera_move, *self._default_camera) if variant else self._default_camera
         for current, target in zip(self._front, front, strict=True):
@@ -167,7 +167,7 @@ class TaskSimulator:
     def sample_state(self, seed: int) -> DoubleArray:
         """Sample an initial state [1 + nq + nv]: object placements, and noise on the robot's joints."""
         self._robot.init_qpos = self._default_joints
-        with suppress_output(), _numpy_seed(seed):
+        with suppress_output(), numpy_seed(seed):
             self._place_objects()
             joints = 1 + self._get_qpos_indices(self._robot.robot_model.joints)
             state = self._env.sim.get_state().flatten()
@@ -332,17 +332,6 @@ class TaskSimulator:
 
 def _do_nothing(force: bool = False) -> None:
     """Replace robosuite methods that are not needed; do nothing."""
-
-
-@contextlib.contextmanager
-def _numpy_seed(seed: int) -> Iterator[None]:
-    """Seed numpy's global generator, which LIBERO uses, and restore it afterwards."""
-    before = np.random.get_state()
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        np.random.set_state(before)
 
 
 def _copy_numeric_attributes(owner: object) -> dict[str, Any]:

@@ -4,9 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib
-import io
 import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from embodyrl.envs.global_state import suppress_output
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, Description
 from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, HAND_CAMERA, ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.envs.meshes import decimate, get_reduced_copy, merge_vertices
@@ -96,7 +95,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         "human_render_camera_configs": {"height": _FRAME_PIXELS, "width": _FRAME_PIXELS, "shader_pack": "minimal"},
     }
     try:
-        with _suppress_output(), _use_lean_visuals(cfg):
+        with suppress_output(), _use_lean_visuals(cfg):
             # `env.kwargs` comes last, because it may replace all arguments except the reserved ones (`problems`).
             sensors = {**size, "shader_pack": "minimal", **cfg.kwargs.get("sensor_configs", {})}
             return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs, "sensor_configs": sensors})
@@ -161,7 +160,7 @@ def _reset(
     if cfg.obs_mode is ObsMode.rgb:
         # Resets and steps would render all cameras; `observe` renders those of the spec when needed.
         env._obs_mode = "none"
-    with _suppress_output(), _use_lean_visuals(cfg):
+    with suppress_output(), _use_lean_visuals(cfg):
         info = env.reset(seed=seeds, options=options)[1]
     for camera in [name for name in env.scene.sensors if name not in cameras]:
         del env.scene.sensors[camera]
@@ -206,7 +205,7 @@ def samples_scene(env: Any) -> bool:
     # Replace the method of this object only, so that other environments in the process keep the original method.
     env._reconfigure = reconfigure_and_compare
     try:
-        with _suppress_output():
+        with suppress_output():
             env.reset(seed=0, options={"reconfigure": True})
     finally:
         del env._reconfigure
@@ -266,7 +265,7 @@ def _find_task(cfg: ManiSkillSettings) -> Any:
 @functools.cache
 def _prepare_process() -> None:
     try:
-        with _suppress_output():
+        with suppress_output():
             importlib.import_module("mani_skill.envs")  # registers the tasks
             from mani_skill.agents.robots import Panda  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -294,11 +293,3 @@ def _get_hand_camera(panda: Any) -> list[Any]:
 
 def _use_lean_visuals(cfg: ManiSkillSettings) -> contextlib.AbstractContextManager[None]:
     return load_lean_visuals() if cfg.render_profile is RenderProfile.lean else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _suppress_output() -> Iterator[None]:
-    """Suppress output and warnings of ManiSkill during import and construction."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

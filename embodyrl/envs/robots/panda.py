@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from embodyrl.envs.global_state import numpy_seed
 from embodyrl.types import FloatArray
 
 _STEP = 0.025
@@ -24,12 +25,8 @@ class SeedsNumpy(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment; the seed determines the initial state, and the generator's state is restored."""
-        state_before = np.random.get_state()
-        try:
-            np.random.seed(seed)
+        with numpy_seed(seed):
             return self.env.reset(seed=seed, options=options)
-        finally:
-            np.random.set_state(state_before)
 
 
 class PandaPickActions(gymnasium.ActionWrapper[Any, Any, Any]):

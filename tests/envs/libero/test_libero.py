@@ -10,6 +10,7 @@ import pytest
 from settings import env_of
 
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.global_state import suppress_output
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
@@ -139,7 +140,7 @@ def test_rollout_is_bit_identical_to_the_original_environment(roomy):
 
     entry = install.get_suite_tasks("libero_goal")[STOVE]
     path = install.get_libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
-    with install.suppress_output():
+    with suppress_output():
         stock = OffScreenRenderEnv(
             bddl_file_name=str(path), camera_names=CAMERAS, camera_heights=SIZE, camera_widths=SIZE
         )

