@@ -225,12 +225,14 @@ class TaskSimulator:
 
         Proprioception: hand position (m), hand orientation as axis-angle (rad), and the two finger positions (m).
         """
+        from robosuite.utils.transform_utils import quat2axisangle  # pyright: ignore[reportMissingImports]
+
         height, width = images.shape[1:3]
         with self._observed_poses():
             for view, camera in zip(images, cameras, strict=True):
                 view[...] = self._render_camera(camera, height, width)
             state[0:3] = self._data.site_xpos[self._robot.eef_site_id]
-            state[3:6] = _to_axis_angle(self._data.xquat[self._hand])
+            state[3:6] = quat2axisangle(np.roll(self._data.xquat[self._hand], -1))  # from w x y z to x y z w
             state[6:8] = self._gripper_qpos
 
     def render_frame(self, camera: str, height: int, width: int) -> ByteArray:
@@ -338,13 +340,3 @@ def _copy_numeric_attributes(owner: object) -> dict[str, Any]:
     """Copy the numeric attributes of a controller: its goal, reference pose and cached kinematics."""
     types = (np.ndarray, np.generic, bool, int, float, type(None))
     return {name: copy.copy(value) for name, value in vars(owner).items() if isinstance(value, types)}
-
-
-def _to_axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:
-    """Convert a unit quaternion to a rotation vector [3] (rad).
-
-    Equal to robosuite's `quat2axisangle`, which does not normalize the sign.
-    """
-    w, xyz = float(np.clip(quat_wxyz[0], -1.0, 1.0)), quat_wxyz[1:]
-    sine = np.sqrt(1.0 - w * w)
-    return np.zeros(3) if np.isclose(sine, 0.0) else xyz * 2.0 * np.arccos(w) / sine
