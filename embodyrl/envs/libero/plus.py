@@ -112,13 +112,11 @@ def _rotate(
 
 
 @cache
-def _get_start_poses() -> DoubleArray:
-    """Return joint positions [501, 7], rad: the default pose, and 100 poses at each distance from 0.1 to 0.5."""
+def get_start_poses() -> DoubleArray:
+    """Return the arm's initial joint positions [501, 7], rad.
+
+    The first pose is the default; 100 poses follow at each distance from 0.1 to 0.5.
+    """
     offsets = np.random.RandomState(42).randn(500, 7)
     offsets *= np.repeat([0.1, 0.2, 0.3, 0.4, 0.5], 100)[:, None] / np.linalg.norm(offsets, axis=1, keepdims=True)
     return np.vstack([_JOINTS, np.round(_JOINTS + offsets, 8)])
-
-
-def get_start_joints(start: int) -> DoubleArray:
-    """Return the joint positions [7], rad, of an initial pose of the arm."""
-    return _get_start_poses()[start].copy()

@@ -17,7 +17,7 @@ from embodyrl.envs.libero.fast import FastLoop
 from embodyrl.envs.libero.lean import use_lean_models
 from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
 from embodyrl.envs.libero.noise import corrupt, resize
-from embodyrl.envs.libero.plus import Variant, get_start_joints, move_camera
+from embodyrl.envs.libero.plus import Variant, get_start_poses, move_camera
 from embodyrl.envs.libero.rendering import MODEL_FIELDS, LeanRenderer, set_linear_colorspace
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
@@ -150,7 +150,7 @@ class TaskSimulator:
         self._model.site_rgba[:] = self._initial_sites
         self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)
         self._robot.init_qpos = (
-            get_start_joints(variant.start_pose) if variant and variant.start_pose else self._default_joints
+            get_start_poses()[variant.start_pose].copy() if variant and variant.start_pose else self._default_joints
         )
         with suppress_output(), numpy_seed(seed):
             self._place_objects()

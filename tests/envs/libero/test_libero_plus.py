@@ -11,7 +11,7 @@ from settings import env_of
 
 from embodyrl.channels.layout import build_record_layout
 from embodyrl.envs.libero.factory import FACTORY
-from embodyrl.envs.libero.plus import PLUS_AXES, get_start_joints, get_variant, move_camera
+from embodyrl.envs.libero.plus import PLUS_AXES, get_start_poses, get_variant, move_camera
 from embodyrl.envs.protocol import EnvContext, instruction_for
 from embodyrl.types import PolicySpec
 
@@ -80,7 +80,7 @@ def test_arm_poses_match_the_package():
     starts = [row for row in PACKAGE if row["axis"] == "robot"]
     for row in starts:
         change, _ = get_variant(f"{row['suite']}_robot", row["task"], row["state"])
-        np.testing.assert_allclose(get_start_joints(change.start_pose), row["start"], atol=1e-8)
+        np.testing.assert_allclose(get_start_poses()[change.start_pose], row["start"], atol=1e-8)
     assert len(starts) > 5
 
 
