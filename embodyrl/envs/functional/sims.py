@@ -14,8 +14,7 @@ from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, IntArray
 class FunctionalSims(Simulators):
     """Simulators of one batched JAX environment; environments that are not stepped keep their state.
 
-    The reset id determines an episode's random key, from which the key of each step is derived. Observations on the
-    CPU are read from JAX's memory without a copy, through DLPack.
+    The reset id determines an episode's random key, from which the key of each step is derived.
     """
 
     def __init__(self, spec: EnvSpec, functions: Functions, num_envs: int) -> None:
@@ -44,10 +43,10 @@ class FunctionalSims(Simulators):
             self._current, self._get_mask(env_indices), batch, self._ids.copy(), self._step_counts.copy()
         )
         return SimSteps(
-            reward=to_numpy(current.reward)[env_indices],
-            terminated=to_numpy(current.terminated)[env_indices],
-            success=to_numpy(current.success)[env_indices],
-            truncated=to_numpy(current.truncated)[env_indices],
+            reward=np.asarray(current.reward)[env_indices],
+            terminated=np.asarray(current.terminated)[env_indices],
+            success=np.asarray(current.success)[env_indices],
+            truncated=np.asarray(current.truncated)[env_indices],
         )
 
     def _get_mask(self, env_indices: IntArray) -> np.ndarray:
@@ -57,7 +56,7 @@ class FunctionalSims(Simulators):
 
     def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
         """Write the observations of the environments into rows of `state`; there are no images."""
-        state[rows] = to_numpy(self._current.obs)[env_indices]
+        state[rows] = np.asarray(self._current.obs)[env_indices]
 
     def save(self, env_index: int) -> Any:
         """Return a copy of the environment's state, its reset id, and its number of steps."""
@@ -68,14 +67,6 @@ class FunctionalSims(Simulators):
         """Restore a saved state of the environment's episode."""
         part, self._ids[env_index], self._step_counts[env_index] = state
         self._current = jax.tree.map(lambda array, value: array.at[env_index].set(value), self._current, part)
-
-
-def to_numpy(array: Array) -> np.ndarray:
-    """Return a JAX array as numpy: a view if the array is on the CPU and not boolean, otherwise a copy."""
-    on_cpu = next(iter(array.devices())).platform == "cpu"
-    if not on_cpu or array.dtype == jnp.bool_:  # older NumPy releases reject boolean arrays through DLPack
-        return np.asarray(array)
-    return np.from_dlpack(array)
 
 
 def _compile_functions(functions: Functions, discrete: bool) -> tuple[Any, Any, Any]:

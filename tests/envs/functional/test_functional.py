@@ -123,16 +123,6 @@ def test_envs_without_an_action_keep_their_state():
 
 
 @needs_jax
-def test_jax_arrays_are_read_without_a_copy():
-    from jax import numpy as jnp
-
-    from embodyrl.envs.functional.sims import to_numpy
-
-    array = jnp.arange(6.0)
-    assert to_numpy(array).ctypes.data == array.unsafe_buffer_pointer()
-
-
-@needs_jax
 def test_saved_env_state_continues_the_same_episode():
     env: Any = FACTORY.make(cfg_of(f"{__name__}:counter"), EnvContext(num_envs=2))
     env.reset([0, 1], [start(1), start(2)])
