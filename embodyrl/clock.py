@@ -1,6 +1,10 @@
-"""Clock that excludes suspended time, for deadlines."""
+"""Deadlines: a clock that excludes suspended time, and a time limit for a block of code."""
 
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LONGEST_S = 1.0
 """Maximum time in seconds counted between two readings; a longer gap means that the process was suspended."""
@@ -21,3 +25,24 @@ class RunClock:
         last, self._last = self._last, time.monotonic()
         self._ran += min(self._last - last, _LONGEST_S)
         return self._ran
+
+
+@contextmanager
+def raise_after(seconds: float, error: Exception, *, counts_cpu_time: bool = False) -> Iterator[None]:
+    """Raise `error` in the block after `seconds`, if the current thread is the main thread, which receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: object) -> None:
+        raise error
+
+    timer = signal.ITIMER_VIRTUAL if counts_cpu_time else signal.ITIMER_REAL
+    signum = signal.SIGVTALRM if counts_cpu_time else signal.SIGALRM
+    previous_handler = signal.signal(signum, stop)
+    signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0.0)
+        signal.signal(signum, previous_handler)

@@ -1,8 +1,6 @@
 """Rows of text tasks, with optional images, from JSON Lines or Parquet files, folders, or user functions."""
 
 import re
-import signal
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from embodyrl.clock import raise_after
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.files import inside, read_json_lines, read_parquet, visible_files
@@ -328,7 +327,10 @@ def _read_columns(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> TextR
     row = read_texts(raw, cfg, where)
     if cfg.answer_pattern is None:
         return row
-    match = _search(cfg.answer_pattern, row.reference, where)
+    # The pattern may come from an untrusted config. In workers, the limit does not apply: all rows were checked before.
+    error = ConfigError(f"{where}: data.answer_pattern={cfg.answer_pattern!r} takes too long. Simplify the pattern.")
+    with raise_after(_PATTERN_S, error, counts_cpu_time=True):
+        match = re.search(cfg.answer_pattern, row.reference)
     matched = match and match[1 if match.re.groups else 0]
     if matched is None:
         raise ConfigError(
@@ -336,27 +338,6 @@ def _read_columns(raw: Mapping[str, Any], cfg: RowSettings, where: str) -> TextR
             f"{row.reference[-60:]!r}. Correct the row or the pattern."
         )
     return replace(row, reference=matched.strip())
-
-
-def _search(pattern: str, text: str, where: str) -> re.Match[str] | None:
-    """Search for a pattern, possibly from an untrusted config, with a limit of CPU time in the main thread.
-
-    Raises:
-        ConfigError: the limit is exceeded.
-    """
-    if threading.current_thread() is not threading.main_thread():  # a worker; all rows were checked in the main process
-        return re.search(pattern, text)
-
-    def stop(number: int, frame: object) -> None:
-        raise ConfigError(f"{where}: data.answer_pattern={pattern!r} takes too long. Simplify the pattern.")
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _PATTERN_S)
-    try:
-        return re.search(pattern, text)
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, previous)
 
 
 def render_prompt(row: TextRow, template: ChatTemplate | None, removed_tokens: Collection[str]) -> str:

@@ -6,13 +6,13 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
+from embodyrl.clock import raise_after
 from embodyrl.envs.check import declaration_checks, episode_checks, rendering_checks
 from embodyrl.envs.check.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
@@ -87,32 +87,13 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
 def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding:
     harness.note, harness.violations, harness.warnings = "", [], []
     try:
-        with _deadline(timeout_s):
+        with raise_after(timeout_s, TimeoutError(f"the check did not finish within {timeout_s:g} s")):
             check(harness)
     except Exception as error:  # the code of the environment may raise any exception
         harness.violations = [Violation(name, "no error", format_error(error))]
     level = "FAIL" if harness.violations else "warn" if harness.warnings else "ok"
     violations = (*harness.violations, *harness.warnings)
     return Finding(check=name, level=level, note=harness.note, violations=violations)
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the `with` block after `seconds`, if the current thread is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
-        return
-
-    def raise_timeout(signal_number: int, frame: object) -> None:
-        raise TimeoutError(f"the check did not finish within {seconds:g} s")
-
-    previous_handler = signal.signal(signal.SIGALRM, raise_timeout)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def check_env_in_subprocess(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
