@@ -42,7 +42,7 @@ class Link(Values):
         self.test_globals = {}
         """Globals of the test; only its code reads attributes of the program's objects."""
         self.is_used = False
-        """Whether the test has sent a request."""
+        """True after the first request of the test."""
         self._writes = []
         """Attributes of the test's objects that the program changed: (object, previous attributes)."""
         self.rejections, self.failures = [], []

@@ -2,9 +2,9 @@
 
 import builtins
 import copy
+import inspect
 import math
 import operator
-import sys
 from typing import Any
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -57,7 +57,8 @@ class Remote:
     def __getattr__(self, name):
         if name.startswith("__") and name not in _READABLE:
             raise AttributeError(name)
-        return self._link.read_attribute(self, name, sys._getframe(1))
+        frame: Any = inspect.currentframe()
+        return self._link.read_attribute(self, name, frame.f_back)
 
     def __setattr__(self, name, value):
         self._link.request("setattr", self, name, value)
@@ -99,6 +100,11 @@ class Remote:
 def isinstance_of(value, kind):
     """Return True for an instance of `kind`; unlike `isinstance`, without calling the other process."""
     return issubclass(type(value), kind)
+
+
+def get_number(value):
+    """Return the number of an object or exception class of the other process."""
+    return value._class_number if isinstance_of(value, type) else value._number
 
 
 def _build_special_method(name):

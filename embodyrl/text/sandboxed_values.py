@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from embodyrl.text.sandboxed_objects import Remote, RemoteException, iterate, iterate_async, wait
+from embodyrl.text.sandboxed_objects import Remote, RemoteException, get_number, iterate, iterate_async, wait
 
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)}
 _MAPPINGS = {
@@ -118,7 +118,7 @@ class Values:
     def _pack_object(self, value, kind):
         """Encode an exception, a class, an instance of a subclass of plain data, or a reference to another object."""
         if issubclass(kind, Remote | RemoteException):
-            return ["receiver", value._number]
+            return ["receiver", get_number(value)]
         if issubclass(kind, type):
             return self._pack_class(value)
         if issubclass(kind, BaseException):
@@ -141,7 +141,7 @@ class Values:
 
     def _pack_class(self, kind):
         if issubclass(kind, RemoteException):
-            return ["receiver", kind._class_number]
+            return ["receiver", get_number(kind)]
         if _find_class(kind.__module__, kind.__name__) is kind:
             return ["class", kind.__module__, kind.__name__]
         if issubclass(kind, BaseException):
