@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.cli.doctor.probes import installed_version
-from embodyrl.cli.output import replace_control_characters, show_result
+from embodyrl.cli.output import show_result
 from embodyrl.devices import query_gpus, visible_gpus
-from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.errors import EmbodyError, MissingDependencyError, replace_control_characters
 from embodyrl.files import available_bytes, available_cores, json_text, write_atomically
 from embodyrl.isolation import NoResultError, call_isolated
 from embodyrl.plan.rates import MeasuredRates, rates_file, read_measured_rates
