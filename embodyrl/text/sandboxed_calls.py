@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 
 from embodyrl.text.sandboxed_objects import (
     BINARY,
@@ -44,7 +44,7 @@ class Link(Values):
         self.is_used = False
         """True after the first request of the test."""
         self._writes = []
-        """Attributes of the test's objects that the program changed: (object, previous attributes)."""
+        """Attributes of the test's objects that the program set: (object, name, existed before, old value)."""
         self.rejections, self.failures = [], []
         """Reasons why operations of the test do not count, and exceptions of functions that the program called."""
         self.read_output: Callable[[], str] = str
@@ -67,7 +67,7 @@ class Link(Values):
             raise EOFError("The other process exited, or sent a message that is too long.")
         return json.loads(line)
 
-    def request(self, operation, *args, **kwargs):
+    def request(self, operation, /, *args, **kwargs):
         """Send a request to the other process, execute its requests until it replies, and return the reply."""
         self.is_used, num_writes = True, len(self._writes)
         named = {name: self.pack(value) for name, value in kwargs.items()}
@@ -96,18 +96,21 @@ class Link(Values):
 
     def _undo_writes(self, num_writes):
         """Restore the attributes of the test's objects that the program has changed since the first `num_writes`."""
-        for value, attributes in reversed(self._writes[num_writes:]):
-            for name, old in attributes.items():
+        for value, name, has_old, old in reversed(self._writes[num_writes:]):
+            if has_old:
                 setattr(value, name, old)
+            else:
+                delattr(value, name)
         del self._writes[num_writes:]
 
     def _write_public(self, value, name, new):
-        """Set an attribute of an object of the test; a method, or an object of the program, is refused."""
+        """Set an attribute of an object of the test, but no method."""
         _require_public(value, name)
-        if isinstance(value, type) or isinstance_of(new, Remote) or callable(getattr(value, name, None)):
+        has_old, old = hasattr(value, name), getattr(value, name, None)
+        if isinstance(value, type) or callable(old):
             raise AttributeError(name)
-        self._writes.append((value, {name: getattr(value, name)} if hasattr(value, name) else {}))
         setattr(value, name, new)
+        self._writes.append((value, name, has_old, old))
 
     def _unpack_as(self, kind, content):
         value = self.unpack(content)
@@ -121,6 +124,8 @@ class Link(Values):
             if self.strict and request["args"][0][0] != "receiver":
                 raise TypeError("Only objects of the test can be used.")
             args = self.unpack_all(request["args"])
+            if self.strict and request["do"] == "call":
+                _check_call(args[0], request)
             kwargs = {name: self.unpack(value) for name, value in request["named"].items()}
             arguments = {**dict(enumerate(args)), **kwargs}
             is_call = request["do"] == "call" and not self.strict
@@ -138,7 +143,8 @@ class Link(Values):
     def reject(self, reason):
         """Raise `RejectedOperation`, and store the reason."""
         self.rejections.append(reason)
-        raise RejectedOperation(reason)
+        self.failures.append(RejectedOperation(reason))  # the test may catch it
+        raise self.failures[-1]
 
     def check_class(self, kind):
         """Return a built-in type or exception class of the program, if the test may use it."""
@@ -169,6 +175,8 @@ class Link(Values):
             if other is not target and other is not None:
                 self.rejections.append("compares an object of the program by ==, which its class could define")
             return (other is target) == (name == "eq")
+        if name in ("or", "ror") and (other is None or isinstance_of(other, type)):
+            return target  # an annotation such as `Node | None`
         if name in COMPARISONS or not isinstance_of(other, Remote):
             self.reject(f"applies {name} to an object of the program, whose class could define it")
         return self.request(name, target, other)
@@ -218,18 +226,33 @@ def _check_error(error):
     return RuntimeError(f"the program raised {type(error).__name__}: {error}") if is_unusual else error
 
 
+def _check_call(function, request):
+    """Raise TypeError if the program passes an object of the test to a function that is not written in Python.
+
+    Functions such as `getattr` and `str.format` could read the globals of the test.
+    """
+    is_python = isinstance(function, FunctionType | MethodType) or _get_class(function).__module__ == "__main__"
+    if not is_python and '"receiver"' in json.dumps([request["args"][1:], request["named"]]):
+        raise TypeError("Objects of the test can only be passed to functions of the test.")
+
+
 def _read_public(value, name):
     """Return an attribute of an object that a test passes to the program.
 
-    Only public attributes of the test's own classes and of file-like objects are readable, because functions and
-    generators refer to the source of the test.
+    Only names of functions, and public attributes of the test's own classes and of file-like objects, are readable,
+    because functions and generators refer to the source of the test.
     """
-    _require_public(value, name)
+    if name not in ("__name__", "__qualname__"):
+        _require_public(value, name)
     return getattr(value, name)
 
 
+def _get_class(value):
+    return value if isinstance(value, type) else type(value)
+
+
 def _require_public(value, name):
-    kind = value if isinstance(value, type) else type(value)
+    kind = _get_class(value)
     if name.startswith("_") or (
         kind.__module__ != "__main__" and kind not in (SimpleNamespace, io.StringIO, io.BytesIO)
     ):

@@ -66,7 +66,7 @@ class Remote:
     def __delattr__(self, name):
         self._link.request("delattr", self, name)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, /, *args, **kwargs):
         return self._link.request("call", self, *args, **kwargs)
 
     def __next__(self):
@@ -116,6 +116,7 @@ def _build_special_method(name):
 
 for _name in OPERATIONS.keys() - {"contains"}:
     setattr(Remote, f"__{_name}__", _build_special_method(_name))
+Remote.__doc__ = property(lambda self: self._link.request("getattr", self, "__doc__"))  # type: ignore[assignment]
 
 
 def iterate(remote):
@@ -168,7 +169,7 @@ def take_next(iterator, sent):
 
 
 OBJECT_OPERATIONS = {
-    "call": lambda function, *args, **kwargs: function(*args, **kwargs),
+    "call": lambda function, /, *args, **kwargs: function(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
     "delattr": delattr,

@@ -29,10 +29,10 @@ _MODULE_OF_NAME = {
 """Module of each name that always refers to Python's function, class or constant.
 
 Tests apply these names to results: a program could define a function that accepts any result."""
-_RUNS_CODE = {"builtins", "ctypes", "marshal", "pickle", "runpy", "shelve"}
+_RUNS_CODE = {"builtins", "ctypes", "marshal", "pickle", "runpy", "shelve", "sympy", "timeit"}
 """Modules that could execute a result of the program in the process of the test."""
 _EXECUTING = ("eval", "exec", "compile", "__import__", "__builtins__")
-_OUT_OF_REACH = ("patch", "getsource", "signature", "getfullargspec", "iscoroutinefunction")
+_OUT_OF_REACH = ("patch", "getsource", "signature", "getfullargspec", "get_type_hints", "iscoroutinefunction")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CONSTANT = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.unaryop, ast.expr_context)
 
@@ -60,7 +60,8 @@ def find_problems(source):
             if name.startswith("assert") and is_program_name(node.func):
                 reasons.append(f"calls {name}, which the program could define to accept anything; import {name}")
             if is_program_name(node.func):
-                passed = asserting & {arg.id for arg in node.args if isinstance(arg, ast.Name)}
+                arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+                passed = asserting & {arg.id for arg in arguments if isinstance(arg, ast.Name)}
                 reasons += [f"passes {name} to the program, which might not call it" for name in sorted(passed)]
             if name.split(".")[-1] in _OUT_OF_REACH:
                 reasons.append(f"uses {name}, which cannot reach the program in another process")
@@ -217,5 +218,7 @@ def run_test(source, incoming, outgoing):
     finally:
         link.close()
     if link.failures:
+        if link.rejections:
+            return link.rejections[-1]
         raise link.failures[0]
     return "" if link.is_used else "uses nothing of the program"

@@ -89,8 +89,8 @@ class Stack:
     def push(s, x): s.items.append(x); return s
 def hello(): print('Hello')
 """
-PLACES = """
-import array, collections
+PLACES = '''
+import array, collections, functools
 import numpy as np
 def push(s, x): s.append(x); return len(s)
 def same(x): return x
@@ -105,10 +105,19 @@ def reverse(node):
     return last
 def raise_prices(items):
     for i in items: i.price += 1
+def count(node): node.mark = 1; return 1
+def insert(node, v): node.next = N(v, node.next); return node
+class N:
+    def __init__(s, v, next=None): s.v, s.next = v, next
+def calc(a, *, operation, function=None, self=1): return f'{operation}{a}{self}'
+def timed(g):
+    """Time g."""
+    def h(*a): return h.__name__, g(*a)
+    return functools.wraps(g)(h)
 def each(items, g): return [g(i) for i in items]
 def forms(): return [b'a', bytearray(b'b'), 2j, range(3), {1: {2}}, None, 1.5, array.array('i', [4]), {1: 2}.items()]
 def queue(): return collections.deque([1, 2], 2)
-"""
+'''
 NODE = "class N:\n    def __init__(s, v, next=None): s.v, s.next = v, next\n"
 LISTED = "def listed(n): return [n.v, *listed(n.next)] if n else []\n"
 HONEST = {
@@ -154,6 +163,11 @@ HONEST = {
         "class I:\n    def __init__(s, p): s.price = p\nassert total([I(1), I(2)]) == 3",
         "from types import SimpleNamespace\nn = SimpleNamespace(price=1)\nraise_prices([n])\nassert n.price == 2",
         NODE + LISTED + "assert listed(reverse(N(1, N(2, N(3))))) == [3, 2, 1]",
+        NODE + LISTED + "assert listed(insert(N(1, N(2)), 5)) == [1, 5, 2]",
+        "assert calc(1, operation='add', function=len, self=3) == 'add13'",
+        "@timed\ndef g(x): return x + 1\nassert g(1) == ('g', 2) and timed.__doc__ == 'Time g.'",
+        "def size(n: N | None) -> int: return 1 + size(n.next) if n else 0\nassert size(N(1, N(2))) == 2",
+        "assert each([1, -2], abs) == [1, 2] and each(['a', 'b'], 'ab'.index) == [0, 1]",
         "x = [2, 1]\nassert (lambda q: same(q))(x) == x == {'k': same}['k'](x)",
         "class N: pass\nn = N()\nassert same(n) is n and same([n])[0] is n",
         "k = 10\nassert each([1, 2], lambda i: i * k) == [10, 20] == each([1, 2], k.__mul__)",
@@ -175,6 +189,9 @@ SEPARATE = [
     "x = [[1], [2]]\nsame(x)[0].append(9)\nassert x == [[1], [2]]",
     "s = []\nassert push(s, 1) == 1 and s == []",
     "class I: price = 1\ni = I()\ntry:\n    raise_prices([i, 4])\nexcept AttributeError:\n    assert i.price == 1",
+    "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass I: price: int = 1\ni = I()\n"
+    "try:\n    raise_prices([i])\nexcept Exception:\n    assert i.price == 1",
+    NODE + "n = N(1)\nassert count(n) == 1 and not hasattr(n, 'mark')",
 ]
 
 
@@ -286,6 +303,9 @@ CHEATS = [
     "import types\nb = types.SimpleNamespace(is_solved=lambda: False)\nsolve(b)\nassert b.is_solved()",
     "def handler(x):\n    assert g(x) == 4\neach([1, 2], handler)",
     "@timed\ndef check():\n    assert g(2) == 4\ncheck()",
+    "def handler(x):\n    assert g(x) == 4\neach([1, 2], g=handler)",
+    "try:\n    assert f(2) < 4\nexcept BaseException:\n    pass",
+    "import sympy\nassert sympy.sympify(text(2)[0]) == 7",
     "def got(v):\n    assert v == 4\ne = Emitter()\non = e.on\non(got)\ne.emit()",
     *("assert [*map(eval, text(2))] == [7]", "import builtins\nassert builtins.eval(text(2)[0]) == 7"),
     *("ev = eval\nassert ev(text(2)[0]) == 7", "x = 4", "if __name__ == '__main__':\n    assert g(2) == 4"),
@@ -352,5 +372,13 @@ def f(g):
 """
 
 
+READERS = """
+def by_getattr(g, read): return read(g, '__globals__')['secret']
+def by_format(g, read): return read('{0.__globals__[secret]}', g)
+"""
+
+
 def test_program_cannot_read_the_test_through_its_callbacks():
+    for test in ("by_getattr(g, getattr)", "by_format(g, str.format)"):
+        assert outcome(READERS, f"secret = 7\ndef g(): return 1\nassert int({test}) == 7") is False
     assert outcome(FRAMES, "secret = 4831907\ndef g(): return secret\nassert f(g) == 'nothing'") is True
