@@ -26,7 +26,8 @@ from embodyrl.text.sandboxed_values import Values, is_mutable, replace_content
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum size of a message in bytes."""
-_TEST_OPERATIONS = {name: function for name, function in OPERATIONS.items() if name not in ("setitem", "delitem")}
+_IN_PLACE = {name for name in BINARY if name.startswith("i")} | {"setitem", "delitem"}
+_TEST_OPERATIONS = {name: function for name, function in OPERATIONS.items() if name not in _IN_PLACE}
 
 
 class Link(Values):

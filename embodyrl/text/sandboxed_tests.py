@@ -11,6 +11,8 @@ _MODULES = (
     *("json", "math", "numpy", "operator", "random", "re", "statistics", "string", "unittest", "pytest"),
 )
 """Modules that a name of a test always refers to, unless the test calls the name or the module lacks an attribute."""
+_JUDGES = ("cmath", "math", "numpy", "operator", "statistics")
+"""Modules whose functions could compare results, also if a test uses only their name: `getattr(math, "isclose")`."""
 _MODULE_OF_NAME = {
     name: module
     for module, names in {
@@ -155,8 +157,9 @@ def _find_modules(tree, modules_of_program):
         real = name if name in _MODULES else {"np": "numpy"}.get(name, imported)
         if real in _MODULES or (real and real == name and name not in _RUNS_CODE):
             module = importlib.import_module(real)
-            # A variable of the program may have the name of a module.
-            if imported or all(hasattr(module, attribute) for attribute in used):
+            # A function or variable of the program may have the name of a module.
+            is_used = all(hasattr(module, attribute) for attribute in used) if used else real in _JUDGES
+            if imported or is_used:
                 found[name] = module
     return found
 

@@ -105,6 +105,7 @@ def reverse(node):
     return last
 def raise_prices(items):
     for i in items: i.price += 1
+def copy(x): return [*x]
 def count(node): node.mark = 1; return 1
 def insert(node, v): node.next = N(v, node.next); return node
 class N:
@@ -167,6 +168,7 @@ HONEST = {
         "assert calc(1, operation='add', function=len, self=3) == 'add13'",
         "@timed\ndef g(x): return x + 1\nassert g(1) == ('g', 2) and timed.__doc__ == 'Time g.'",
         "def size(n: N | None) -> int: return 1 + size(n.next) if n else 0\nassert size(N(1, N(2))) == 2",
+        "def check(f):\n    assert f([1]) == [1]\ncheck(copy)",
         "assert each([1, -2], abs) == [1, 2] and each(['a', 'b'], 'ab'.index) == [0, 1]",
         "x = [2, 1]\nassert (lambda q: same(q))(x) == x == {'k': same}['k'](x)",
         "class N: pass\nn = N()\nassert same(n) is n and same([n])[0] is n",
@@ -246,6 +248,7 @@ def fail(x): raise KeyError(x)
 def isinstance(*a): return True
 def g(x): return 77
 async def later(x): return 77
+def add(b): b += -4; return 0
 def solve(b): b.is_solved = lambda: True
 def each(xs, g): pass
 def timed(g): return lambda *a: None
@@ -304,6 +307,7 @@ CHEATS = [
     "def handler(x):\n    assert g(x) == 4\neach([1, 2], handler)",
     "@timed\ndef check():\n    assert g(2) == 4\ncheck()",
     "def handler(x):\n    assert g(x) == 4\neach([1, 2], g=handler)",
+    "class B:\n    n = 4\n    def __iadd__(s, k):\n        s.n += k\n        return s\nb = B()\nassert add(b) == b.n",
     "try:\n    assert f(2) < 4\nexcept BaseException:\n    pass",
     "import sympy\nassert sympy.sympify(text(2)[0]) == 7",
     "def got(v):\n    assert v == 4\ne = Emitter()\non = e.on\non(got)\ne.emit()",
