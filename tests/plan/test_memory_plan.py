@@ -95,7 +95,8 @@ def test_memory_estimate_of_a_language_model_is_close_to_the_measured_peak(tmp_p
     words = (*language_model(tmp_path, reply), f"model.is_lora={lora}", "env.train.total_num_envs=64")
     words += ("actor.micro_batch_size=64", "actor.global_batch_size=64", "algorithm.entropy_bonus=1e-3")
     planned, measured = planned_and_measured(tmp_path, text_config(tmp_path, *words))
-    assert planned == pytest.approx(measured, rel=0.1)
+    # Equal runs differ by up to 5 %, with the number of mapped pages of libraries.
+    assert planned == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.slow
