@@ -145,10 +145,10 @@ class RemoteException(BaseException):
     _number: int
     _text: str
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, /, *args, **kwargs):
         return cls._link.request("call", cls, *args, **kwargs)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, /, *args, **kwargs):
         pass
 
     def __str__(self):

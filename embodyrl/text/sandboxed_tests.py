@@ -31,7 +31,7 @@ _MODULE_OF_NAME = {
 """Module of each name that always refers to Python's function, class or constant.
 
 Tests apply these names to results: a program could define a function that accepts any result."""
-_RUNS_CODE = {"builtins", "ctypes", "marshal", "pickle", "runpy", "shelve", "sympy", "timeit"}
+_RUNS_CODE = {"builtins", "ctypes", "importlib", "marshal", "pickle", "runpy", "shelve", "sympy", "timeit"}
 """Modules that could execute a result of the program in the process of the test."""
 _EXECUTING = ("eval", "exec", "compile", "__import__", "__builtins__")
 _OUT_OF_REACH = ("patch", "getsource", "signature", "getfullargspec", "get_type_hints", "iscoroutinefunction")
@@ -72,8 +72,9 @@ def find_problems(source):
         elif isinstance(node, _FUNCTIONS) and node.name in asserting and any(map(is_program_name, node.decorator_list)):
             reasons.append(f"decorates {node.name} with a function of the program, which might not call it")
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            imported = {alias.name for alias in node.names} | {getattr(node, "module", None)}
-            reasons += [f"imports {name}, which could execute a result" for name in sorted(_RUNS_CODE & imported)]
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            packages = {name.partition(".")[0] for name in imported}
+            reasons += [f"imports {name}, which could execute a result" for name in sorted(_RUNS_CODE & packages)]
         elif isinstance(node, ast.ClassDef):
             reasons += [
                 f"derives class {node.name} from {base.id}, a class of the program in another process"

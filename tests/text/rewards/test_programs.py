@@ -78,6 +78,7 @@ def test_program_search_in_a_degenerate_reply_ends_before_the_timeout(form: str)
         ("from unittest.mock import patch\nwith patch('builtins.input'):\n    f(1)", "uses patch"),
         ("assert eval(f(2)) == 4", "uses eval"),
         ("def check(x):\n    assert f(x) == 4\neach([1], check)", "passes check to the program"),
+        ("from sympy.parsing.sympy_parser import parse_expr\nassert parse_expr(f(2)) == 4", "imports sympy"),
         ("from pickle import loads\nassert loads(f(2)) == 4", "imports pickle"),
         ({"input": "1"}, "is neither a text nor"),
     ],
