@@ -22,15 +22,15 @@ class SelectionSettings(BufferSettings):
     imitate_above: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
     """Episodes with a return above this value (after algorithm.reward_scale) are imitated.
     With success rewards of 0 and 1, the default 0 selects successful episodes."""
+    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of the exponential moving average (EMA) of the weights; rollouts and checkpoints use the averaged weights.
+    0: no averaging."""
 
 
 class FilteredSettings(SelectionSettings):
     """Settings of filtered behavior cloning."""
 
     imitates = True
-    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay of the exponential moving average (EMA) of the weights; rollouts and checkpoints use the averaged weights.
-    0: no averaging."""
 
 
 def compute_filtered_credits(episodes: Sequence[Episode], _: EstimatorInputs, cfg: FilteredSettings) -> list[Credit]:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from embodyrl.algorithms.off_policy.filtered_bc import FilteredSettings
 from embodyrl.algorithms.off_policy.replay import Frames, ReplayBuffer
@@ -14,14 +13,15 @@ from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.data.rl_demonstrations import build_observation_fields, load_rl_demonstrations
 from embodyrl.learners.imitation import encode_reply_batch
+from embodyrl.learners.off_policy.weight_average import WeightAverage
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, summarize_updates
-from embodyrl.policies.protocol import TextPolicy, mark_weights_changed
+from embodyrl.policies.protocol import TextPolicy
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation
 
-REPLAY, TRAINED = "replay", "trained"
-"""Names of checkpoint files: the replay buffer, and the trained weights if rollouts use averaged weights."""
+REPLAY = "replay"
+"""Name of the checkpoint file with the replay buffer."""
 
 
 class FilteredLearner(Learner):
@@ -38,10 +38,7 @@ class FilteredLearner(Learner):
         self._horizon = spec.imitated or spec.num_action_chunks
         # One chunk is one sample: no discount, no n-step return.
         self._replay = ReplayBuffer(settings.replay_size, 1.0, 1)
-        trained = {name: w for name, w in self._policy.module.named_parameters() if w.requires_grad}
-        self._weights = trained if settings.average else {}
-        # Weights that the module does not contain: the average during an update, else the trained weights.
-        self._swapped_weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self._average = WeightAverage(context.trainer, settings.average)
         self._demonstrations = (
             load_rl_demonstrations(settings.demonstrations, spec) if settings.demonstrations else None
         )
@@ -66,7 +63,7 @@ class FilteredLearner(Learner):
         )
         self._trainer.ranks.shard_weights()
         self._policy.module.train()
-        self._swap()
+        self._average.swap()
         steps: list[dict[str, float]] = []
         for done in range(count):
             batch = self._sample_batch(rng, stored, num_demonstrations)
@@ -78,25 +75,13 @@ class FilteredLearner(Learner):
             )
             if step_result is not None:
                 steps.append(step_result[0])
-                with torch.no_grad():
-                    for name, weight in self._weights.items():
-                        self._swapped_weights[name].lerp_(weight, 1 - self._settings.average)
-        self._swap()
+                self._average.add()
+        self._average.swap()
         # Dropout is disabled, because inference and training must compute the same log-probabilities.
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
         self._trainer.ranks.reshard()
         return result | summarize_updates(steps, count, self._trainer.optimization.lr)
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        """Swap the policy's weights with the stored weights, which are either the average or the trained weights."""
-        for name, weight in self._weights.items():
-            copy = weight.clone()
-            weight.copy_(self._swapped_weights[name])
-            self._swapped_weights[name] = copy
-        if self._weights:
-            mark_weights_changed(self._policy.module)
 
     def _count_tokens(self, obs: Observation, actions: FloatArray) -> IntArray | None:
         """Return the number of tokens of each sample; None: the number is not needed."""
@@ -163,33 +148,14 @@ class FilteredLearner(Learner):
 
     def save(self, folder: Path) -> None:
         """Save the buffer if `save_replay` is set, and the trained weights if rollouts use averaged weights."""
-        # Gathering is collective, but only rank 0 writes. The buffer is equal on all ranks.
-        trained = self._trainer.ranks.gather(self._swapped_weights)
-        if self._trainer.ranks.rank_info.rank:
-            return
-        if trained:
-            save_state(folder, TRAINED, trained)
-        if self._settings.save_replay:
+        self._average.save(folder)
+        # The buffer is equal on all ranks.
+        if self._settings.save_replay and not self._trainer.ranks.rank_info.rank:
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:
-        """Restore the state written by `save`.
-
-        Without saved trained weights, training continues from the weights of the policy.
-        """
-        ranks = self._trainer.ranks
-        ranks.shard_weights()
-        self._swapped_weights = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        if self._weights and (folder / f"{TRAINED}.json").is_file():
-            trained = load_state(folder, TRAINED)
-            # Load the trained weights through the module, which shards them; `_swap` restores the average afterwards.
-            with ranks.full_weights(write=True), torch.no_grad():
-                for name, weight in self._policy.module.named_parameters():
-                    if name in trained:
-                        weight.copy_(trained[name])
-            ranks.shard_weights()
-            self._swap()
-        ranks.reshard()
+        """Restore the state written by `save`."""
+        self._average.load(folder)
         if (folder / f"{REPLAY}.json").is_file():
             state: dict[str, Any] = load_state(folder, REPLAY)
             self._replay.load_state(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings, policy_loss, sm
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.learners.off_policy.critic_learner import CriticLearner
+from embodyrl.learners.off_policy.weight_average import WeightAverage
 from embodyrl.learners.protocol import LearnerContext
 from embodyrl.learners.training import UpdateGenerator, backward, update_targets
 from embodyrl.policies.soft_actor.protocol import RegressionActor
@@ -29,7 +31,8 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
     """Learner that trains critics and a deterministic policy; the policy also imitates successful episodes.
 
     Features and next actions are computed once per training step, with the policy at its start, for all stored
-    observations. Therefore the target policy is the policy of the last training step, and critic updates are cheap.
+    observations. Therefore the target policy is the policy of the last training step (with averaged weights if
+    `average` is set), and critic updates are cheap.
     """
 
     def __init__(self, context: LearnerContext) -> None:
@@ -40,6 +43,7 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
         super().__init__(context, policy, settings)
         self._encoded: tuple[Tensor, Tensor] | None = None
         """Features [N, F] and greedy chunks [N, L] of all stored observations; None: not computed yet."""
+        self._average = WeightAverage(context.trainer, settings.average)
         if settings.demonstrations:
             self._add(self._load_demonstrations())
 
@@ -114,6 +118,7 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
         with torch.no_grad():
             scale = self._critics(features[rows], targets).mean(0).abs().mean().clamp(min=1e-6)
         self._critics.requires_grad_(False)
+        self._average.swap()
 
         def compute(part: IntArray) -> ImitationLoss:
             _, chunk = self._policy.propose(read_observation(self._replay, rows[part]))
@@ -128,5 +133,18 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
             lambda losses, _: (losses.loss.sum() / len(rows), None),
             weights_status="the policy is unchanged, but the critics were updated",
         )
+        if result is not None:
+            self._average.add()
+        self._average.swap()
         self._critics.requires_grad_(True)
         return None if result is None else result[0]
+
+    def save(self, folder: Path) -> None:
+        """Save the state of the critics and the replay buffer, and the trained weights if they are averaged."""
+        super().save(folder)
+        self._average.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore the state written by `save`."""
+        super().load(folder)
+        self._average.load(folder)

@@ -17,7 +17,8 @@ from embodyrl.channels.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.commands.collect import collect
 from embodyrl.data.reader import load_demonstrations
 from embodyrl.errors import ConfigError
-from embodyrl.learners.off_policy.filtered_bc_learner import TRAINED, FilteredLearner
+from embodyrl.learners.off_policy.filtered_bc_learner import FilteredLearner
+from embodyrl.learners.off_policy.weight_average import TRAINED
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
@@ -211,8 +212,8 @@ def test_policy_may_use_averaged_weights(make, tmp_path):
         weights[name] = deepcopy(actor._policy.module.state_dict())
     for name, weight in weights["moving"].items():
         torch.testing.assert_close(weight, start[name].lerp(weights["plain"][name], 0.25), rtol=0, atol=1e-7)
-        if name in moving[1]._swapped_weights:
-            assert torch.equal(moving[1]._swapped_weights[name], weights["plain"][name]), name
+        if name in moving[1]._average._swapped_weights:
+            assert torch.equal(moving[1]._average._swapped_weights[name], weights["plain"][name]), name
     list(moving[0].handle(SaveRequest(folder=str(tmp_path / "saved"))))
     list(again[0].handle(LoadRequest(folder=str(tmp_path / "saved"))))
     losses_now = [update(host, record_refs, step=1)["loss"] for host, _, _, record_refs in (plain, moving, again)]
@@ -274,8 +275,8 @@ def test_learning_starts_and_save_replay_are_respected(make, tmp_path):
 def test_skipped_update_keeps_the_weight_average(make):
     """The trained weights are not finite, but the average stays finite."""
     host, actor, _, record_refs = make("algorithm.average=0.5", "faults.on_nonfinite=skip")
-    name = next(iter(actor._swapped_weights))
-    actor._swapped_weights[name].fill_(torch.nan)
+    name = next(iter(actor._average._swapped_weights))
+    actor._average._swapped_weights[name].fill_(torch.nan)
     before = {name: weight.clone() for name, weight in host.policy.module.state_dict().items()}
     metrics = update(host, record_refs)
     assert metrics["optimizer_steps"] == 0
