@@ -107,7 +107,8 @@ class CriticLearner(Learner, Generic[P, C]):
         final_records = arena.read([finals[int(episode[end - 1])] for end in positions])
         records = np.insert(chunk_records, positions, final_records)
         is_action = np.insert(np.ones(len(chunk_records), np.bool_), positions, False)
-        valid = arena[Record.valid][records]
+        # A final record has only an observation; its other fields contain values of an earlier chunk.
+        valid = arena[Record.valid][records] & is_action[:, None]
         frames = Frames(
             seen=self._get_stored_fields(records),
             action=np.where(

@@ -130,6 +130,16 @@ def test_stored_transitions_are_sampled_actions_and_successes(make):
     np.testing.assert_array_equal(actor._replay["reward"][:6], [0, 0, 1, 0, 0, 0])
 
 
+def test_final_observation_has_no_reward(make):
+    """The record of a final observation contains the reward of an earlier chunk."""
+    _, actor, _, record_refs = make("algorithm.learning_starts=1000")
+    acted, final = record_refs[[0, 1, 3, 4, 5]], int(record_refs[2])
+    request = UpdateRequest(step=0, record_refs=acted, episode=[0, 0, 1, 1, 1], finals=((0, final),))
+    actor._store(request)
+    np.testing.assert_array_equal(actor._replay["reward"][:6], np.zeros(6))
+    assert not actor._replay[SUCCESS][:6].any()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_batches_contain_the_fraction_of_successes(make, share):
     """An empty class is replaced by the other class, in both directions."""
@@ -189,8 +199,39 @@ def test_critic_warmup_leaves_policy_unchanged(make):
     assert changed(before, host.policy.module)
 
 
-def test_resumed_run_equals_uninterrupted_run(tmp_path):
+def test_rollouts_and_target_policy_use_averaged_weights(make):
+    """One policy update from w to w' gives a policy of 0.75 w + 0.25 w', and the next update starts from w'."""
+    words = ("actor.optim.lr=0.01", "algorithm.updates_per_sample=0.1")
+    plain, moving = (make(*words, *more) for more in ((), ("algorithm.average=0.75",)))
+    start, after = deepcopy(moving[0].policy.module.state_dict()), []
+    for host, _, _, record_refs in (plain, moving):
+        update(host, record_refs)
+        after.append(deepcopy(host.policy.module.state_dict()))
+    for name, weight in after[1].items():
+        torch.testing.assert_close(weight, start[name].lerp(after[0][name], 0.25), rtol=0, atol=1e-6, msg=name)
+    host, actor, _, record_refs = moving
+    actor._average.swap()
+    assert all(torch.equal(weight, after[0][name]) for name, weight in host.policy.module.named_parameters())
+    actor._average.swap()
+    with torch.no_grad():
+        expected = actor._policy.propose(read_observation(actor._replay, np.arange(6)))
+    proposed: list[torch.Tensor] = []
+    encode = actor._encode
+
+    def record():
+        result = yield from encode()
+        proposed.extend(part[:6] for part in result)
+        return result
+
+    actor._encode = record
+    update(host, record_refs, step=1)
+    assert all(torch.equal(a, b) for a, b in zip(proposed, expected, strict=True))
+
+
+@pytest.mark.parametrize("average", [0.0, 0.9])
+def test_resumed_run_equals_uninterrupted_run(tmp_path, average):
     words = (*TD3, "runner.deterministic=true", "runner.save_interval=1", "actor.micro_batch_size=4")
+    words = (*words, f"algorithm.average={average}", "actor.optim.lr=0.003")
     whole = train_toy(tmp_path, *words, "runner.max_steps=3", name="whole")
     part = train_toy(tmp_path, *words, "runner.max_steps=2", name="part")
     resume_toy(part, "runner.max_steps=3")
