@@ -141,6 +141,8 @@ class LiberoSims(SequentialSimulators):
         ]
         self._experts: dict[int, Expert] = {}
         self._seeds: dict[int, int] = {}
+        self._goals: dict[int, tuple[float, float]] = {}
+        """By environment: the highest goal fraction of the episode before the last step, and that after the step."""
         self._settled: dict[tuple[int, int, int], tuple[SimState, bool]] = {}
         """Settled states by task, number of the initial state, and seed, and whether their goal is already reached."""
         self.pool = SimPool(self._build, max_models=max_models)
@@ -155,6 +157,7 @@ class LiberoSims(SequentialSimulators):
         """
         task, index = self.spec.task_of(reset_id)
         self._seeds[env_index] = seed
+        self._goals[env_index] = 0.0, 0.0
         self._experts[env_index] = Expert(seed, nearest=self._nearest)
         # In tasks that are not seeded, no fixture is placed at random, so all seeds give the same state.
         key = task, index, seed if task in self.spec.seeded_tasks else 0
@@ -187,11 +190,19 @@ class LiberoSims(SequentialSimulators):
 
         A change of 1 is 0.05 m or 0.5 rad.
         """
+        highest = max(self._goals[env_index])
+        self._goals[env_index] = highest, highest
         return self.pool.use(env_index).step(action)
 
     def info(self, env_index: int) -> dict[str, float]:
-        """Return `goals`: the fraction of the task's goal predicates that are true in the current state."""
-        return {"goals": self.pool.use(env_index).get_goal_fraction()}
+        """Return fractions of the task's goals that are reached: now, and by the last step for the first time.
+
+        `new_goals` compares `goals` with the earlier calls in the episode.
+        """
+        highest, _ = self._goals[env_index]
+        goals = self.pool.use(env_index).get_goal_fraction()
+        self._goals[env_index] = highest, goals
+        return {"goals": goals, "new_goals": max(goals - highest, 0.0)}
 
     def expert(self, env_index: int) -> FloatArray:
         """Return the expert's next action [7], which must be executed before the next call."""

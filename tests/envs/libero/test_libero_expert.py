@@ -67,6 +67,14 @@ def goals():
     harness.env.close()
 
 
+@pytest.fixture(scope="module")
+def new_goals():
+    """Return a long task whose reward is the fraction of goals that are reached for the first time."""
+    harness = Harness("libero_10", nearest=True, reward="embodyrl.envs.libero.reward:new_goals")
+    yield harness
+    harness.env.close()
+
+
 def test_suites_declare_tasks_with_experts():
     tasks = {
         name: FACTORY.spec(env_of("libero", task_suite_name=f"libero_{name}"), EnvContext()).expert.tasks
@@ -130,6 +138,39 @@ def test_goal_reward_is_the_fraction_of_goals_reached_at_the_end(goals, limit, e
         done = bool(result.done[0])
     assert bool(result.success.any()) is solved
     assert rewards == [0.0] * (len(rewards) - 1) + [earned]
+
+
+@pytest.mark.parametrize("limit", [200, 400])
+def test_new_goals_are_rewarded_once(new_goals, limit):
+    reset_id = new_goals.spec.get_reset_ids(7)[20]
+    new_goals.env.reset([0], [EpisodeStart(reset_id=reset_id, seed=5, max_episode_steps=limit)])
+    rewards, done = [], False
+    while not done:
+        _, result = new_goals.env.expert_chunk([0], 8, noise=0.0)
+        rewards += result.reward[0][result.valid[0]].tolist()
+        done = bool(result.done[0])
+    assert [reward for reward in rewards if reward] == [0.5] * (1 if limit == 200 else 2)
+    assert (rewards[-1] == 0.5) is (limit == 400), "the last goal ends the episode"
+
+
+def test_lost_goals_are_not_rewarded_again(new_goals):
+    new_goals.start(0, 7, 20, seed=5)
+    sims, sim = new_goals.sims, new_goals.sims.pool.use(0)
+    started = sims.save(0)
+    rewards = []
+    for _ in range(2):
+        sims.load(0, started)
+        for _ in range(200):
+            sims.step_env(0, sims.expert(0))
+            rewards.append(sims.info(0)["new_goals"])
+            assert sims.info(0)["new_goals"] == rewards[-1], "a second call returns the same"
+            if sims.info(0)["goals"]:
+                break
+        assert sims.info(0)["goals"] == 0.5
+        assert sim.get_goal_fraction() == 0.5
+    assert sum(rewards) == 0.5
+    new_goals.start(0, 7, 20, seed=5)
+    assert sims.info(0) == {"goals": 0.0, "new_goals": 0.0}
 
 
 def test_different_seeds_give_different_grasps(goal_harness):
