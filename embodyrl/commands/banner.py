@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
+from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.commands.held_out import held_out_banner_lines, rendering_banner_lines
 from embodyrl.commands.run_folder import weight_banner_lines
 from embodyrl.envs import ENVS
@@ -44,7 +45,9 @@ def common_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     }
     if run_plan.algorithm is not None:
         settings, loss = run_plan.algorithm.settings, run_plan.algorithm.loss_settings
-        clip = f", clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
+        clip = ""
+        if isinstance(loss, ClipSettings) and not isinstance(settings, BufferSettings):
+            clip = f", clip {loss.clip_ratio_low}/{loss.clip_ratio_high}"
         groups = f", groups of {settings.group_size}" if settings.group_size > 1 else ""
         lines["algorithm"] = (
             f"{settings.method}{clip}{groups} · {_describe_rollout_length(run_plan)} per step, sampled actions · "
