@@ -261,10 +261,12 @@ def _choose_batch_rows(path: Path, file: Any, name: str, limit: int) -> int:
         return min(_BATCH_ROWS, max(1, limit // max(chunk.total_uncompressed_size for chunk in chunks)))
     reader = ParquetFile(path, metadata=file.metadata, read_dictionary=[leaf.path for leaf in texts.values()])
     size = 0
-    for batch in reader.iter_batches(64 * _BATCH_ROWS, columns=[name]):
-        size += _count_expanded_bytes(batch.column(name))
-        if size > limit:
-            return 0
+    # One row group at a time, because the dictionaries of several row groups are not joined in nested columns.
+    for group in range(file.num_row_groups):
+        for batch in reader.iter_batches(64 * _BATCH_ROWS, row_groups=[group], columns=[name]):
+            size += _count_expanded_bytes(batch.column(name))
+            if size > limit:
+                return 0
     return _BATCH_ROWS
 
 

@@ -422,6 +422,17 @@ def test_repeated_texts_in_a_parquet_file_do_not_exceed_memory(tmp_path: Path, m
     assert pool.max_memory() < 75 << 20
 
 
+def test_images_in_several_row_groups_are_read_with_little_memory(tmp_path: Path, monkeypatch):
+    """A data set of images: one row group per episode, and a quarter of the free memory is larger than the images."""
+    parquet, pa, rng = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow"), np.random.default_rng(0)
+    images = [{"bytes": rng.bytes(4000), "path": f"frame_{k}.png"} for k in range(120)]
+    table = pa.table({"image": images, "views": [[image] * 2 for image in images]})
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=40)
+    monkeypatch.setattr(files, "available_bytes", lambda: 6 << 20)
+    assert files.read_parquet(tmp_path / "rows.parquet", ["image"]).equals(table.select(["image"]))
+    assert files.read_parquet(tmp_path / "rows.parquet", ["views"]).equals(table.select(["views"]))
+
+
 def test_nested_parquet_columns_are_read(tmp_path: Path):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     words = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 50), pa.array(["a", "b"]))
