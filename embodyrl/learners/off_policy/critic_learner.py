@@ -142,13 +142,13 @@ class CriticLearner(Learner, Generic[P, C]):
         """Split records into batches for one forward pass."""
         return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
 
-    def _load_demonstrations(self) -> Frames:
-        """Return the chunks of all demonstrations.
+    def _load_demonstrations(self, *, executed: bool = True) -> Frames:
+        """Return the chunks of all demonstrations, with the executed actions or with the labels.
 
         A demonstration is terminal if its last action is its first success. For a frozen policy, the frames contain
         features and residual actions relative to the policy's proposed actions: two forward passes per chunk.
         """
-        demos = load_rl_demonstrations(self._settings.demonstrations, self._policy.spec, executed=True)
+        demos = load_rl_demonstrations(self._settings.demonstrations, self._policy.spec, executed=executed)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
         pairs = list(zip(demos.start, demos.stop, strict=True))
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])

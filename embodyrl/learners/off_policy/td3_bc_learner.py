@@ -23,8 +23,8 @@ from embodyrl.policies.soft_actor.protocol import RegressionActor
 from embodyrl.policies.tensors import to_device
 from embodyrl.types import ImitationLoss, IntArray
 
-SUCCESS = "success"
-"""Field of the buffer: True for observations of episodes with a return above `imitate_above`."""
+SUCCESS, TARGET = "success", "target"
+"""Fields of the buffer: True for observations of episodes with a return above `imitate_above`; the imitated chunk."""
 
 
 class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
@@ -50,8 +50,14 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
     def _add(self, frames: Frames, request: UpdateRequest | None = None) -> None:
         _, episode = np.unique(frames.episode, return_inverse=True)
         success = np.bincount(episode, frames.reward) > self._settings.imitate_above
-        super()._add(replace(frames, seen={**frames.seen, SUCCESS: success[episode]}))
+        super()._add(replace(frames, seen={TARGET: frames.action, **frames.seen, SUCCESS: success[episode]}))
         self._encoded = None
+
+    def _load_demonstrations(self, *, executed: bool = True) -> Frames:
+        """Return the executed chunks of all demonstrations; the imitated chunks are the labels, which have no noise."""
+        frames = super()._load_demonstrations(executed=executed)
+        labels = super()._load_demonstrations(executed=False)
+        return replace(frames, seen={**frames.seen, TARGET: labels.action})
 
     def _run_update(
         self, rng: np.random.Generator, step: int, *, updates_policy: bool
@@ -113,7 +119,7 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
 
     def _update_policy(self, rows: IntArray, features: Tensor, step: int) -> UpdateGenerator[dict[str, float] | None]:
         """Take one optimizer step of the policy on the buffer indices `rows` [B]; return metrics or None."""
-        targets = to_device(self._replay["action"][rows], self._device)
+        targets = to_device(self._replay[TARGET][rows], self._device)
         imitated = to_device(self._replay[SUCCESS][rows], self._device).float()
         with torch.no_grad():
             scale = self._critics(features[rows], targets).mean(0).abs().mean().clamp(min=1e-6)
