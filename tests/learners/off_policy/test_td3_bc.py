@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from rank_work import RECORDS, fill
-from toy_runs import TOY_OFT, comparable, resume_toy, toy_config, train_toy, weights
+from toy_runs import TOY_COLLECT, TOY_OFT, comparable, resume_toy, toy_config, train_toy, weights
 
 from embodyrl.algorithms.off_policy.td3_bc import policy_loss, smooth_actions
 from embodyrl.channels.arena import Arena, get_record_indices, read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
+from embodyrl.commands.collect import collect
+from embodyrl.data.cards import read_card
+from embodyrl.data.reader import load_demonstrations
 from embodyrl.errors import ConfigError
-from embodyrl.learners.off_policy.td3_bc_learner import SUCCESS, Td3BcLearner
+from embodyrl.learners.off_policy.td3_bc_learner import SUCCESS, TARGET, Td3BcLearner
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import build_policy_init
+from embodyrl.specs import convert_gripper
 from embodyrl.workers.policy_host import PolicyHost
 
 TD3 = (
@@ -95,6 +100,10 @@ def test_update_matches_float64_reference(make):
     words = ("algorithm.updates_per_sample=0.1", "algorithm.bc_weight=0.3", "algorithm.target_noise=0.05")
     host, actor, _, record_refs = make(*words, "algorithm.success_share=0.5", "actor.micro_batch_size=4")
     before, policy = deepcopy((actor._critics, actor._targets)), deepcopy(actor._policy.module.state_dict())
+    add = actor._add
+    actor._add = lambda frames, request: add(  # type: ignore[method-assign]
+        replace(frames, seen={**frames.seen, TARGET: -frames.action}), request
+    )
     metrics = update(host, record_refs)
     after = deepcopy(actor._critics)
     host.policy.module.load_state_dict(policy)
@@ -113,10 +122,10 @@ def test_update_matches_float64_reference(make):
     value = evaluate(before[0], features[rows], taken[rows])
     assert metrics["value"] == pytest.approx(value.mean(), rel=1e-4, abs=1e-6)
     assert metrics["value_loss"] == pytest.approx(0.5 * np.square(value - target).mean(1).sum(), rel=1e-4)
-    rows = actor._sample(rng, 0.5)
-    scale = np.abs(evaluate(after, features[rows], taken[rows]).mean(0)).mean()
+    rows, imitated = actor._sample(rng, 0.5), -taken
+    scale = np.abs(evaluate(after, features[rows], imitated[rows]).mean(0)).mean()
     improved = evaluate(after, features[rows], chunks[rows].clamp(-1, 1)).mean(0)
-    error = np.abs(chunks[rows].double().numpy() - taken[rows].double().numpy()).mean(1)
+    error = np.abs(chunks[rows].double().numpy() - imitated[rows].double().numpy()).mean(1)
     assert metrics["loss"] == pytest.approx((-improved / scale + 0.3 * (rows < 3) * error).mean(), rel=1e-4)
 
 
@@ -138,6 +147,21 @@ def test_final_observation_has_no_reward(make):
     actor._store(request)
     np.testing.assert_array_equal(actor._replay["reward"][:6], np.zeros(6))
     assert not actor._replay[SUCCESS][:6].any()
+
+
+def test_policy_imitates_labels_and_critics_train_on_executed_actions(make, tmp_path):
+    words = (*TOY_COLLECT, "model.expert_noise=0.3", "collect.episodes=2", "launcher=inline")
+    folder = tmp_path / "demos"
+    collect(load_config("collect", [*words, f"collect.out={folder}", f"runner.output_dir={tmp_path}"]))
+    _, actor, _, _ = make(f"algorithm.demonstrations=[{folder}]")
+    demos, spec, stored = load_demonstrations(folder), actor._policy.spec, actor._replay
+    steps = np.arange(0, demos.stop[0], spec.num_action_chunks)
+    observation = read_observation(stored, np.arange(len(steps)))
+    for field, actions in ((TARGET, demos.action), ("action", demos.executed)):
+        chunks = replace(demos, action=actions).chunks(steps, spec.num_action_chunks)
+        convert_gripper(chunks, read_card(folder).env.action.gripper, spec.gripper)
+        np.testing.assert_array_equal(stored[field][: len(steps)], actor._policy.normalize(chunks, observation))
+    assert np.abs(stored[TARGET] - stored["action"]).max() > 0.1, "the noise"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
