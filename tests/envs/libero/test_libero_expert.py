@@ -60,14 +60,6 @@ def object_rig():
 
 
 @pytest.fixture(scope="module")
-def goals():
-    """Return a long task whose reward is the fraction of reached goals."""
-    harness = Harness("libero_10", nearest=True, reward="embodyrl.envs.libero.reward:goals")
-    yield harness
-    harness.env.close()
-
-
-@pytest.fixture(scope="module")
 def new_goals():
     """Return a long task whose reward is the fraction of goals that are reached for the first time."""
     harness = Harness("libero_10", nearest=True, reward="embodyrl.envs.libero.reward:new_goals")
@@ -125,19 +117,6 @@ def test_experts_succeed_on_a_shared_model(goal_harness):
     for env_index in (0, 1):
         assert alone[env_index][0]
         np.testing.assert_array_equal(np.concatenate(together[env_index]), alone[env_index][2])
-
-
-@pytest.mark.parametrize(("limit", "earned", "solved"), [(200, 0.5, False), (400, 1.0, True)])
-def test_goal_reward_is_the_fraction_of_goals_reached_at_the_end(goals, limit, earned, solved):
-    reset_id = goals.spec.get_reset_ids(7)[20]
-    goals.env.reset([0], [EpisodeStart(reset_id=reset_id, seed=5, max_episode_steps=limit)])
-    rewards, done = [], False
-    while not done:
-        _, result = goals.env.expert_chunk([0], 8, noise=0.0)
-        rewards += result.reward[0][result.valid[0]].tolist()
-        done = bool(result.done[0])
-    assert bool(result.success.any()) is solved
-    assert rewards == [0.0] * (len(rewards) - 1) + [earned]
 
 
 @pytest.mark.parametrize("limit", [200, 400])
