@@ -45,19 +45,15 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
         """Features [N, F] and greedy chunks [N, L] of all stored observations; None: not computed yet."""
         self._average = WeightAverage(context.trainer, settings.average)
         if settings.demonstrations:
-            self._add(self._load_demonstrations())
+            # Critics train on the executed actions; the policy imitates the labels, which have no noise.
+            frames, labels = self._load_demonstrations(), self._load_demonstrations(executed=False)
+            self._add(replace(frames, seen={**frames.seen, TARGET: labels.action}))
 
     def _add(self, frames: Frames, request: UpdateRequest | None = None) -> None:
         _, episode = np.unique(frames.episode, return_inverse=True)
         success = np.bincount(episode, frames.reward) > self._settings.imitate_above
         super()._add(replace(frames, seen={TARGET: frames.action, **frames.seen, SUCCESS: success[episode]}))
         self._encoded = None
-
-    def _load_demonstrations(self, *, executed: bool = True) -> Frames:
-        """Return the executed chunks of all demonstrations; the imitated chunks are the labels, which have no noise."""
-        frames = super()._load_demonstrations(executed=executed)
-        labels = super()._load_demonstrations(executed=False)
-        return replace(frames, seen={**frames.seen, TARGET: labels.action})
 
     def _run_update(
         self, rng: np.random.Generator, step: int, *, updates_policy: bool
