@@ -27,8 +27,8 @@ class Td3BcSettings(CriticSettings, SelectionSettings):
         "never: algorithm=td3_bc adds demonstrations to the successful episodes": "demonstration_share",
     }
     bc_weight: Weight = 20.0
-    """Weight of the mean absolute error to the actions of successful episodes; the weight of Q / mean |Q| is 1. With 5,
-    success on a LIBERO task fell to 0 after the first updates of the policy."""
+    """Weight of the mean absolute error to the actions of successful episodes; the weight of Q / mean |Q| is 1. If it
+    is too small, errors of Q dominate the updates of the policy."""
     success_share: Share = 0.9
     """Fraction of successful episodes in batches of the policy; batches of the critics have one half."""
     target_noise: Weight = 0.1
