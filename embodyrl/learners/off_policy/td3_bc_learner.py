@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from embodyrl.algorithms.off_policy.replay import Frames, Transitions
 from embodyrl.algorithms.off_policy.sac import critic_loss, soft_target
 from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings, policy_loss, smooth_actions
 from embodyrl.channels.arena import read_observation
+from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.learners.off_policy.critic_learner import CriticLearner
 from embodyrl.learners.off_policy.weight_average import WeightAverage
@@ -23,8 +25,9 @@ from embodyrl.policies.soft_actor.protocol import RegressionActor
 from embodyrl.policies.tensors import to_device
 from embodyrl.types import ImitationLoss, IntArray
 
-SUCCESS, TARGET = "success", "target"
-"""Fields of the buffer: True for observations of episodes with a return above `imitate_above`; the imitated chunk."""
+SUCCESS, TARGET, TASK = "success", "target", "task"
+"""Fields of the buffer: True for observations of episodes with a return above `imitate_above`; the imitated chunk; the
+checksum of the instruction."""
 
 
 class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
@@ -52,7 +55,10 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
     def _add(self, frames: Frames, request: UpdateRequest | None = None) -> None:
         _, episode = np.unique(frames.episode, return_inverse=True)
         success = np.bincount(episode, frames.reward) > self._settings.imitate_above
-        super()._add(replace(frames, seen={TARGET: frames.action, **frames.seen, SUCCESS: success[episode]}))
+        task = np.array([zlib.crc32(row) for row in frames.seen[Record.instruction]], np.int64)
+        super()._add(
+            replace(frames, seen={TARGET: frames.action, **frames.seen, SUCCESS: success[episode], TASK: task})
+        )
         self._encoded = None
 
     def _run_update(
@@ -72,13 +78,18 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
         return metrics
 
     def _sample(self, rng: np.random.Generator, success_share: float) -> IntArray:
-        """Sample indices [B] of transitions, `success_share` of them from successful episodes (if there are both)."""
+        """Sample indices [B] of transitions, `success_share` of them from successful episodes (if there are both).
+
+        Each task with a successful episode has the same share of these, because rarely solved tasks would have few.
+        """
         success = self._replay[SUCCESS][self._starts]
-        if success.all() or not success.any():
+        if not success.any():
             return rng.choice(self._starts, self._batch_size)
-        count = round(success_share * self._batch_size)
-        failures = rng.choice(self._starts[~success], self._batch_size - count)
-        return np.concatenate([rng.choice(self._starts[success], count), failures])
+        successes, failures = self._starts[success], self._starts[~success]
+        count = round(success_share * self._batch_size) if len(failures) else self._batch_size
+        _, task, frequency = np.unique(self._replay[TASK][successes], return_inverse=True, return_counts=True)
+        share = 1.0 / (len(frequency) * frequency[task])
+        return np.concatenate([rng.choice(successes, count, p=share), rng.choice(failures, self._batch_size - count)])
 
     def _encode(self) -> UpdateGenerator[tuple[Tensor, Tensor]]:
         """Return the features [N, F] and greedy chunks [N, L] of all stored observations; yield after each batch."""

@@ -13,7 +13,7 @@ from toy_runs import TOY_COLLECT, TOY_OFT, comparable, resume_toy, toy_config, t
 
 from embodyrl.algorithms.off_policy.td3_bc import policy_loss, smooth_actions
 from embodyrl.channels.arena import Arena, get_record_indices, read_observation
-from embodyrl.channels.layout import Record
+from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.commands.collect import collect
 from embodyrl.data.cards import read_card
@@ -175,6 +175,18 @@ def test_batches_contain_the_fraction_of_successes(make, share):
         actor._starts = only
         assert np.isin(actor._sample(rng, share), only).all()
         assert len(actor._sample(rng, share)) == 40
+
+
+def test_each_task_has_the_same_share_of_successes(make):
+    """The sixth record alone has another instruction, so it is half of the sample instead of a sixth."""
+    host, actor, arena, record_refs = make("actor.global_batch_size=2000", "algorithm.learning_starts=1000")
+    records = get_record_indices(record_refs)
+    arena[Record.instruction][records[5]] = encode_instruction("another task", arena[Record.instruction].shape[1])
+    arena[Record.advantage][records[5], 0] = 1.0
+    update(host, record_refs)
+    actor._starts = actor._replay.starts
+    sampled = actor._sample(np.random.default_rng(0), 0.5)
+    np.testing.assert_allclose(np.bincount(sampled) / 2000, [0.1] * 5 + [0.5], atol=0.05)
 
 
 def test_only_successful_actions_are_imitated(make):
