@@ -25,9 +25,8 @@ from embodyrl.policies.soft_actor.protocol import RegressionActor
 from embodyrl.policies.tensors import to_device
 from embodyrl.types import ImitationLoss, IntArray
 
-SUCCESS, TARGET, TASK = "success", "target", "task"
-"""Fields of the buffer: True for observations of episodes with a return above `imitate_above`; the imitated chunk; the
-checksum of the instruction."""
+SUCCESS, TARGET = "success", "target"
+"""Fields of the buffer: True for observations of episodes with a return above `imitate_above`; the imitated chunk."""
 
 
 class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
@@ -46,6 +45,8 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
         super().__init__(context, policy, settings)
         self._encoded: tuple[Tensor, Tensor] | None = None
         """Features [N, F] and greedy chunks [N, L] of all stored observations; None: not computed yet."""
+        self._task: IntArray = np.zeros(0, np.int64)
+        """[N] checksums of the instructions of all stored observations."""
         self._average = WeightAverage(context.trainer, settings.average)
         if settings.demonstrations:
             # Critics train on the executed actions; the policy imitates the labels, which have no noise.
@@ -55,11 +56,10 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
     def _add(self, frames: Frames, request: UpdateRequest | None = None) -> None:
         _, episode = np.unique(frames.episode, return_inverse=True)
         success = np.bincount(episode, frames.reward) > self._settings.imitate_above
-        task = np.array([zlib.crc32(row) for row in frames.seen[Record.instruction]], np.int64)
-        super()._add(
-            replace(frames, seen={TARGET: frames.action, **frames.seen, SUCCESS: success[episode], TASK: task})
-        )
+        super()._add(replace(frames, seen={TARGET: frames.action, **frames.seen, SUCCESS: success[episode]}))
         self._encoded = None
+        instructions = self._replay[Record.instruction][: len(self._replay)]
+        self._task = np.array([zlib.crc32(row) for row in instructions], np.int64)
 
     def _run_update(
         self, rng: np.random.Generator, step: int, *, updates_policy: bool
@@ -87,7 +87,7 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
             return rng.choice(self._starts, self._batch_size)
         successes, failures = self._starts[success], self._starts[~success]
         count = round(success_share * self._batch_size) if len(failures) else self._batch_size
-        _, task, frequency = np.unique(self._replay[TASK][successes], return_inverse=True, return_counts=True)
+        _, task, frequency = np.unique(self._task[successes], return_inverse=True, return_counts=True)
         share = 1.0 / (len(frequency) * frequency[task])
         return np.concatenate([rng.choice(successes, count, p=share), rng.choice(failures, self._batch_size - count)])
 
