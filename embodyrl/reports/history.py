@@ -94,11 +94,13 @@ class History:
     """Newest evaluation, if it is running or was interrupted; else None.
     An unfinished evaluation is not in `evaluations`, because its success rate is biased: the shortest episodes end
     first, and they are often successful."""
+    suffix: str = ""
+    """End of the name, which distinguishes runs in folders with equal names."""
 
     @property
     def name(self) -> str:
-        """Name of the run folder."""
-        return self.folder.name
+        """Name of the run folder, and the suffix."""
+        return self.folder.name + self.suffix
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class History:
         base = Path(saved) if isinstance(saved, str) and saved else Path(VIDEO_FOLDER)
         base = Path(os.path.realpath(base)) if base.is_absolute() else base
         run, *parents = (Path(os.path.realpath(folder)) for folder in (self.folder, Path(), *self.folder.parents))
-        candidates = (run / VIDEO_FOLDER / name, *(parent / base / self.name / name for parent in parents))
+        candidates = (run / VIDEO_FOLDER / name, *(parent / base / self.folder.name / name for parent in parents))
         paths = (Path(os.path.normpath(path)) for path in candidates)
         return next((path for path in paths if path.suffix == ".mp4" and _is_video(path)), None)
 

@@ -3,7 +3,9 @@
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -66,19 +68,25 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
     Raises:
         ConfigError: a folder is not a run.
     """
-    histories = [read_history(folder) for folder in folders]
+    counts = Counter(folder.name for folder in folders)
+    histories = [
+        replace(read_history(folder), suffix=f" ({number})" if counts[folder.name] > 1 else "")
+        for number, folder in enumerate(folders, start=1)
+    ]
     video_index = VideoIndex(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in build_cards(history, video_index)]
     tasks = list(dict.fromkeys(task for history in histories for e in history.evaluations for task in e.tasks))
     lines = _summarize_runs(histories)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.reports").joinpath("page.html.j2").read_text(encoding="utf-8")
+    charts = _plot_charts(histories)
     text = environment.from_string(template).render(
         title=" vs ".join(h.name for h in histories),
         version=__version__,
         summary=lines,
         runs=[_build_view(history) for history in histories],
-        charts=_plot_charts(histories),
+        charts=charts,
+        num_curves=max(len(PHASES) + 1, len(histories), *(len(legend) for _, legend, _ in charts)),
         parts=[*PHASES, "other"],
         table=_build_task_table(histories, tasks),
         tasks=tasks,

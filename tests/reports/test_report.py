@@ -94,6 +94,17 @@ def test_seeds_without_a_common_step_have_no_curve(tmp_path: Path) -> None:
     assert "eval/success_once" not in (tmp_path / "page.html").read_text()
 
 
+def test_every_curve_of_many_suites_has_a_color(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    suites = {f"eval/suite_{k}/success_once": 0.5 for k in range(8)}
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval/success_once": 0.5} | suites) + "\n")
+    write_report([run], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    classes = {*re.findall(r'class="line (c\d+)"', page)}
+    assert {f"c{k}" for k in range(9)} <= classes
+    assert classes <= {*re.findall(r"\.line\.(c\d+) { stroke: var\(--c[0-6]\)", page)}
+
+
 def test_success_curve_has_a_wilson_band(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     line = build_curve(history, "train/success_once", "train", 0)
@@ -233,6 +244,16 @@ def test_recordings_beyond_the_budget_are_linked(tmp_path: Path) -> None:
     assert [s.startswith("data:video/mp4") for s in sources] == [True, False, False, False]
     assert (run / sources[1]).resolve().is_file()
     assert [(a.step, b.step, a.episode.episode) for a, b in media.pair_cards(cards)] == [(0, 3, 0), (0, 3, 1)]
+
+
+def test_runs_in_folders_with_equal_names_are_distinguished(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name / "runs" / "a", videos=1) for name in ("old", "new")]
+    (first, *_, last) = write_report(runs, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert first == "a (1): step 3: 66.7 % [30.0, 90.3] (4/6)"
+    assert "only a (1): 0, only a (2): 0" in last
+    assert page.count('<div class="duo">') == 2
+    assert [page.count(f'data-run="a ({number})"') for number in (1, 2)] == [2, 2]
 
 
 def test_report_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
