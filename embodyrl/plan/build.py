@@ -50,8 +50,9 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
         algorithm.scored = policy.scored
     cameras = max(policy.inputs.num_images, env.reward.cameras)
     if isinstance(settings, CameraSettings) and policy.inputs.num_images and 0 < cameras < len(env.cameras.names):
-        # Every camera costs rendering time and memory in each record; policy and reward use the first cameras.
-        settings = settings.with_cameras(env.cameras.names[:cameras])
+        # Every camera costs rendering time and memory in each record; policy and reward use the first cameras. With a
+        # history, each camera counts once for each step.
+        settings = settings.with_cameras(settings.init_params.camera_names[: -(-cameras // env.history)])
         env = factory.spec(settings, context)
     learning_problems = _learning_problems(cfg, algorithm, env, policy) if algorithm else []
     if problems := [*mismatches(env, policy), *_rollout_problems(cfg, env, policy), *learning_problems]:

@@ -94,7 +94,8 @@ def _move_down_to(world: World, point: Point, gripper: float) -> Command:
     return float(dx), float(dy), float(dz), gripper
 
 
-CAMERAS = (FRONT, WRIST)
+_RENDER_FUNCTIONS = {FRONT: render_front, WRIST: render_wrist}
+CAMERAS = tuple(_RENDER_FUNCTIONS)
 
 STATE_DIM = 4
 """Dimension of the state: gripper position x, y, z (m) and opening (1 open, 0 closed)."""
@@ -152,7 +153,7 @@ class TabletopSims(SequentialSimulators):
         """Write the camera images and proprioception [4] into the arrays of `out`."""
         world = self._worlds[env_index]
         for image, camera in zip(out.images, self.spec.cameras.names, strict=True):
-            image[...] = (render_front if camera == FRONT else render_wrist)(world, len(image))
+            image[...] = _RENDER_FUNCTIONS[camera](world, len(image))
         out.state[:] = world.x, world.y, world.z, float(not world.closed)
 
     def render(self, env_index: int) -> ByteArray:

@@ -26,6 +26,8 @@ from settings import model_of
 
 from embodyrl.envs.history import with_chunks, with_history
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.config import load_config
 from embodyrl.policies.lerobot.act.config import ActConfig
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.protocol import POLICIES
@@ -150,6 +152,23 @@ def test_weights_of_a_run_include_their_statistics(kind, tmp_path):
     policy.load_weights(out)
     obs = observe(env, 2)
     assert np.array_equal(policy.act(obs, noise=None).actions, trained.act(obs, noise=None).actions)
+
+
+def test_history_keeps_whole_cameras_of_the_environment(tmp_path):
+    """With a history, the environment's spec also contains names such as front_1, which are no cameras to render."""
+    features = {
+        "input_features": {
+            "observation.images.camera": {"type": "VISUAL", "shape": [3, 112, 112]},
+            "observation.state": {"type": "STATE", "shape": [4]},
+        },
+        "output_features": {"action": {"type": "ACTION", "shape": [7]}},
+    }
+    folder = fresh("diffusion", tmp_path / "in", n_obs_steps=2, **features)
+    words = ("env=tabletop", "env.history=2", "env.init_params.camera_names=[front,wrist]")
+    model = ("model=diffusion", f"model.path={folder}", "model.num_action_chunks=4")
+    plan = build_run_plan(load_config("eval", [*words, *model]), training=False)
+    assert plan.env_settings.init_params.camera_names == ["front"]
+    assert plan.env.cameras.names == ("front_1", "front")
 
 
 @pytest.mark.parametrize("kind", KINDS)
