@@ -176,7 +176,8 @@ class Timeline:
         return self._clock() - self._start_time
 
     def _add(self, span: Span) -> None:
-        self._step.append(span)
+        if self._num_steps:  # without training steps, nothing would clear the list
+            self._step.append(span)
         if self._file is not None and len(self._trace) < _TRACE_LIMIT:
             self._trace.append(span)
 
