@@ -122,12 +122,13 @@ class HumanExpert:
         def close_scene() -> None:
             scene, self.handlers.scene = self.handlers.scene, None
             if scene is not None:
-                scene.finish_episode()
+                if scene.has_ended:  # an interrupted correction would count as corrected
+                    scene.finish_episode()
                 scene.env.close()
 
-        self.server.call(open_scene)
         clock, num_executed, last_used, limit_s = RunClock(), -1, 0.0, self._cfg.correction_timeout_s
         try:
+            self.server.call(open_scene)
             while (scene := self.handlers.scene) is not None and scene.remaining:
                 self._thread.join(_POLL_S)
                 now = clock.now()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import threading
 import urllib.request
@@ -23,6 +24,7 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import apply_overrides, load_config
 from embodyrl.play.human import compute_uncertainty
+from embodyrl.play.recording import Recording
 from embodyrl.policies import POLICIES
 
 TABLE = ("env=tabletop", "env.train.task_ids=[0,1,2]", "env.train.max_episode_steps=12", "env.train.total_num_envs=4")
@@ -113,6 +115,32 @@ def test_person_corrects_failed_episodes_and_the_policy_trains_on_them(tmp_path:
     assert "round_1" in saved
     assert "- person" in saved
     assert dagger(cfg).run == result.run, "a finished DAgger opens no page"
+
+
+def test_interrupted_correction_is_not_recorded(tmp_path: Path, demos: Path) -> None:
+    from person import WatchedExpert
+
+    words = [*SMALL, f"data.path={demos}", f"collect.out={tmp_path}/rounds"]
+    expert = WatchedExpert(configure("dagger", tmp_path, *words))
+    WatchedExpert.pages.clear()
+    policy = build_policy_of_config(load_config("eval", [TABLE[0], CAMERA, *SIZE, *QUIET, *SMALL[:2]]))
+    recording = Recording(tmp_path / "corrections", policy.run_plan)
+
+    def act_once_and_interrupt() -> None:
+        scene = expert.wait_for_scene(threading.Event())
+        expert.server.call(lambda: scene.advance({0: 1.0}))
+        _thread.interrupt_main()
+
+    person = threading.Thread(target=act_once_and_interrupt)
+    person.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            expert._correct(policy, recording, [5])
+    finally:
+        person.join()
+        expert.close()
+        recording.close()
+    assert read_episodes(tmp_path / "corrections") == []
 
 
 def test_uncertainty_is_the_spread_of_sampled_actions(demos: Path, tmp_path: Path) -> None:
