@@ -39,7 +39,7 @@ class Step:
 
 
 class Recording:
-    """Data set of episodes of `play`; each episode is appended when it ends."""
+    """Data set and videos of episodes of `play`; each episode is appended when it ends."""
 
     def __init__(
         self,
@@ -73,13 +73,12 @@ class Recording:
         """Folder of the data set."""
         return self._writer.root
 
-    def append(self, steps: Sequence[Step], start: Mapping[str, int], instruction: str) -> None:
-        """Write an episode and its video to disk.
+    def append(self, steps: Sequence[Step], start: Mapping[str, int]) -> None:
+        """Write an episode to disk.
 
         Args:
             steps: the executed steps.
             start: task, reset_id and seed of the episode.
-            instruction: the language instruction.
         """
         task, cameras = start["task"], self._env.cameras
         shape = (len(cameras.names), *cameras.size, 3)
@@ -90,21 +89,20 @@ class Recording:
             action=np.stack([step.action for step in steps]),
             reward=np.array([step.reward for step in steps], np.float32),
             success=np.array([step.success for step in steps], np.bool_),
-            instruction=instruction,
+            instruction=steps[0].observation["instruction"],
             source=Source(
                 task_id=task, reset_id=start["reset_id"], trial=self._trials[task], seed=start["seed"], version=-1
             ),
             actor=np.array([step.actor for step in steps], np.int64),
         )
-        self._trials[task] += 1
-        number = len(self._writer.episodes)
         self._writer.append(episode)
         self._writer.flush()
-        self._record_video(number, steps, instruction)
+        self._trials[task] += 1
 
-    def _record_video(self, number: int, steps: Sequence[Step], instruction: str) -> None:
-        """Write a video of the episode, with the author of each action in a band below the image."""
-        stem = self.root / VIDEOS / f"episode_{number:05d}"
+    def record_video(self, steps: Sequence[Step]) -> None:
+        """Write a video of the last episode, with the author of each action in a band below the image."""
+        stem = self.root / VIDEOS / f"episode_{len(self._writer.episodes) - 1:05d}"
+        instruction = steps[0].observation["instruction"]
         video = VideoRecorder(stem, round(self._writer.card.fps), instruction, info=True)
         for step in steps:
             frame = simplejpeg.decode_jpeg(step.frame_jpeg)

@@ -106,11 +106,15 @@ class Scene:
 
     def finish_episode(self) -> None:
         """End the current episode, and append its steps to the recording, if any."""
-        if self._recording is not None and self._steps:
-            self._recording.append(self._steps, self.start, self._steps[0].observation["instruction"])
+        steps = self._steps
+        if self._recording is not None and steps:
+            self._recording.append(steps, self.start)
             self.num_recorded += 1
         self._steps = []
         self.has_ended = True
+        # Last, because an error here must not record the episode again.
+        if self._recording is not None and steps:
+            self._recording.record_video(steps)
 
     def restart(self) -> None:
         """Discard the current episode, and start it again from its initial state."""
@@ -118,9 +122,10 @@ class Scene:
 
     def rewind(self, steps: int) -> None:
         """Discard the last `steps` env steps, and restore the simulator state before them."""
-        if not self.can_rewind or not self._steps:
+        saved = [step for step, state in enumerate(self._states) if state is not None]
+        if not saved or saved[0] == len(self._steps):
             raise ValueError("The episode cannot be rewound, because no earlier state of the simulator is saved")
-        first = max(0, len(self._steps) - min(steps, _MAX_REWIND_STEPS))
+        first = max(saved[0], len(self._steps) - steps)
         self._observation = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
         self._last_action = self._steps[-1].action if self._steps else get_neutral_action(self.env.layout.action)

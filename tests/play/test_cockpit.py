@@ -26,6 +26,7 @@ from embodyrl.data.writer import read_episodes
 from embodyrl.play.recording import VIDEOS, Recording
 from embodyrl.play.request_handlers import RequestHandlers
 from embodyrl.play.scene import Scene
+from embodyrl.workers.recording.video import VideoError
 
 CHECKPOINT = "assets/flow_small_tabletop"
 LONG = ("model=flow_small", "env.eval.max_episode_steps=1000")
@@ -113,6 +114,18 @@ def test_finished_episodes_are_saved_with_a_video_that_shows_the_actor(scene: Sc
     scene.finish_episode()
     page.act("next")
     assert len(read_episodes(root)) == 3, "nothing is recorded twice"
+
+
+def test_failed_video_does_not_repeat_its_episode(scene: Scene) -> None:
+    root = scene._recording.root
+    (root / VIDEOS).write_text("a file instead of the folder of the videos")
+    page = Client(RequestHandlers("run", scene), "a")
+    page.act("tick", inputs={str(X): 1})
+    with pytest.raises(VideoError, match=VIDEOS):
+        page.act("next")
+    page.seq -= 1
+    assert page.act("next")["reset_id"] == 4007
+    assert [row["embodyrl/reset_id"] for row in read_episodes(root)] == [5]
 
 
 def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> None:
@@ -248,6 +261,11 @@ def test_steps_store_no_frames_and_few_states_without_recording(policy: LoadedPo
     assert {(*step.observation, step.frame_jpeg) for step in scene._steps} == {("instruction", b"")}
     assert [state is None for state in scene._states] == [True] * 3 + [False] * 4
     scene.rewind(100)
+    assert (scene.frame_jpeg, scene.get_state()["steps"]) == (pictures[3], 3)
+    with pytest.raises(ValueError, match="no earlier state"):
+        scene.rewind(1)
+    scene.advance({})
+    scene.rewind(2)
     assert (scene.frame_jpeg, scene.get_state()["steps"]) == (pictures[3], 3)
     scene.env.close()
 
