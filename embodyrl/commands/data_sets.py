@@ -290,7 +290,9 @@ def _copy_episodes(source: DataSet, env: EnvSpec, indices: Sequence[int], writer
         origin = get_source(row)
         has_task = f"{OWN}task_id" in row and origin.task_id < len(old.tasks)
         instruction = old.tasks[origin.task_id] if has_task else str(demos.instruction[demos.start[position]])
-        writer.append(get_episode(demos, position, convert_source(origin, instruction, old, env)))
+        episode = get_episode(demos, position, convert_source(origin, instruction, old, env))
+        is_success_unknown = row.get(f"{OWN}success", False) is None
+        writer.append(replace(episode, success=None) if is_success_unknown else episode)
 
 
 def get_episode(demos: Demonstrations, index: int, source: Source) -> Demonstration:

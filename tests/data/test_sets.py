@@ -73,6 +73,21 @@ def test_merged_set_contains_all_episodes_of_both_sets(two, tmp_path: Path, caps
     assert demos.reset_id.tolist() == [d.source.reset_id for d in written]
 
 
+def test_unknown_success_stays_unknown_in_copies(tmp_path: Path, capsys) -> None:
+    for name, parts in (("first", (0, 1)), ("second", (2, 3))):
+        writer = DatasetWriter(tmp_path / name, card())
+        for number in parts:
+            one = demonstration(number)
+            writer.append(replace(one, success=None) if number % 2 else one)
+        writer.flush()
+        writer.close()
+    assert run("merge", tmp_path / "copy", tmp_path / "first", tmp_path / "second") == 0
+    assert json.loads(capsys.readouterr().out)["success"] == 1.0
+    assert [row["embodyrl/success"] for row in read_episodes(tmp_path / "copy")] == [True, None, True, None]
+    with pytest.raises(ConfigError, match="No episode"):
+        run("filter", tmp_path / "copy", tmp_path / "failed", failure=True)
+
+
 MINE, OTHER = {"path": "pkg:mine"}, {"path": "pkg:other"}
 
 
