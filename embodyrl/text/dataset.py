@@ -259,17 +259,27 @@ def _read_rows(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
     except ValueError as error:
         raise ConfigError(f"data.path={path}: {error}. Copy the file into the folder.") from error
     if split is not None:
-        prefixes = {
-            file: {re.split(r"[-._]", name)[0] for name in (file.name, *file.relative_to(source).parent.parts)}
-            for file in files
-        }
-        files = [file for file in files if split in prefixes[file]]
-        if not files:
-            known = ", ".join(sorted(set().union(*prefixes.values())))
-            raise ConfigError(
-                f"data.path={path} has no split '{split}'. Names of its files and folders begin with {known}."
-            )
+        files = _select_split(files, source, split, f"data.path={path}")
     return [row for file in files for row in _read_file(file)]
+
+
+def _select_split(files: Sequence[Path], source: Path, split: str, where: str) -> list[Path]:
+    """Return the files of a split, which is the name of a file without part numbers, or of a folder.
+
+    Without such a name, `split` selects the only name that begins with it, such as train_prefs for `train`.
+
+    Raises:
+        ConfigError: no name or several names begin with `split`.
+    """
+    names = {file: {re.split(r"-|[._]\d", file.stem)[0], *file.relative_to(source).parent.parts} for file in files}
+    selected = [file for file in files if split in {file.stem, *names[file]}]
+    known = set().union(*names.values())
+    similar = {name for name in known if re.split(r"[-._]", name)[0] == split}
+    if not selected and len(similar) == 1:
+        selected = [file for file in files if similar <= names[file]]
+    if not selected:
+        raise ConfigError(f"{where} has no split '{split}'. Set one of {', '.join(sorted(similar or known))}.")
+    return selected
 
 
 def _read_file(file: Path) -> list[Any]:

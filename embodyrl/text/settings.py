@@ -46,7 +46,7 @@ class RowSettings(DataSettings):
     subset: Annotated[str | None, ChangesStateIds] = None
     """Subset of a Hugging Face data set: the subfolder that contains the rows."""
     split: Annotated[str | None, ChangesStateIds] = None
-    """Training split of a folder or repository: file name prefix (train-00000-of-00002.parquet) or subfolder; default:
+    """Training split of a folder or repository: name of files (train-00000-of-00002.parquet) or subfolder; default:
     all files."""
     val_split: Annotated[str | None, ChangesStateIds] = None
     """Validation split; default: the last rows of the data (fraction data.val_share)."""

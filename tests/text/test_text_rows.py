@@ -322,10 +322,31 @@ def test_hub_dataset_splits_are_found_by_file_name(tmp_path: Path):
     rows = open_rows(cfg, tokenizer=None)
     assert ([rows[i].reference for i in range(len(rows))], rows.held_out) == (["a", "b", "c", "d"], 1)
     assert len(open_rows(RowSettings(path=str(tmp_path), split="train", val_share=0.0), tokenizer=None)) == 4
-    with pytest.raises(
-        ConfigError, match=r"no split 'dev'\. Names of its files and folders begin with .*test, train, training"
-    ):
+    with pytest.raises(ConfigError, match=r"no split 'dev'\. Set one of test, train, training"):
         open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
+
+
+@pytest.mark.parametrize(
+    ("split", "found"),
+    [
+        ("train_prefs", ["train_prefs-00000-of-00001", "train_prefs-00001-of-00001-5c6e"]),
+        ("dev", ["dev_2", "dev_3"]),
+        ("dev_2", ["dev_2"]),
+        ("val.a", ["val.a"]),
+        ("extra-set", ["extra-set/rows"]),
+        ("extra", ["extra-set/rows"]),
+        ("half", ["half_a-1", "half_a"]),
+    ],
+)
+def test_split_is_selected_by_its_full_name(tmp_path: Path, split: str, found: list[str]):
+    (tmp_path / "extra-set").mkdir()
+    names = ("train_prefs-00000-of-00001", "train_prefs-00001-of-00001-5c6e", "train_sft-00000-of-00001")
+    for name in (*names, "dev_2", "dev_3", "val.a", "val.b", "extra-set/rows", "half_a", "half_a-1"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": name}])
+    cfg = RowSettings(path=str(tmp_path), split=split, val_share=0.0)
+    assert [row.reference for row in open_rows(cfg, tokenizer=None)] == found
+    with pytest.raises(ConfigError, match="has no split 'train'. Set one of train_prefs, train_sft"):
+        open_rows(cfg.updated({"split": "train"}), tokenizer=None)
 
 
 def test_configured_columns_override_default_names(tmp_path: Path):
