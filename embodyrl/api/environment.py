@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.protocol import Env, SavesState
+from embodyrl.envs.protocol import Env, EnvContext, SavesState
 from embodyrl.envs.settings import EnvSettings, EnvSplit
 from embodyrl.errors import ConfigError, EnvError
 from embodyrl.plan.checks import check_components
@@ -35,12 +36,13 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     # As a class attribute, because Gymnasium's wrappers read it before the first frame is rendered.
     render_mode = "rgb_array"
 
-    def __init__(self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None) -> None:
+    def __init__(self, cfg: Config, settings: EnvSettings, context: EnvContext, split: EnvSplit | None = None) -> None:
         """Build the simulator in this process.
 
         Args:
             cfg: config of the run.
             settings: settings of the environment.
+            context: arguments for building the environment.
             split: tasks and initial states; default `env.eval`.
 
         Raises:
@@ -51,7 +53,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
                 "env.control.latency_steps delays chunks, but this environment executes one action per step, without "
                 "delay. Add env.control.latency_steps=0."
             )
-        self.env: Env = ENVS.get(cfg.env.env_type).make(settings, env_context(cfg))
+        self.env: Env = ENVS.get(cfg.env.env_type).make(settings, context)
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""
         self._split = split or cfg.env.eval
@@ -86,10 +88,16 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         return self._observe(), {"reset_id": reset_id, "task": self.layout.task_of(reset_id)[0], "seed": start.seed}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute one action (see `gymnasium.Env.step`)."""
+        """Execute one action (see `gymnasium.Env.step`).
+
+        Raises:
+            EnvError: the function of `reward.path` failed.
+        """
         # A chunk of one action in one environment.
         chunk = np.asarray(action, np.float32).reshape(1, 1, -1)
         result = self.env.step_chunk([0], chunk)
+        if result.reward_errors:
+            raise EnvError(f"reward.path: the function failed. {result.reward_errors[0]}. Correct the function.")
         terminated, truncated = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])
         info = {"success": bool(result.success[0, 0])}
         return self._observe(), float(result.reward[0, 0]), terminated, truncated, info
@@ -163,22 +171,27 @@ def make_env(env: str, *overrides: str, num_envs: int | None = None, config_dirs
     arguments = (f"env={env}", "model=random", *overrides)
     if num_envs is not None:
         return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *overrides, config_dirs=config_dirs)] * num_envs)
-    return _build_single_env(load_config("eval", arguments, config_dirs=config_dirs))
+    cfg = load_config("eval", arguments, config_dirs=config_dirs)
+    _check_steps(cfg)
+    context = env_context(cfg)
+    # As in a run, `spec` reports missing packages and rejected settings before `make` imports the simulator.
+    spec = ENVS.get(cfg.env.env_type).spec(cfg.env, context)
+    return SingleEnv(cfg, cfg.env, replace(context, known_spec=spec))
 
 
 def build_env_of_plan(run_plan: RunPlan) -> SingleEnv:
     """Return the environment of a run, with the cameras of its policy."""
-    return _build_single_env(run_plan.cfg, run_plan.env_settings)
+    _check_steps(run_plan.cfg)
+    return SingleEnv(run_plan.cfg, run_plan.env_settings, run_plan.context)
 
 
-def _build_single_env(cfg: Config, settings: EnvSettings | None = None) -> SingleEnv:
+def _check_steps(cfg: Config) -> None:
     if cfg.reads_rows:
         raise ConfigError(
             f"env '{env_spec(cfg).name}' is a text task without steps. Train on text tasks with `embodyrl.GRPO`; show "
             "replies with `embodyrl view` or `report`."
         )
     check_components(cfg)
-    return SingleEnv(cfg, settings or cfg.env)
 
 
 def _build_action_space(spec: EnvSpec) -> spaces.Space[Any]:

@@ -115,8 +115,8 @@ class HumanExpert:
         """
 
         def open_scene() -> None:
-            cfg = policy.run_plan.cfg
-            env = SingleEnv(cfg, policy.run_plan.env_settings, EnvSplit(max_episode_steps=_NO_LIMIT))
+            plan = policy.run_plan
+            env = SingleEnv(plan.cfg, plan.env_settings, plan.context, EnvSplit(max_episode_steps=_NO_LIMIT))
             self.handlers.scene = Scene(policy, env, recording, reset_ids=reset_ids)
 
         def close_scene() -> None:

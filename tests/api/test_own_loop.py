@@ -18,7 +18,8 @@ from gymnasium.utils.env_checker import check_env
 
 import embodyrl
 import embodyrl.gymnasium
-from embodyrl.errors import ConfigError
+from embodyrl.envs.reward import RewardStep
+from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import eval_episodes
 
@@ -84,6 +85,34 @@ def test_make_env_passes_the_gymnasium_env_checker() -> None:
 def test_make_env_errors_describe_the_problem(name: str, options: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         embodyrl.make_env(name).reset(options=options)
+
+
+def read_missing_key(step: RewardStep) -> float:
+    return step.info["missing"]
+
+
+def test_failing_reward_function_is_an_error() -> None:
+    env = embodyrl.make_env("tabletop", f"reward.path={__name__}:read_missing_key")
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match=r"reward\.path.*step 1: KeyError: 'missing' \(test_own_loop\.py, line \d+\)"):
+        env.step(np.zeros(7))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "overrides"),
+    [
+        ("metaworld", "metaworld", ()),
+        ("functional", "jax", ("env.id=gymnax:CartPole-v1",)),
+        ("pusht", "gym_pusht", ()),
+        ("aloha_insertion", "dm_control", ()),
+        ("fetch_reach", "gymnasium_robotics", ()),
+    ],
+)
+def test_make_env_reports_a_missing_package(name: str, module: str, overrides: tuple[str, ...]) -> None:
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    with pytest.raises(MissingDependencyError, match="Fix: pip install"):
+        embodyrl.make_env(name, *overrides)
 
 
 @pytest.mark.integration
