@@ -26,6 +26,10 @@ def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`: write or serve an HTML page about runs."""
     from embodyrl.reports.page import write_report
 
+    if args.gif and (args.watch or len(args.arguments) > 1):
+        raise ConfigError("--gif shows the episodes of one run. Remove --watch and all but one of the runs.")
+    if args.watch and (args.json or not args.port.isdecimal()):
+        raise ConfigError("--watch serves a page. Remove --json, and set --port to a number.")
     runs = [find_run(argument) for argument in args.arguments] or [find_newest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
@@ -73,9 +77,6 @@ def card(args: argparse.Namespace) -> int:
 def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
     """Serve the page on this machine; each request renders the current state of the run."""
     from embodyrl.web_pages.loopback import Answer, LoopbackServer
-
-    if args.json or not args.port.isdecimal():
-        raise ConfigError("--watch serves a page. Remove --json, and set --port to a number.")
 
     def page() -> Answer:
         with tempfile.TemporaryDirectory() as folder:

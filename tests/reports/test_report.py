@@ -273,6 +273,15 @@ def test_report_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "`embodyrl list runs`" in said
 
 
+def test_options_that_exclude_each_other_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, gif = str(write_run(tmp_path / "runs" / "a")), ["--gif", str(tmp_path / "a.gif")]
+    for arguments in ([run, run, *gif], [run, "--watch", *gif]):
+        assert main(["report", *arguments]) == 2
+        assert "--gif shows the episodes of one run" in capsys.readouterr().err
+    assert main(["report", run, "--watch", "--json"]) == 2
+    assert not (tmp_path / "runs" / "a" / "report.html").exists()
+
+
 PROBE = """<script>
 window.addEventListener("error", (event) => failures.push(event.message));
 const failures = [];
