@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,14 @@ from embodyrl.plan.build import count_ranks, plan_devices
 from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
-from embodyrl.scheduler.start import Progress, RunningWorkers, build_actor_specs, get_shared_arena, open_rendezvous
+from embodyrl.scheduler.start import (
+    Progress,
+    RunningWorkers,
+    build_actor_specs,
+    get_num_threads,
+    get_shared_arena,
+    open_rendezvous,
+)
 from embodyrl.types import IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
@@ -99,7 +105,7 @@ def start_sft_actors(
         request=request,
         arena=arena.handle,
         total_steps=total_steps,
-        threads=int(os.environ.get("OMP_NUM_THREADS", max(1, available_cores() // ranks))),
+        threads=get_num_threads(max(1, available_cores() // ranks)),
         acts=False,
         trains=True,
         shared_arena=get_shared_arena(cfg, arena),

@@ -19,6 +19,7 @@ from embodyrl.cluster.protocol import OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
+from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
@@ -98,7 +99,7 @@ def build_policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) 
         gradient_checkpointing=learner is not None and learner.actor.gradient_checkpointing,
     )
     learning: dict[str, Any] = {}
-    threads = int(_get_num_threads())
+    threads = get_num_threads(1)
     if learner is not None:
         if learner.actor.fsdp.cpu_offload and visible_gpus():
             threads = max(threads, available_cores() // run_plan.ranks)  # then optimizer steps run on the host
@@ -137,7 +138,7 @@ def _build_spec(name: str, component: str, init: PolicyHostInit, gpu: str | None
         name=name,
         entry="embodyrl.workers.policy_host:PolicyHost",
         init=init,
-        environ={"OMP_NUM_THREADS": _get_num_threads()} | _get_allocator_options(init),
+        environ={"OMP_NUM_THREADS": str(get_num_threads(1))} | _get_allocator_options(init),
         component=component,
         gpu=gpu,
     )
@@ -166,13 +167,24 @@ def _count_update_threads(run_plan: RunPlan) -> int:
     has_idle_cores = run_plan.ranks == 1 and not run_plan.is_disaggregated and not cfg.algorithm.max_staleness
     is_local = not visible_gpus() and not LAUNCHERS.get(cfg.launcher.name).spans_hosts
     is_large = flops * getattr(cfg.actor, "micro_batch_size", 1) >= _MIN_FLOPS
-    if "OMP_NUM_THREADS" in os.environ or cfg.runner.deterministic or not (has_idle_cores and is_local and is_large):
+    if os.environ.get("OMP_NUM_THREADS") or cfg.runner.deterministic or not (has_idle_cores and is_local and is_large):
         return 1
     return available_cores()
 
 
-def _get_num_threads() -> str:
-    return os.environ.get("OMP_NUM_THREADS", "1")
+def get_num_threads(default: int) -> int:
+    """Return the number of threads in OMP_NUM_THREADS: the first one of a list; `default`: the variable is not set.
+
+    Raises:
+        ConfigError: the variable is not a positive number or a list of them.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    first = text.partition(",")[0].strip()
+    if not text:
+        return default
+    if not first.isdecimal() or not int(first):
+        raise ConfigError(f"OMP_NUM_THREADS={text!r} is not a number of threads. Set it to 1 or more, or unset it.")
+    return int(first)
 
 
 def get_shared_arena(cfg: Config, arena: Arena) -> Arena | None:

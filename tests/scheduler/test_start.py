@@ -8,9 +8,10 @@ from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
+from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.build import build_run_plan
-from embodyrl.scheduler.start import build_policy_init, build_policy_specs
+from embodyrl.scheduler.start import build_policy_init, build_policy_specs, get_num_threads
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,19 @@ def test_updates_of_one_process_use_cores_that_env_workers_leave_idle(tmp_path, 
             os.sched_setaffinity(0, cores)
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
         assert count_threads() == (3, 3), "the user's number"
+
+
+@pytest.mark.parametrize(("text", "number"), [("4", 4), ("4,2", 4), (" 3 , 1", 3), ("", 7)])
+def test_number_of_threads_is_the_first_of_a_list(monkeypatch, text, number):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert get_num_threads(7) == number
+
+
+@pytest.mark.parametrize("text", ["many", "0", ",2", "-1"])
+def test_invalid_number_of_threads_is_reported(monkeypatch, text):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(ConfigError, match=f"OMP_NUM_THREADS='{text}' is not a number of threads"):
+        get_num_threads(1)
 
 
 GROWING, EXACT = "expandable_segments:True", "pinned_max_round_threshold_mb:8"
