@@ -64,7 +64,7 @@ class LoopbackServer(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port {port}: {error}. Fix: use another --port, or 0 for any free port.") from error
+            raise ConfigError(f"Port {port}: {error}. Choose another port, or 0 for any free port.") from error
 
     @property
     def url(self) -> str:

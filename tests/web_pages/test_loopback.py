@@ -14,7 +14,7 @@ import pytest
 from fuzzing import bodies
 
 import embodyrl
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.web_pages import loopback
 from embodyrl.web_pages.loopback import Answer, LoopbackServer
 
@@ -64,6 +64,11 @@ def post(server: LoopbackServer, name: str, body: bytes) -> tuple[int, bytes]:
     read = answer.status, answer.read()
     connection.close()
     return read
+
+
+def test_taken_port_is_reported_without_a_flag_of_one_command() -> None:
+    with answering({}, {}) as server, pytest.raises(ConfigError, match=rf"^Port {server.server_port}: .* or 0 for any"):
+        LoopbackServer(server.server_port, {}, {})
 
 
 def test_requests_up_to_one_mebibyte_are_accepted() -> None:
