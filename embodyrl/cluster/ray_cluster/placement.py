@@ -71,7 +71,13 @@ def _parse_nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str
     for part in _split_nodes(text):
         match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
         if match is not None:
-            nodes += range(int(match[1]), int(match[2] or match[1]) + 1)
+            first, last = int(match[1]), int(match[2] or match[1])
+            if not first <= last < num_nodes:
+                raise ConfigError(
+                    f"cluster.component_placement.{names}='{text}': node numbers must be 0 to {num_nodes - 1} in "
+                    f"ascending order (cluster.num_nodes={num_nodes})."
+                )
+            nodes += range(first, last + 1)
         elif part in hosts:
             nodes.append(hosts[part])
         elif _HOST.fullmatch(part):
@@ -83,10 +89,5 @@ def _parse_nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str
             raise ConfigError(
                 f"cluster.component_placement.{names}='{text}': use `all`, node numbers such as 0-3,5, or host names."
             )
-    if not nodes or max(nodes) >= num_nodes:
-        raise ConfigError(
-            f"cluster.component_placement.{names}='{text}': node numbers must be 0 to {num_nodes - 1} "
-            f"(cluster.num_nodes={num_nodes})."
-        )
     # Each node once, in the given order.
     return tuple(dict.fromkeys(nodes))

@@ -48,6 +48,8 @@ def test_neighboring_ranks_share_a_node(world, nodes, placed):
     [
         ({"env": "__import__('os')", "rollout,actor": "0"}, "node numbers such as"),
         ({"env": "0-9", "rollout,actor": "0"}, "node numbers must be 0 to 1"),
+        ({"env": "0-99999999999999", "rollout,actor": "0"}, "node numbers must be 0 to 1"),
+        ({"env": "0,1-0", "rollout,actor": "0"}, "in ascending order"),
         ({"env": "0"}, "has no entry for rollout, actor"),
         ({"envs": "0", "rollout,actor": "0"}, "'envs' is not a component"),
         ({"env,rollout": "0", "actor": "1"}, "share a process"),
