@@ -25,6 +25,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.process_cleanup import (
     end_children_at_exit,
     format_counts,
+    get_signal_name,
     kill_marked_children,
     list_remaining_children,
     list_remaining_threads,
@@ -70,7 +71,7 @@ class ProcessResult:
         if self.code is None:
             return f"no response within {self.timeout_s:g} s"
         if self.code < 0:
-            return f"killed by {signal.Signals(-self.code).name}"
+            return f"killed by {get_signal_name(-self.code)}"
         return lines[-1] if lines else f"exit code {self.code}"
 
 

@@ -41,6 +41,14 @@ def signal_at_parents_end(signum: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
+def get_signal_name(number: int) -> str:
+    """Return the name of a signal, for example SIGKILL; real-time signals have only a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @contextlib.contextmanager
 def set_environ(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables in the block, for processes that are started there."""

@@ -23,7 +23,7 @@ from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, ProcessLauncher
 from embodyrl.errors import ChannelClosed, ChannelTimeout
-from embodyrl.process_cleanup import kill_marked_children, mark_children, set_environ
+from embodyrl.process_cleanup import get_signal_name, kill_marked_children, mark_children, set_environ
 
 if TYPE_CHECKING:
     from embodyrl.channels.messages import Request
@@ -210,7 +210,7 @@ def _guard_main_module() -> Iterator[None]:
 
 def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
-        name = signal.Signals(-code).name
+        name = get_signal_name(-code)
         hint = " (the kernel may have killed the process because memory was full)" if name == "SIGKILL" else ""
         return f"died with {name}{hint}"
     return f"exited with code {code}"

@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.devices import query_gpus, visible_gpus
+from embodyrl.process_cleanup import get_signal_name
 
 _TIMEOUT_S = 60.0
 _SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast")
@@ -174,7 +174,7 @@ def render_test_frame(backend: str, device: str = "") -> RenderResult:
     except subprocess.TimeoutExpired:
         return RenderResult(problem=f"no frame within {_TIMEOUT_S:.0f} s")
     if result.returncode != 0:
-        problem = signal.Signals(-result.returncode).name if result.returncode < 0 else _find_first_error(result.stderr)
+        problem = get_signal_name(-result.returncode) if result.returncode < 0 else _find_first_error(result.stderr)
         return RenderResult(problem=problem)
     driver = result.stdout.strip().rpartition("drawn by ")[2]
     return RenderResult(problem="the frame has only one color") if driver == "one color" else RenderResult(driver)

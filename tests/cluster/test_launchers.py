@@ -150,15 +150,16 @@ def test_failed_worker_construction_is_reported_as_a_worker_death(launcher):
 
 
 @pytest.mark.integration
-def test_worker_death_report_contains_the_signal(local):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 6, "signal 40")])
+def test_worker_death_report_contains_the_signal(local, number, name):
     local.start(spec("first"), timeout_s=60)
     next_event(local)
     local.start(spec("second"), timeout_s=60)
     next_event(local)
-    os.kill(workers_of(os.getpid())["first"], signal.SIGKILL)
+    os.kill(workers_of(os.getpid())["first"], number)
     event = next_event(local)
     assert event.worker == "first"
-    assert "SIGKILL" in event.message.reason
+    assert f"died with {name}" in event.message.reason
     local.send("second", "still here", timeout_s=10)
     assert next_event(local).message == "still here!"
     local.start(spec("first"), timeout_s=60)

@@ -21,6 +21,7 @@ from embodyrl.errors import format_error
 from embodyrl.isolation import NoResultError
 from embodyrl.process_cleanup import (
     end_children_at_exit,
+    get_signal_name,
     kill_marked_children,
     mark_children,
     signal_at_parents_end,
@@ -144,9 +145,7 @@ def _receive(receiver: Connection, child: SpawnProcess, timeout_s: float, grace_
     except EOFError as error:
         child.join(_GRACE_S)
         exit_code = child.exitcode or 0
-        exit_text = (
-            f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
-        )
+        exit_text = f"was killed by {get_signal_name(-exit_code)}" if exit_code < 0 else f"exited with code {exit_code}"
         raise NoResultError(f"the environment's process {exit_text}; see the output above") from error
 
 
