@@ -122,7 +122,7 @@ class Launcher(Protocol):
     Attributes and methods that a launcher does not override are those of a launcher of processes on this host.
     """
 
-    host: str
+    host: str = "127.0.0.1"
     """Address at which workers reach the driver."""
     where: str = ""
     """Names of the workers' hosts for messages; empty: all workers are on the driver's host."""
@@ -180,16 +180,12 @@ class Launcher(Protocol):
         ...
 
 
-_REQUIRED_ATTRIBUTES = (
-    *("settings", "spans_hosts", "in_process", "where", "lost"),
-    *("describe_hosts", "nodes", "start", "send", "wait", "stop"),
-)
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",
     parts=parts.LAUNCHERS,
-    wants=f"a class with {', '.join(_REQUIRED_ATTRIBUTES)}",
-    fits=lambda value: isinstance(value, type) and all(hasattr(value, name) for name in _REQUIRED_ATTRIBUTES),
+    wants="a subclass of embodyrl.cluster.protocol.Launcher",
+    fits=lambda value: isinstance(value, type) and Launcher in value.__mro__,
 )
 
 
