@@ -37,7 +37,13 @@ _LEARNING_ROWS: tuple[tuple[str, str, str], ...] = (
     ("entropy", "actor/entropy", "{:.3f}"),
     ("gradient norm", "actor/grad_norm", "{:.3f}"),
 )
+_SUMMED_METRICS = ("env/steps", "train/episodes", "env/dropped_episodes")
 _PROGRESS_ROWS: tuple[tuple[str, str, str], ...] = (
+    ("env steps", "env/steps", "{:,.0f}"),
+    ("env steps/s", "env/steps_per_s", "{:,.0f}"),
+    ("episodes", "train/episodes", "{:,.0f}"),
+    ("restarts", "env/restarts", "{:.0f}"),
+    ("dropped", "env/dropped_episodes", "{:.0f}"),
     ("envs busy", "rollout/slot_occupancy", "{:.2g}"),
     ("staleness", "rollout/staleness_mean", "{:.2g}"),
     ("tokens/s, update", "actor/tokens_per_s", "{:,.0f}"),
@@ -69,6 +75,7 @@ class Dashboard:
         self._values: dict[str, deque[float]] = {}
         self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_NUM_RECENT_STEPS)
         self._last: dict[str, float] = {}
+        self._seconds = 0.0
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._events: deque[str] = deque(maxlen=_MAX_EVENTS)
         self._phase, self._fraction = "", 0.0
@@ -84,8 +91,8 @@ class Dashboard:
                 self._values.setdefault(name, deque(maxlen=_MAX_VALUES)).append(value)
         if seconds := step_seconds(metrics):
             self._rows.append(metrics)
-            self._sums["seconds"] += seconds
-            for name in ("env/steps", "train/episodes", "env/dropped_episodes"):
+            self._seconds += seconds
+            for name in _SUMMED_METRICS:
                 self._sums[name] += metrics.get(name) or 0.0
         self._phase = ""
 
@@ -127,24 +134,14 @@ class Dashboard:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
             parts.append(f"ETA {format_duration(mean * (total - step))}")
         live = f"{format_duration(self._clock() - self._start_time)} so far" if self._clock else ""
-        parts += [live or f"{format_duration(self._sums['seconds'])} in steps", *([self._phase] if self._phase else [])]
+        parts += [live or f"{format_duration(self._seconds)} in steps", *([self._phase] if self._phase else [])]
         return " · ".join(parts)
 
     def _progress(self) -> Table:
-        sums, last = self._sums, self._last
-        rows = {
-            "env steps": f"{sums['env/steps']:,.0f}",
-            "env steps/s": f"{last.get('env/steps_per_s', 0):,.0f}",
-            "episodes": f"{sums['train/episodes']:,.0f}",
-            "restarts": f"{last.get('env/restarts', 0):.0f}",
-            "dropped": f"{sums['env/dropped_episodes']:.0f}",
-        }
+        table, values = _build_grid(2), self._last | self._sums
         for name, metric, form in _PROGRESS_ROWS:
-            if metric in last:
-                rows[name] = form.format(last[metric])
-        table = _build_grid(2)
-        for row in rows.items():
-            table.add_row(*row)
+            if metric in self._last:
+                table.add_row(name, form.format(values[metric]))
         return table
 
     def _time(self, width: int) -> Table:

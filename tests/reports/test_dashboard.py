@@ -59,6 +59,16 @@ def test_dashboard_shows_the_metrics():
     assert "my_run" in lines[0]
 
 
+def test_progress_shows_only_logged_metrics():
+    """SFT has no environment, and deterministic runs log no env steps per second."""
+    lines = drawn(100, ROW, times=2)
+    assert cells(lines, "env steps ")[0] == "2,000"
+    assert not any("env steps/s" in line or "dropped" in line for line in lines)
+    sft = drawn(100, {"step": 1, "time/step": 2.0, "actor/loss": 0.5, "actor/memory_gib": 1.5})
+    assert cells(sft, "memory")[:2] == ["1.5", "GiB"]
+    assert not any(name in line for line in sft for name in ("env steps", "episodes", "restarts"))
+
+
 def test_dashboard_keeps_task_order_and_wraps_events():
     lines = drawn(100)
     tasks = [line.split()[1] for line in lines if "░" in line]
