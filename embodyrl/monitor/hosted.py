@@ -31,7 +31,7 @@ class HostedMonitor(Monitor, ABC):
 
     @abstractmethod
     def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
-        """Start a run of the service, or resume the run at `info.resume_step`; return the run."""
+        """Start a run of the service, or resume the run if the service supports it; return the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step (see `Monitor.log`)."""

@@ -1,1 +1,1 @@
-"""Reports on runs: HTML pages, result cards, a terminal dashboard and loggers."""
+"""Reports on runs: HTML pages, result cards and paired tests."""

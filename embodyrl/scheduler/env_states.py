@@ -258,7 +258,7 @@ class EnvStates:
                 video=videos[i],
             )
             episodes.append((rollout, episode, record_refs[start : start + size]))
-            # Before the environment is idle: `Rollout.ended` uses the remaining quota to start the next wave.
+            # Before the environment is idle: `Rollout.on_episode_end` uses the remaining quota to start the next wave.
             rollout.remaining_quota[env_state.index] -= length
             self._set_idle(env_state)
         return episodes
@@ -273,7 +273,7 @@ class EnvStates:
         """Stop the running episode; return its record references, which the caller frees. `requeue`: run it again."""
         env_state, phase = self.each[row], self.phase[row]
         assert env_state.episode is not None and env_state.rollout is not None
-        # Before the environment is idle: `Rollout.ended` must find the episode in its queue.
+        # Before the environment is idle: `Rollout.on_episode_end` must find the episode in its queue.
         env_state.rollout.discard_attempt(env_state.index, env_state.episode, requeue=requeue)
         record_refs = self._executed[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
         record_refs += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
