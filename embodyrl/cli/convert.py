@@ -71,7 +71,7 @@ def _convert(source: Path, out: Path, data: ConversionSettings) -> Any:
         opened = open_source(source, data)
         plan = plan_conversion(opened.description, data, str(source.resolve()))
         banner_lines = plan.get_banner_lines(source, out)
-        monitor.open(out.parent, RunInfo(run_id=out.name, summary=dict(banner_lines)))
+        monitor.open(out.parent, RunInfo(run_id=out.name))
         try:
             monitor.banner(
                 [f"embodyrl {__version__} · convert", *(f"  {name:<10} {text}" for name, text in banner_lines)]

@@ -20,7 +20,7 @@ from embodyrl.commands.run_folder import CONFIG_FILE, RunFolder
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.trust import format_shell_command
-from embodyrl.errors import CheckpointError, Interrupted, WorkerError, mask_hidden_values
+from embodyrl.errors import CheckpointError, Interrupted, WorkerError
 from embodyrl.files import is_full_disk, write_atomically
 from embodyrl.monitor.console import LABEL_WIDTH
 from embodyrl.monitor.group import MonitorGroup, build_monitor
@@ -71,7 +71,6 @@ def print_banner(
         total_steps=total,
         resume_step=resumed + 1 if resumed else (0 if total else None),
         tasks=tasks,
-        summary={name: mask_hidden_values(text) for name, text in banner_lines},
     )
     monitor.open(folder.root, info)
     head = f"embodyrl {__version__} · {command} · seed {cfg.seed}"

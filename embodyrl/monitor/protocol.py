@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,8 +28,6 @@ class RunInfo:
     """First step that this process logs; rows that an earlier process wrote for this and later steps are discarded."""
     tasks: Sequence[str] = ()
     """Instruction of each task id of the environment."""
-    summary: Mapping[str, str] = field(default_factory=dict)
-    """Text of each banner line about the configuration, by label."""
 
 
 class Monitor:

@@ -26,11 +26,8 @@ class TensorboardMonitor(Monitor):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
-        if info.resume_step is not None:  # TensorBoard then ignores older values of this and later steps
-            self._add(info.resume_step, session_log=SessionLog(status=SessionLog.START))
-        elif info.summary:
-            table = "\n".join(f"| {name} | {value} |" for name, value in info.summary.items())
-            self._add(0, summary={"value": [_text("summary", f"| | |\n|---|---|\n{table}")]})
+        # TensorBoard then ignores older values of this and later steps.
+        self._add(info.resume_step or 0, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Monitor.log`."""
@@ -51,9 +48,3 @@ class TensorboardMonitor(Monitor):
 
         assert self._writer is not None
         self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
-
-
-def _text(tag: str, markdown: str) -> dict[str, Any]:
-    """Return a TensorBoard summary value with Markdown text, for the Text tab."""
-    tensor = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [markdown.encode()]}
-    return {"tag": tag, "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor}

@@ -18,7 +18,7 @@ def logged(run_dir: Path, name: str) -> list[tuple[int, float]]:
 
 def run(run_dir: Path, values: dict[int, float], resume_step: int | None = None) -> None:
     monitor = TensorboardMonitor()
-    monitor.open(run_dir, RunInfo(run_id="r", resume_step=resume_step, summary={"env": "tabletop"}))
+    monitor.open(run_dir, RunInfo(run_id="r", resume_step=resume_step))
     for step, value in values.items():
         monitor.log(step, {"actor/loss": value})
     monitor.close()
@@ -31,15 +31,6 @@ def test_resume_replaces_later_tensorboard_steps(tmp_path: Path):
     assert logged(tmp_path, "actor/loss") == [(0, 1.0), (1, 20.0), (2, 30.0)]
 
 
-def test_tensorboard_summary_is_a_table(tmp_path: Path):
-    run(tmp_path, {0: 1.0})
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    (event,) = events.Tensors("summary")
-    assert event.tensor_proto.string_val[0].decode().splitlines()[-1] == "| env | tabletop |"
-    assert events.SummaryMetadata("summary").plugin_data.plugin_name == "text"
-
-
 def test_non_finite_values_do_not_raise(tmp_path: Path):
     run(tmp_path, {0: math.nan})
     assert math.isnan(logged(tmp_path, "actor/loss")[0][1])
@@ -50,7 +41,7 @@ def test_tensorboard_logger_does_not_import_torch(tmp_path: Path):
     code = (
         "import pathlib, sys, embodyrl.monitor.group as m; from embodyrl.monitor.tensorboard import *;"
         "m.build_monitor(['console', 'jsonl', 'tensorboard']); events = TensorboardMonitor();"
-        "events.open(pathlib.Path(sys.argv[1]), RunInfo(run_id='r', resume_step=1, summary={}));"
+        "events.open(pathlib.Path(sys.argv[1]), RunInfo(run_id='r', resume_step=1));"
         "events.log(1, {'actor/loss': 1.0}); events.close();"
         "sys.exit('torch' in sys.modules)"
     )
