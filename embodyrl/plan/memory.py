@@ -270,6 +270,8 @@ def _get_activations(
     layer and of the output matrix are needed in addition to the shards. Embedding gradients are computed last.
     """
     off_policy = cfg.algorithm.transitions
+    if off_policy and costs.steering_features:
+        return 0  # updates read stored features; actor and critics are small
     samples = float(cfg.actor.global_batch_size if off_policy else cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / costs.sample_tokens)

@@ -471,6 +471,19 @@ def test_checkpoint_size_includes_frozen_weights(tmp_path):
     assert plan_memory(run_plan).checkpoint == 12 * costs.num_trained + each * costs.num_parameters
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model=flow_small", "model.likelihood=dsrl"),
+        ("model=pi05_tiny", "model.likelihood=residual"),
+        ("model=openvla_oft_tiny", "model.likelihood=residual"),
+    ],
+)
+def test_off_policy_updates_store_no_activations_of_a_frozen_model(model, tmp_path):
+    words = ["env=tabletop", *model, "algorithm=sac", f"runner.output_dir={tmp_path}"]
+    assert plan_memory(build_run_plan(load_config("train", words), training=True)).activations == 0
+
+
 @pytest.mark.parametrize("command", ["train", "eval"])
 @pytest.mark.parametrize(
     ("visible", "ranks", "reason"),

@@ -95,6 +95,13 @@ class FlowSettings(ResidualSettings):
         skips_last = self.ignore_last or self.likelihood is Likelihood.flow_cps
         return self.num_steps - 1 if skips_last else self.num_steps
 
+    @property
+    def scored_passes(self) -> int:
+        """Number of passes of the action expert that compute the log-probabilities of a chunk."""
+        if self.likelihood is Likelihood.fpo:
+            return self.fpo_pairs
+        return self.num_steps if self.every_step else 1
+
     def problems(self) -> Iterator[str]:
         """Yield errors for invalid combinations of settings, for example those that leave no stochastic step."""
         yield from super().problems()

@@ -79,9 +79,8 @@ def estimate_oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
         num_parameters=count_parameters(weights),
         # Adapters on all layers (an upper bound for selected targets), and fully trained heads.
         num_trained=get_lora_spec(cfg).r * adapter_sides + heads if cfg.is_lora else None,
-        # A frozen model stores no activations for a backward pass.
-        activation_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.activation_bytes,
-        recomputed_bytes=sample.inference_bytes if cfg.is_residual else passes * sample.recomputed_bytes,
+        activation_bytes=passes * sample.activation_bytes,
+        recomputed_bytes=passes * sample.recomputed_bytes,
         outside_layers=count_parameters(body, "projector.", *_VOCABULARY) + heads,
         forward_flops=passes * sample.forward_flops,
         act_passes=cfg.action_dim if options.autoregressive else passes,

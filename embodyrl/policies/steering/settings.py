@@ -154,5 +154,8 @@ def add_steering_costs(costs: PolicyCosts, shape: SteeringShape | None, *, num_o
         costs,
         num_parameters=costs.num_parameters + actor,
         num_trained=actor + num_other_trained,
+        # The frozen model stores no activations for a backward pass.
+        activation_bytes=costs.inference_bytes,
+        recomputed_bytes=costs.inference_bytes,
         steering_features=shape.features,
     )

@@ -465,6 +465,35 @@ def test_costs_count_the_trained_parameters(form, tmp_path):
     assert policy.costs.num_trained == trained
 
 
+def measure_activations(policy, count=4):
+    """Return the bytes per sample that scoring a batch stores for the backward pass, without parameters."""
+    out = policy.act(observe(count), noise=noise_for(policy, count))
+    parameters = {p.untyped_storage().data_ptr() for p in policy.module.parameters()}
+    stored = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            stored[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        policy.score(observe(count), out.tokens)
+    return sum(size for size, _ in stored.values()) / count
+
+
+@pytest.mark.parametrize("way", ["all", "noise", "fpo"])
+@pytest.mark.parametrize("form", FORMS)
+def test_planned_activations_include_all_passes_of_the_expert(form, way, tmp_path):
+    one, several = (
+        build(form, folder_of(form, tmp_path / name), num_images_in_input=2, **keys)
+        for name, keys in (("one", {}), ("several", WAYS[way]))
+    )
+    planned = several.costs.activation_bytes - one.costs.activation_bytes
+    measured = measure_activations(several) - measure_activations(one)
+    assert measured < planned < 2 * measured, "the plan assumes longer prompts"
+
+
 @pytest.mark.parametrize("name", ["pi05_tiny", "smolvla_tiny"])
 def test_included_tiny_vlas_are_small_and_tokenize_tasks(name):
     cfg = load_config("eval", [f"model={name}"]).model

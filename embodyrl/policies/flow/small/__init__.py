@@ -12,7 +12,6 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.files import check_equal
 from embodyrl.policies.flow.settings import (
     FlowSettings,
-    Likelihood,
     get_chunk_record,
     get_flow_gripper,
     get_steering_shape,
@@ -87,7 +86,7 @@ class SmallFlowFactory:
         inferred, stored = _count_activations(plan.config, cfg, env)
         costs = PolicyCosts(
             num_parameters=count_parameters(weights),
-            activation_bytes=0 if cfg.is_steered else 4 * stored,
+            activation_bytes=4 * stored,
             inference_bytes=4 * inferred,
         )
         return add_steering_costs(costs, plan.steering)
@@ -147,9 +146,8 @@ def _count_activations(config: SmallConfig, cfg: SmallFlowSettings, env: EnvSpec
         image += 2 * planes * pixels  # before and after the nonlinearity
     images = config.num_images * (image + 7 * channels * pixels)
     tokens = max((len(task.split()) for task in env.tasks), default=1) + config.num_images + 1
-    passes = cfg.fpo_pairs if cfg.likelihood is Likelihood.fpo else cfg.num_steps if cfg.every_step else 1
     # Vectors of each token of a layer; each pass of the expert also stores keys and values of all tokens.
-    vectors = 17 * tokens + passes * (20 * cfg.num_action_chunks + 2 * tokens)
+    vectors = 17 * tokens + cfg.scored_passes * (20 * cfg.num_action_chunks + 2 * tokens)
     return images, images + config.layers * config.width * vectors
 
 

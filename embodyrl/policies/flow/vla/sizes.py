@@ -24,7 +24,7 @@ def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
         adapted = [w for name, w in weights.items() if w.adaptable and name.startswith(layers)]
         adapters = get_lora_spec(cfg).r * sum(w.fan_in_plus_fan_out for w in adapted)
         trained = outside_backbone - count_parameters(weights, "expert.") + adapters
-    elements = _count_activations(model, cfg.num_images_in_input, expert_only=expert_only)
+    elements = _count_activations(model, cfg)
     activation_bytes = int((_BYTES_PER_ELEMENT if cfg.uses_bf16 else 4) * elements)
     return PolicyCosts(
         num_parameters=count_parameters(weights),
@@ -34,17 +34,18 @@ def estimate_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
     )
 
 
-def _count_activations(model: FlowSpec, images: int, *, expert_only: bool) -> int:
+def _count_activations(model: FlowSpec, cfg: VlaSettings) -> int:
     """Return the approximate number of activation elements stored per sample for the backward pass.
 
     Each layer stores 10 vectors of the model's width and 4 of the MLP's width per token; each expert layer also stores
-    keys and values of all tokens. tests/fakegpu/rows.py measures these numbers.
+    keys and values of all tokens, once per pass of the expert. tests/fakegpu/rows.py measures these numbers.
     """
-    expert, vision, suffix = model.expert, model.vision, model.horizon + 1
+    expert, vision, suffix, images = model.expert, model.vision, model.horizon + 1, cfg.num_images_in_input
     prefix = images * model.image_tokens + _PROMPT_TOKENS
     total = suffix * _count_layer_activations(expert)
     total += expert.depth * (prefix + suffix) * 2 * expert.heads * expert.head_dim
-    if not expert_only:
+    total *= cfg.scored_passes
+    if not cfg.train_expert_only:
         total += prefix * _count_layer_activations(model.language)
         total += images * vision.patches * vision.depth * (8 * vision.width + 2 * vision.mlp)
     return total
