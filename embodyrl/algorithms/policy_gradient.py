@@ -34,6 +34,7 @@ from embodyrl.algorithms.protocol import (
 )
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
+    BufferSettings,
     GroupSettings,
     OldLogprob,
     RewardLevel,
@@ -73,9 +74,11 @@ class Algorithm:
         """
         if problems := list(cfg.problems()):
             raise ConfigError(problems)
+        if isinstance(cfg, BufferSettings):
+            cfg = cfg.without_unused_fields()
         self.settings = cfg
         self.estimator = ADVANTAGES.get(cfg.adv_type)
-        self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) else 0
+        self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) and cfg.value_coef else 0
         """Number of initial training steps that train only the value head."""
         self.filter_refills = cfg.filter_refills if isinstance(cfg, GroupSettings) else 0
         """Maximum number of rounds in which new groups replace filtered groups."""

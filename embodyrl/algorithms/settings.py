@@ -245,7 +245,8 @@ class ValueSettings(CreditSettings):
 
 
 _BUFFER_FIELDS = {"sampling_params", "adv_type", "loss", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
-"""Fields of AlgorithmSettings that have an effect with a replay buffer."""
+_UNUSED_FIELDS = AlgorithmSettings.model_fields.keys() - _BUFFER_FIELDS - {"max_staleness"}
+"""Fields of AlgorithmSettings that have no effect with a replay buffer."""
 
 
 class BufferSettings(AlgorithmSettings):
@@ -253,7 +254,7 @@ class BufferSettings(AlgorithmSettings):
 
     keys_by_condition = {
         "demonstrations": "demonstration_share",
-        "never: this algorithm has its own update": " ".join(AlgorithmSettings.model_fields.keys() - _BUFFER_FIELDS),
+        "never: this algorithm has its own update": " ".join(_UNUSED_FIELDS),
     }
 
     replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
@@ -269,6 +270,10 @@ class BufferSettings(AlgorithmSettings):
     demonstrations."""
     demonstration_share: Share = 0.5
     """Fraction of demonstrations in each batch."""
+
+    def without_unused_fields(self) -> Self:
+        """Return a copy in which all fields without effect have their defaults."""
+        return self.model_copy(update={name: AlgorithmSettings.model_fields[name].default for name in _UNUSED_FIELDS})
 
     @property
     def method(self) -> str:

@@ -200,16 +200,18 @@ class PolicyGradientLearner(Learner):
         useful = np.flatnonzero(~self._algorithm.zero_gradient_mask(batch)[samples])
         if not len(useful):
             return []
-        cost = self._arena[Record.cost].take(batch.records.take(samples.take(useful)))
-        if len(useful) > self._cfg.micro_batch_size and isinstance(self._policy, TextPolicy):
-            # A micro-batch computes equal prompts once, and is padded to its longest sample.
+        cost = None
+        if isinstance(self._policy, TextPolicy):
             records = batch.records[samples[useful]]
-            order = order_by_prompt(self._arena[Record.instruction][records], cost)
-            useful, cost = useful[order], cost[order]
+            cost = self._arena[Record.cost][records]
+            if len(useful) > self._cfg.micro_batch_size:
+                # A micro-batch computes equal prompts once, and is padded to its longest sample.
+                order = order_by_prompt(self._arena[Record.instruction][records], cost)
+                useful, cost = useful[order], cost[order]
         # Weights include samples without a gradient, because these count in the denominators.
         weights = self._algorithm.weights(batch, samples)
         parts: list[tuple[_MicroBatch, bool]] = []
-        for part, counted in self._trainer.split_micro_batches(len(cost), cost):
+        for part, counted in self._trainer.split_micro_batches(len(useful), cost):
             rows = useful.take(part)
             inputs = self._build_inputs(batch, samples.take(rows), weights.rows(rows), proximal)
             parts.append((_MicroBatch(records=batch.records.take(samples.take(rows)), inputs=inputs), counted))

@@ -89,8 +89,6 @@ class OptimSettings(Settings):
 class ActorSettings(Settings):
     """Config keys for the processes that train the policy."""
 
-    keys_by_condition = {"minibatches=null": "global_batch_size"}
-
     micro_batch_size: Count = 8
     """Micro-batch size: number of samples (action chunks) per forward pass."""
     global_batch_size: Count = 160

@@ -44,6 +44,8 @@ _TRAIN = CommandSections(
         "video!=none": _VIDEO,
         "algorithm.value_coef": "critic.path",
         "algorithm.value_coef or algorithm.tau": "actor.optim.value_lr actor.optim.value_clip_grad",
+        "algorithm.replay_size=null: batches of actor.global_batch_size are sampled": "actor.minibatches",
+        "actor.minibatches=null or algorithm.replay_size: actor.minibatches is set": "actor.global_batch_size",
     },
 )
 _EVAL = CommandSections(
@@ -78,6 +80,7 @@ _SFT = CommandSections(
     keys_by_condition={
         "never: no episodes are run": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
         "runner.profile faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
+        "never: SFT samples batches of actor.global_batch_size": "actor.minibatches",
         "objective.name=dpo: the statistics are those of data.path": "model.unnorm_key",
         "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
     },
@@ -88,6 +91,7 @@ _DAGGER = CommandSections(
     keys_by_condition={
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
         "never: DAgger uses behavior cloning": "objective.name",
+        "never: SFT samples batches of actor.global_batch_size": "actor.minibatches",
         "never: only `embodyrl train` is profiled": "runner.profile",
         "never: the same command resumes an incomplete run": "runner.on_existing runner.resume_dir",
     }

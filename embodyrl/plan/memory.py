@@ -255,8 +255,8 @@ def _get_micro_batches(run_plan: RunPlan) -> int:
     cfg, rules = run_plan.cfg, run_plan.cfg.algorithm
     batch = -(-run_plan.max_samples // max(1, run_plan.optimizer_steps_per_training_step // rules.update_epoch))
     batch = cfg.actor.global_batch_size if isinstance(rules, BufferSettings) else batch
-    budget = cfg.actor.max_tokens_per_mbs
-    size = max(1, budget // run_plan.policy_costs.sample_tokens) if budget else cfg.actor.micro_batch_size
+    budget, tokens = cfg.actor.max_tokens_per_mbs, run_plan.policy_costs.sample_tokens
+    size = max(1, budget // tokens) if budget and tokens > 1 else cfg.actor.micro_batch_size
     return -(-batch // (run_plan.ranks * size))
 
 
@@ -273,7 +273,8 @@ def _get_activations(
     if off_policy and costs.steering_features:
         return 0  # updates read stored features; actor and critics are small
     samples = float(cfg.actor.global_batch_size if off_policy else cfg.actor.micro_batch_size)
-    if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
+    # The policies of robots have no token budget.
+    if (budget := cfg.actor.max_tokens_per_mbs) and costs.sample_tokens > 1:
         samples = max(1.0, budget / costs.sample_tokens)
     layer_gradients = 0 if whole_gradients else _get_layer_gradients(costs)
     scoring, recomputed_scoring = costs.estimate_logprob_bytes(samples)

@@ -6,7 +6,7 @@ from settings import algorithm_of
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
-from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
+from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, RewardNorm, TokenLevel
 from embodyrl.config.settings import get_keys
 from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.plan.schema import get_algorithm_settings
@@ -65,6 +65,7 @@ def test_unknown_estimator_or_loss_is_an_error(adv_type: str, loss_type: str, me
         pytest.param(
             {"adv_type": "gdpo", "truncated_episodes": "zero_reward"}, "normalizes each reward component separately"
         ),
+        ({"adv_type": "remax", "reward_norm": RewardNorm.batch}, "compares each episode with a greedy episode"),
         ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is for the loss only"),
         (
             {"adv_type": "gae", "reward_type": RewardLevel.action_level, "logprob_type": TokenLevel.chunk_level},
@@ -90,6 +91,12 @@ def test_group_size_one_is_valid_with_a_value_head():
 
 def test_grpo_accepts_chunk_level_ratios():
     assert list(algorithm_of(logprob_type=TokenLevel.chunk_level).problems()) == []
+
+
+def test_critic_warmup_needs_a_value_loss():
+    """Otherwise, no weights would be trained in these steps."""
+    assert Algorithm(algorithm_of(adv_type="gae", critic_warmup=3)).critic_warmup == 3
+    assert Algorithm(algorithm_of(adv_type="gae", critic_warmup=3, value_coef=0.0)).critic_warmup == 0
 
 
 def test_value_dim_counts_value_head_outputs():

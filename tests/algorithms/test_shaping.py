@@ -111,6 +111,22 @@ def test_masked_failures_count_in_group_statistics():
     np.testing.assert_allclose(batch.advantage[:, 0], [2 / 3], atol=1e-6)
 
 
+@pytest.mark.parametrize("adv_type", ["sac", "td3_bc", "filtered_bc", "iql"])
+def test_unused_keys_do_not_change_the_batch_of_replay_algorithms(adv_type: str):
+    episodes = [
+        make_episode([[0.0], [reward]], episode_id=i, terminated=False, first_record=2 * i)
+        for i, reward in enumerate((-2.0, 0.0, 3.0))
+    ]
+    unused = {"reward_bias": 10.0, "reward_clip": 1.0, "advantage_clip": [-1.0, 1.0], "reward_norm": RewardNorm.batch}
+    unused |= {"truncated_episodes": TruncatedEpisodes.mask, "kl_beta": 0.1, "kl_in_reward": True}
+    algorithm = Algorithm(algorithm_of(adv_type, **unused))
+    batch, expected = algorithm.prepare(episodes), Algorithm(algorithm_of(adv_type)).prepare(episodes)
+    np.testing.assert_array_equal(batch.records, expected.records)
+    np.testing.assert_array_equal(batch.advantage, expected.advantage)
+    assert batch.has_signal
+    assert not algorithm.needs_reference
+
+
 @pytest.mark.parametrize("kind", ["k1", "k2", "low_var_kl"])
 def test_kl_is_subtracted_from_the_rewards(kind: str):
     """GAE with lambda = gamma = 1 and zero values: the advantage is the return-to-go of r - beta KL."""

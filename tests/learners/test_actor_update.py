@@ -345,9 +345,20 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_micro_batches_respect_the_token_budget(make: Make):
+TEXT = ("env=text/copy", "~env.env_type", "~env.use_rel_reward", "model=causal_lm_tiny", "algorithm.entropy_bonus=0")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (TEXT, [[[3], [1, 5]], [[0], [2]]]),
+        ((), [[[1, 3, 5]], [[0, 2]]]),
+    ],
+    ids=["text", "robot"],
+)
+def test_micro_batches_of_text_respect_the_token_budget(make: Make, words, expected):
     """Two optimizer steps of shuffled samples; one sample has no gradient."""
-    actor = make("actor.max_tokens_per_mbs=20", *HALVES)
+    actor = make("actor.max_tokens_per_mbs=20", *HALVES, *words)
     costs = np.array([20, 1, 1, 20, 1, 5])
     actor["cost"], actor["advantage"] = costs, np.array([1, -2, 4, -8, 0, 1])[:, None]
     learner, records = actor.host._learner, get_record_indices(actor.record_refs)
@@ -357,7 +368,7 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     proximal = returned(learner._compute_proximal(batch))
     steps = [learner._build_micro_batches(batch, proximal, samples) for samples in planned]
     found = [[np.flatnonzero(np.isin(records, part.records)).tolist() for part, _ in parts] for parts in steps]
-    assert found == [[[3], [1, 5]], [[0], [2]]]
+    assert found == expected
 
 
 def test_policy_and_value_gradients_are_clipped_separately():

@@ -452,6 +452,16 @@ def test_planned_micro_batches_are_per_rank_and_respect_the_token_budget(tmp_pat
     assert count(*words, f"actor.max_tokens_per_mbs={4 * tokens + 1}") == 4
 
 
+def test_token_budget_does_not_change_the_memory_of_robot_policies(tmp_path):
+    words = ["env=tabletop", "model=openvla_oft_tiny", f"runner.output_dir={tmp_path}"]
+    plans = [
+        build_run_plan(load_config("train", [*words, *more]), training=True)
+        for more in ([], ["actor.max_tokens_per_mbs=4096"])
+    ]
+    assert plans[0].memory == plans[1].memory
+    assert memory._get_micro_batches(plans[0]) == memory._get_micro_batches(plans[1])
+
+
 def test_reference_on_a_server_needs_no_local_memory(tmp_path):
     kl = ("algorithm.kl_beta=0.1", "algorithm.reference_url=http://host/v1")
     assert plan_memory(build_run_plan(text_config(tmp_path, *kl[:1]), training=True)).reference > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from embodyrl.algorithms.estimators import (
     whiten,
 )
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, EstimatorInputs
-from embodyrl.algorithms.settings import CreditSettings, DiscountSettings, GroupSettings
+from embodyrl.algorithms.settings import CreditSettings, DiscountSettings, GroupSettings, RewardNorm
 from embodyrl.algorithms.shaping import shape_rewards
 from embodyrl.config.settings import Positive
 from embodyrl.types import BoolArray, DoubleArray, Episode
@@ -95,7 +95,20 @@ def compute_reinforce_pp_credits(episodes: Sequence[Episode], _: EstimatorInputs
     return _whiten_credits(episodes, parts, [select_credited_steps(episode.valid, cfg) for episode in episodes])
 
 
-def compute_remax_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, cfg: CreditSettings) -> list[Credit]:
+class RemaxSettings(CreditSettings):
+    """Settings of ReMax."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield one message per contradiction between settings."""
+        yield from super().problems()
+        if self.reward_norm is not RewardNorm.none:
+            yield (
+                f"algorithm.reward_norm={self.reward_norm}: adv_type '{self.adv_type}' compares each episode with a "
+                "greedy episode, which has no group or batch to normalize over. Remove reward_norm."
+            )
+
+
+def compute_remax_credits(episodes: Sequence[Episode], inputs: EstimatorInputs, cfg: RemaxSettings) -> list[Credit]:
     """Return the return-to-go minus the return of the greedy episode from the same state (ReMax, arXiv 2310.10505).
 
     The advantage is 0 where the greedy episode was lost to a worker crash.
@@ -142,7 +155,7 @@ def _compute_returns_to_go(episode: Episode, cfg: CreditSettings, gamma: float) 
 REINFORCE_PP = AdvantageEstimator(compute=compute_reinforce_pp_credits, settings=ReturnSettings)
 
 
-REMAX = AdvantageEstimator(compute=compute_remax_credits, settings=CreditSettings, needs_greedy=True)
+REMAX = AdvantageEstimator(compute=compute_remax_credits, settings=RemaxSettings, needs_greedy=True)
 
 
 REINFORCE_PP_BASELINE = AdvantageEstimator(compute=compute_reinforce_pp_baseline_credits, settings=GroupSettings)

@@ -183,6 +183,10 @@ def test_keys_without_effect_give_a_warning(word, reason):
     assert reason in line
 
 
+def test_staleness_has_an_effect_without_transitions():
+    assert load_config("train", ["algorithm=filtered_bc", "algorithm.max_staleness=1"]).warnings == ()
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("average", [0.0, 0.75])
 def test_filtered_bc_on_two_ranks_matches_one(tmp_path, average):
