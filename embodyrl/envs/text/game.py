@@ -11,10 +11,11 @@ import numpy as np
 from pydantic import Field
 
 from embodyrl.config.settings import ChangesStateIds
+from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.dialogue import Dialogue, DialogueEnv, TurnResult, build_dialogue_spec, truncate_text
 from embodyrl.envs.text.settings import DialogueSettings, Turns
-from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
+from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodyrl.registry import load, name_problems, takes
 from embodyrl.types import EnvSpec, EpisodeStart
 
@@ -114,9 +115,11 @@ _COLOR_PATTERN = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 class GameSettings(DialogueSettings):
     """Config keys for a Gymnasium environment with discrete actions, described in text."""
 
+    program_keys = ("id",)
+
     id: Annotated[str | None, ChangesStateIds] = None
-    """Gymnasium id such as FrozenLake-v1, or a TextWorld game or a folder of games (*.z8, *.ulx). Replies to a
-    TextWorld game must contain one of the game's allowed commands, and the reset id selects the game."""
+    """Gymnasium id such as FrozenLake-v1, package.module:Class, or a TextWorld game or a folder of games (*.z8, *.ulx).
+    Replies to a TextWorld game must contain one of the game's allowed commands, and the reset id selects the game."""
     kwargs: Annotated[dict[str, Any], ChangesStateIds] = {}
     """Keyword arguments of the environment's constructor."""
     words: str | None = None
@@ -207,24 +210,20 @@ def build_game(cfg: GameSettings) -> Any:
     """Build the game of `env.id`.
 
     Raises:
-        MissingDependencyError: gymnasium is not installed.
-        ConfigError: the environment does not exist, rejects its arguments, or has no text rendering.
+        EmbodyError: the environment cannot be built (see `create`), or has no text rendering.
     """
     if files := find_game_files(cfg.id or ""):
         return TextWorldGame(files, OBSERVATION_BYTES)
-    try:
-        gymnasium = importlib.import_module("gymnasium")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"env.env_type=text_game needs gymnasium: {error}. Fix: pip install 'gymnasium>=1.0'"
-        ) from error
-    try:
-        return gymnasium.make(cfg.id, **({} if cfg.words else {"render_mode": "ansi"}), **cfg.kwargs)
-    except (gymnasium.error.Error, TypeError, ValueError) as error:
+    from embodyrl.envs.gym.create import create
+
+    kwargs = {**({} if cfg.words else {"render_mode": "ansi"}), **cfg.kwargs}
+    env = create(GymSettings(env_type="gym", id=cfg.id), kwargs)
+    if not cfg.words and "ansi" not in (env.metadata.get("render_modes") or ()):
         raise ConfigError(
-            f"env.id={cfg.id} with env.kwargs={cfg.kwargs} cannot be built: {one_line(error).rstrip('.')}. An "
-            "environment without render_mode=ansi needs env.words."
-        ) from error
+            f"env.id={cfg.id} has no text rendering (render mode ansi). Set env.words to a function that converts "
+            "observations to text, or choose another env.id."
+        )
+    return env
 
 
 def get_action_names(cfg: GameSettings, env: Any) -> list[str]:
@@ -255,6 +254,10 @@ class GameFactory:
         if cfg.id is None:
             problems.append(
                 "env.id is not set. Set it to a Gymnasium id with discrete actions, for example env.id=FrozenLake-v1."
+            )
+        elif cfg.action_words and find_game_files(cfg.id):
+            problems.append(
+                f"env.action_words: env.id={cfg.id} is a TextWorld game, which lists its own commands. Remove the key."
             )
         return problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -120,7 +121,11 @@ def place(seen: Any, info: Any) -> str:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"id": "NoSuchGame-v1"}, "cannot be built"),
+        ({"id": "NoSuchGame-v1"}, "`NoSuchGame` doesn't exist"),
+        ({"id": "no_such_module:Game-v0"}, "needs a package that is not installed"),
+        ({"kwargs": {"map_name": "9x9"}}, "cannot be built"),
+        ({"id": "CartPole-v1", "kwargs": {}}, r"no text rendering.*Set env\.words"),
+        ({"id": "Blackjack-v1", "kwargs": {}}, r"no text rendering.*Set env\.words"),
         ({"kwargs": {"wind": 3}}, "cannot be built"),
         ({"action_words": ["left", "right"]}, "4 different words"),
         ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "not supported, only Discrete"),
@@ -133,3 +138,9 @@ def test_unsupported_text_games_are_rejected(keys: dict[str, Any], reason: str) 
 
 def test_missing_game_id_is_rejected() -> None:
     assert "env.id is not set" in FACTORY.validate(lake(id=None))[0]
+
+
+def test_action_words_of_a_textworld_game_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "game.z8").touch()
+    assert FACTORY.validate(lake(id=str(tmp_path))) == []
+    assert "lists its own commands" in FACTORY.validate(lake(id=str(tmp_path), action_words=["left"]))[0]
