@@ -218,7 +218,7 @@ class Config(TopSettings):
             "reward.path=null or reward.mode=add": "env.use_rel_reward",
             **get_command_sections(self.command).keys_by_condition,
         }
-        return keys_by_condition | (_TEXT_CONDITIONS if self.reads_rows else {})
+        return keys_by_condition | (_TEXT_CONDITIONS if self.has("env") and self.env.max_chunks else {})
 
     @property
     def programs(self) -> dict[str, str]:
@@ -340,4 +340,4 @@ _TEXT_CONDITIONS = {
     "never: a conversation has no images": "video",
     "algorithm.sampling_params.max_new_tokens=null": "model.num_action_chunks",
 }
-"""Conditions under which keys have an effect in runs with text tasks (see `Settings.keys_by_condition`)."""
+"""Conditions under which keys have an effect in conversations (see `Settings.keys_by_condition`)."""

@@ -16,6 +16,8 @@ SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
 class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for ManiSkill tasks."""
 
+    keys_by_condition = {"obs_mode=rgb": "init_params"}
+
     id: Annotated[str | None, ChangesStateIds] = None
     """ManiSkill task id, for example PushCube-v1."""
     kwargs: Annotated[dict[str, Any], ChangesStateIds] = {}
