@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from embodyrl.files import read_json
-from embodyrl.policies.files import check_equal
+from embodyrl.policies.files import check_equal, reject_malformed
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
@@ -101,14 +101,13 @@ class SteeringShape:
         """Check that the shape matches the `steering.json` of a folder.
 
         Raises:
-            CheckpointError: the actor has other outputs; the message contains the difference.
+            CheckpointError: the file is malformed, or the actor has other outputs; the message contains the difference.
         """
-        path, expected = folder / SHAPE_FILE, asdict(self)
-        saved = read_json(path) if path.is_file() else expected
+        saved = _read_shape(folder)
         if saved.get("proposes") == self.proposes:
             keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
             fix = f"Set model.num_action_chunks, {keys} to the values with which the checkpoint was trained."
-            check_equal(saved, expected, path, fix)
+            check_equal(saved, asdict(self), folder / SHAPE_FILE, fix)
 
     @property
     def width(self) -> int:
@@ -126,14 +125,29 @@ class SteeringShape:
         return self.actions * -(-self.layout.tokens // self.actions)
 
 
+def _read_shape(folder: Path) -> dict[str, Any]:
+    """Return the fields in the `steering.json` of a folder, or an empty dict if the folder has no actor."""
+    path = folder / SHAPE_FILE
+    with reject_malformed(path, "Download the checkpoint again."):
+        return dict(read_json(path).items()) if path.is_file() else {}
+
+
 def add_steering(
     spec: PolicySpec, shape: SteeringShape | None, cfg: ResidualSettings, folder: Path | None
 ) -> PolicySpec:
-    """Return the spec with the tokens of the actor, or without an actor the same spec. `folder` contains the weights.
+    """Return the spec with the tokens of the actor, and a warning if the actor in `folder` is not used.
 
     Raises:
-        CheckpointError: the folder has an actor with other outputs.
+        CheckpointError: the folder has an actor with other outputs, or a malformed `steering.json`.
     """
+    saved = {} if folder is None else _read_shape(folder)
+    if saved and (shape is None or saved.get("proposes") != shape.proposes):
+        kind = "residual" if saved.get("proposes") else "dsrl"
+        warning = (
+            f"the checkpoint contains an actor that was trained with model.likelihood={kind} ({SHAPE_FILE}), but "
+            f"model.likelihood={cfg.likelihood_name} does not use the actor"
+        )
+        spec = replace(spec, warnings=(*spec.warnings, warning))
     if shape is None:
         return spec
     if folder is not None:

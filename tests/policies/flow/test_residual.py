@@ -153,10 +153,25 @@ def test_residual_actor_is_saved_with_the_flow(folder, tmp_path):  # noqa: F811
             build(saved, likelihood="residual", **wrong)
         with pytest.raises(CheckpointError, match=says):
             FACTORY.compare(policy._cfg.updated(wrong), ENV, saved)
-    alone = build(saved, seed=3).act(obs, noise=None).actions
+    flow = build(saved, seed=3)
+    assert "trained with model.likelihood=residual" in flow.spec.warnings[0]
+    alone = flow.act(obs, noise=None).actions
     steered = build(saved, likelihood="dsrl", noise_bound=1e-6)
     np.testing.assert_allclose(steered.act(obs, noise=None).actions, alone, atol=1e-4)
+    assert "trained with model.likelihood=residual" in steered.spec.warnings[0]
     assert np.abs(alone - mine).max() > 1e-3
+
+
+@pytest.mark.parametrize("damaged", ['{"bound":', "[]"])
+def test_damaged_shape_of_an_actor_is_rejected(folder, tmp_path, damaged):  # noqa: F811
+    policy, saved = correct(folder), tmp_path / "saved"
+    saved.mkdir()
+    policy.save(saved)
+    (saved / "steering.json").write_text(damaged)
+    with pytest.raises(CheckpointError, match=r"steering.json is missing or malformed"):
+        build(saved, likelihood="residual")
+    with pytest.raises(CheckpointError, match=r"steering.json is missing or malformed"):
+        FACTORY.compare(policy._cfg, ENV, saved)
 
 
 @pytest.mark.parametrize(

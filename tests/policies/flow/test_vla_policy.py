@@ -298,7 +298,11 @@ def test_vla_residual_starts_at_zero_with_a_frozen_base(form, tmp_path):
     policy.save(tmp_path / "saved")
     again = build(form, tmp_path / "saved", likelihood="residual", residual_scale=0.4, seed=9)
     assert np.array_equal(*(p.act(obs, noise=None).actions for p in (policy, again)))
-    assert np.array_equal(*(p.act(obs, noise=None).actions for p in (alone, build(form, tmp_path / "saved"))))
+    flow = build(form, tmp_path / "saved")
+    assert "trained with model.likelihood=residual" in flow.spec.warnings[-1]
+    assert np.array_equal(*(p.act(obs, noise=None).actions for p in (alone, flow)))
+    flow.save(tmp_path / "flow")
+    assert not (tmp_path / "flow" / "steering.json").exists(), "the saved flow has no actor"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -146,7 +146,9 @@ def test_oft_residual_actor_is_saved_with_the_model(build, tmp_path):
     other = build(likelihood="residual", seed=0)
     other.load_weights(tmp_path / "saved")
     assert np.array_equal(other.act(obs, noise=None).actions, mine)
-    alone = build(tmp_path / "saved", trainable=False).act(obs, noise=None).actions
+    model = build(tmp_path / "saved", trainable=False)
+    assert "model.likelihood=residual" in model.spec.warnings[0]
+    alone = model.act(obs, noise=None).actions
     assert np.array_equal(alone, build(trainable=False).act(obs, noise=None).actions)
     assert not np.array_equal(alone, mine)
 

@@ -31,6 +31,7 @@ from embodyrl.policies.flow.vla.statistics import (
     read_openpi,
     to_statistics,
 )
+from embodyrl.policies.steering.settings import SHAPE_FILE
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     STATISTICS_FILE,
@@ -266,7 +267,8 @@ def _read_statistics(path: Path) -> dict[str, np.ndarray]:
 
 def read_side_files(folder: Path, cfg: VlaSettings) -> dict[str, bytes]:
     """Read configuration, tokenizer, processors and the selected statistics, to save them with new weights."""
-    small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
+    # The steering policy writes the shape of its own actor.
+    small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith((".index.json", SHAPE_FILE))]
     files = {p.name: read_side_file(folder, p.name) for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
     files[CONFIG_FILE] = remove_random_init_key(files[CONFIG_FILE])
     if STATISTICS_FILE in files:
