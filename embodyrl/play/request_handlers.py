@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
 from embodyrl.play.scene import Scene
 from embodyrl.web_pages.loopback import Answer
 
-_MAX_CLIENTS = 64
-"""Maximum number of clients (browser pages) whose last request and answer are stored."""
 _MAX_ID_LENGTH = 64
 
 
@@ -24,22 +21,12 @@ def get_page() -> Answer:
     return "text/html; charset=utf-8", text
 
 
-@dataclass(slots=True)
-class _Client:
-    """Last executed request of a client, and its answer."""
-
-    seq: int = 0
-    """Sequence number of the last executed request."""
-    request: str = ""
-    answer: Answer | None = field(default=None, repr=False)
-
-
 class RequestHandlers:
     """Request handlers of the web page of `embodyrl play`.
 
-    `POST /act` executes a request of a client; its sequence number `seq` must follow the last request. A repeated
-    request, for example after a lost connection, returns the stored answer. A rejected request does not change the
-    sequence number.
+    `POST /act` executes a request of a client. If the client has control, the sequence number `seq` must follow its
+    last request, and a repeated request, for example after a lost connection, returns the stored answer. A rejected
+    request does not change the sequence number.
 
     The simulator advances only on a request `tick` of the client that has control: if the connection is lost or the
     client's computer sleeps, the episode pauses. Each answer contains the image after the step, so no frame is lost
@@ -54,7 +41,10 @@ class RequestHandlers:
         """Number of executed requests of all clients."""
         self._controlling_client = ""
         """Id of the client that has control; empty: no client."""
-        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._seq, self._request = 0, ""
+        """Sequence number and content of the last executed request of this client."""
+        self._answer: Answer = ("", b"")
+        """Answer to the last executed request."""
         self._actions: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
             "take": lambda scene, body: None,
             "tick": lambda scene, body: scene.advance(_get_amounts(body, len(scene.controls))),
@@ -70,10 +60,15 @@ class RequestHandlers:
         return {"/hello": self.get_page_state, "/view": self.get_view, "/act": self.execute}
 
     def get_page_state(self, body: dict[str, Any]) -> Answer:
-        """Return the properties of the scene, and the sequence number of the client's last request (0: none)."""
+        """Return the properties of the scene, and the sequence number of the client's last request.
+
+        The number is 0 for a client without control.
+        """
         client_id, scene = _get_client_id(body), self.scene
-        client = self._clients.get(client_id)
-        content: dict[str, Any] = {"name": self.name, "seq": client.seq if client else 0}
+        content: dict[str, Any] = {
+            "name": self.name,
+            "seq": self._seq if client_id == self._controlling_client else 0,
+        }
         if scene is not None:
             content |= {
                 "tasks": scene.env.layout.tasks,
@@ -96,11 +91,11 @@ class RequestHandlers:
             ValueError: the request is malformed or out of order, or the client does not have control.
         """
         client_id, seq, request = _get_client_id(body), _get_integer(body, "seq", 1), json.dumps(body, sort_keys=True)
-        client = self._clients.get(client_id) or _Client()
-        if seq == client.seq and request == client.request and client.answer is not None:
-            return client.answer
-        if seq != client.seq + 1:
-            raise ValueError(f"'seq' must be {client.seq + 1}, the sequence number of this client's next request")
+        if client_id == self._controlling_client:
+            if seq == self._seq and request == self._request:
+                return self._answer
+            if seq != self._seq + 1:
+                raise ValueError(f"'seq' must be {self._seq + 1}, the sequence number of this client's next request")
         action_name = _get_text(body, "do")
         if action_name not in self._actions:
             raise ValueError(f"'do' must be one of {', '.join(self._actions)}")
@@ -110,13 +105,9 @@ class RequestHandlers:
             raise ValueError("another browser window controls the episode; press `take the controls` first")
         self._actions[action_name](self.scene, body)
         self.num_executed += 1
-        self._controlling_client = client_id
-        client.seq, client.request, client.answer = seq, request, self._build_answer(client_id, {}, image=True)
-        self._clients[client_id] = client
-        self._clients.move_to_end(client_id)
-        while len(self._clients) > _MAX_CLIENTS:
-            self._clients.popitem(last=False)
-        return client.answer
+        self._controlling_client, self._seq, self._request = client_id, seq, request
+        self._answer = self._build_answer(client_id, {}, image=True)
+        return self._answer
 
     def _build_answer(self, client_id: str, content: dict[str, Any], *, image: bool) -> Answer:
         """Return the content type and the body: JSON length (4 bytes, big-endian), state as JSON, and JPEG image."""

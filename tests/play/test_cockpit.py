@@ -194,12 +194,14 @@ def test_only_one_client_controls_the_episode(scene: Scene) -> None:
     told, image = parts(desk.get_view({"client": "two"}))
     assert (told["steps"], told["drives"], image == scene.frame_jpeg) == (1, False, True)
     assert parts(desk.get_view({"client": "two", "after": told["moment"]}))[1] == b"", "the image is not sent again"
-    two.seq = 0
     assert two.act("take")["drives"]
     assert two.act("tick", inputs=None)["steps"] == 2
     with pytest.raises(ValueError, match="another browser window controls the episode"):
         one.act("tick", inputs=None)
     assert scene.get_state()["steps"] == 2
+    assert one.hello()["seq"] == 0
+    assert one.act("take")["drives"], "control can be taken back"
+    assert one.act("tick", inputs=None)["steps"] == 3
 
 
 BAD = [
