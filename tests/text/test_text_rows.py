@@ -345,7 +345,7 @@ def test_split_is_selected_by_its_full_name(tmp_path: Path, split: str, found: l
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": name}])
     cfg = RowSettings(path=str(tmp_path), split=split, val_share=0.0)
     assert [row.reference for row in open_rows(cfg, tokenizer=None)] == found
-    with pytest.raises(ConfigError, match="has no split 'train'. Set one of train_prefs, train_sft"):
+    with pytest.raises(ConfigError, match=r"has no split 'train'\. Set one of train_prefs, train_sft"):
         open_rows(cfg.updated({"split": "train"}), tokenizer=None)
 
 
