@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 
 from embodyrl.channels.messages import Request
-from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ClusterSettings, Event, Launcher, LauncherSettings, WorkerDied
 from embodyrl.process_cleanup import kill_marked_children, mark_children
@@ -93,7 +92,6 @@ class InlineLauncher(Launcher):
 
     settings = LauncherSettings
     in_process = True
-    host = LOOPBACK
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         keep_freed_memory()

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.channels.channel import PipeChannel
-from embodyrl.channels.rendezvous import LOOPBACK
 from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, ProcessLauncher
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 from embodyrl.process_cleanup import get_signal_name, kill_marked_children, mark_children, set_environ
@@ -47,8 +46,6 @@ class _Handle(Handle):
 
 class LocalLauncher(ProcessLauncher[_Handle]):
     """Launcher of worker processes on this host, which detects deaths and missed deadlines within milliseconds."""
-
-    host = LOOPBACK
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)
