@@ -8,20 +8,22 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, format_reason
 from embodyrl.external_python import ExternalScript
 from embodyrl.files import read_json, read_small
+from embodyrl.text.model_folder import read_tokenizer
 
 _MAX_WAIT_S = 60.0
 """Deadline for a reply of the process that renders templates, including the start of the process on a busy machine."""
 _lock = threading.Lock()
+_DOWNLOAD_AGAIN = "Download the file again."
 _REPLY = "0x0"
 """Placeholder reply, used to find the text that a chat template adds after a reply."""
 
@@ -62,13 +64,19 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
-        """Read the chat template of the tokenizer or processor in a folder; None if there is no template."""
+        """Read the chat template of the tokenizer or processor in a folder; None if there is no template.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
         config = _read_json(folder / "tokenizer_config.json")
         source = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
-            source = read_small(file).decode("utf-8")
+            with _report_damage(file):
+                source = read_small(file).decode("utf-8")
         if isinstance(source, list):  # several named templates
-            source = {entry["name"]: entry["template"] for entry in source}
+            with _report_damage(folder / "tokenizer_config.json"):
+                source = {entry["name"]: entry["template"] for entry in source}
         if isinstance(source, dict):
             source = source.get("default")
         if not isinstance(source, str):
@@ -172,9 +180,14 @@ def find_roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: b
 
 
 def read_special_tokens(folder: Path) -> dict[str, int]:
-    """Return the ids of the special tokens of a tokenizer folder, by token text."""
-    entries = _read_json(folder / "tokenizer.json").get("added_tokens") or ()
-    return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
+    """Return the ids of the special tokens of a tokenizer folder, by token text.
+
+    Raises:
+        CheckpointError: tokenizer.json is damaged.
+    """
+    entries = _read_json(file := folder / "tokenizer.json").get("added_tokens") or ()
+    with _report_damage(file):
+        return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
 
 
 def find_control_tokens(
@@ -197,7 +210,7 @@ def find_control_tokens(
     configs = [_read_json(folder / name) for name in ("config.json", "generation_config.json")]
     configs += [inner for config in configs for inner in config.values() if isinstance(inner, dict)]
     values = [item for config in configs for key, item in config.items() if re.search(r"_token_(ids?|index)$", key)]
-    ids = {token_id for value in values for token_id in (value if isinstance(value, list) else [value])}
+    ids = [token_id for value in values for token_id in (value if isinstance(value, list) else [value])]
     named_tokens = {*ChatTemplate._tokens(folder).values()}
     around, inside = ("", "") if template is None else _render_template_text(template, parts=parts)
     candidates = {
@@ -288,7 +301,7 @@ def find_end_token_problem(template: ChatTemplate, folder: Path, *, parts: bool)
     settings = {**_read_json(folder / "config.json"), **_read_json(folder / "generation_config.json")}
     eos_value = settings.get("eos_token_id")
     eos_ids = eos_value if isinstance(eos_value, list) else [eos_value]
-    if not template_ends or eos_value is None or set(template_ends.values()) & set(eos_ids):
+    if not template_ends or eos_value is None or any(token in eos_ids for token in template_ends.values()):
         return None
     text, token = next(iter(template_ends.items()))
     return (
@@ -302,18 +315,18 @@ def measure_prompts(prompts: Sequence[str], folder: Path | None, *, template: Ch
 
     Raises:
         ConfigError: the folder has no tokenizer.json.
+        CheckpointError: tokenizer.json is damaged.
     """
     if folder is None:
         return [len(prompt) for prompt in prompts]
-    from tokenizers import Tokenizer
-
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
             f"{file} is missing, so prompt lengths are unknown. Fix: use a language model, for example "
             "model=causal_lm model.path=FOLDER, or set data.max_prompt_length=null."
         )
-    encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts), add_special_tokens=template is None)
+    tokenizer = read_tokenizer(file, _DOWNLOAD_AGAIN)
+    encoded = tokenizer.encode_batch(list(prompts), add_special_tokens=template is None)
     return [len(encoding.ids) for encoding in encoded]
 
 
@@ -323,14 +336,14 @@ def count_unknown_tokens(
     """Return the number of tokens and of unknown tokens of each text, and the unknown parts of all texts.
 
     Without tokenizer.json in the folder, all counts are 0.
+
+    Raises:
+        CheckpointError: tokenizer.json is damaged.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
         return [(0, 0)] * len(texts), []
-    from tokenizers import Tokenizer
-
-    model = read_json(file)["model"]
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer, model = read_tokenizer(file, _DOWNLOAD_AGAIN), _read_json(file)["model"]
     unk = model["unk_id"] if "unk_id" in model else tokenizer.token_to_id(str(model.get("unk_token")))
     encoded = tokenizer.encode_batch(list(texts), add_special_tokens=template is None)
     unknown_spans = [
@@ -372,4 +385,19 @@ def count_turn_tokens(folder: Path | None, *, template: ChatTemplate | None) -> 
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
+    """Return the content of a JSON file; empty if there is no file.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    with _report_damage(file):
+        return dict(read_json(file)) if file.is_file() else {}
+
+
+@contextmanager
+def _report_damage(file: Path) -> Iterator[None]:
+    """Convert errors of the block, which reads the content of a model's file, to CheckpointError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {format_reason(error)}. {_DOWNLOAD_AGAIN}") from error

@@ -1,13 +1,16 @@
-"""Files of a model folder, possibly from an untrusted source: weight files and safe loading with transformers."""
+"""Files of a model folder, possibly from an untrusted source: weights, tokenizer, safe loading with transformers."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodyrl.errors import CheckpointError, format_reason
 from embodyrl.files import inside, read_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 INDEX_FILE = "model.safetensors.index.json"
 SAFE_OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -48,6 +51,23 @@ def find_missing_weights(folder: Path, files: str = "*.safetensors") -> str | No
     except CheckpointError as error:
         return str(error)
     return None if paths else f"{folder} contains no {files}; download the weights."
+
+
+def read_tokenizer(file: Path, fix: str) -> "Tokenizer":
+    """Read `tokenizer.json` with the package `tokenizers`, without stored padding and truncation.
+
+    Raises:
+        CheckpointError: the file is missing or damaged; the message ends with the sentence `fix`.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises bare Exception
+        raise CheckpointError(f"{file} cannot be read: {error}. {fix}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 @contextmanager

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from text_runs import text_config
+from tokenizers import Tokenizer
 from transformers import AddedToken, AutoTokenizer
 
 from embodyrl.cli.dry_run import describe
 from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import SamplingSettings
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.config import load_config
 from embodyrl.policies.causal_lm.prompts import PromptReader, get_reply_text
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
@@ -20,6 +21,7 @@ from embodyrl.text.chat import (
     ChatTemplate,
     RejectedMessages,
     count_turn_tokens,
+    count_unknown_tokens,
     find_control_tokens,
     find_end_token_problem,
     find_roles_problem,
@@ -166,6 +168,42 @@ def test_prompt_length_includes_the_chat_template(tmp_path: Path):
     assert len(open_rows(plain.updated({"max_prompt_length": 10}), tokenizer=place, template=template)) == 1
     with pytest.raises(ConfigError, match=r"none of the .* rows remains"):
         open_rows(plain.updated({"max_prompt_length": 8}), tokenizer=place, template=template)
+
+
+@pytest.mark.parametrize("stored", ["padding", "truncation"])
+def test_prompt_length_ignores_stored_padding_and_truncation(stored: str, tmp_path: Path):
+    place = folder(tmp_path / "m", CHATML)
+    tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
+    if stored == "padding":
+        tokenizer.enable_padding()
+    else:
+        tokenizer.enable_truncation(2)
+    tokenizer.save(str(place / "tokenizer.json"))
+    template, prompts = ChatTemplate.read(place), ["1", "12+34"]
+    assert measure_prompts(prompts, place, template=template) == [1, 5]
+    assert count_unknown_tokens(prompts, place, template=template)[0] == [(1, 0), (5, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "["),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", '"text"'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("special_tokens_map.json", "[3]"),
+        ("generation_config.json", "{"),
+    ],
+)
+def test_damaged_model_file_is_named_before_the_run_starts(name: str, content: str, tmp_path: Path):
+    place = folder(tmp_path / "m", CHATML)
+    (place / name).write_text(content)
+    if name == "tokenizer_config.json":
+        (place / "chat_template.jinja").unlink()
+    model = ["env=text/copy", "model=causal_lm", f"model.path={place}", "launcher=inline"]
+    with pytest.raises(EmbodyError, match=rf"{place / name} cannot be read: .*Download the file again\."):
+        describe(load_config("train", [*model, f"runner.output_dir={tmp_path}/runs"]))
 
 
 @pytest.mark.parametrize(("source", "role"), [(CHATML, "tool"), (ALTERNATING, "user"), (None, "tool")])

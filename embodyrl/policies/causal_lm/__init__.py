@@ -56,7 +56,7 @@ class CausalLMFactory:
         try:
             if cfg.chat and not missing and ChatTemplate.from_settings(cfg, folder) is None:
                 return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; remove model.chat."]
-        except ConfigError as error:
+        except EmbodyError as error:
             return [str(error)]
         problems = [
             f"model.path={cfg.path}: no {file} there; use a folder written by `save_pretrained`." for file in missing

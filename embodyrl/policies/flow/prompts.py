@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.vla.tokens import compute_padded_width, pad_right, read_tokenizer
+from embodyrl.policies.vla.tokens import compute_padded_width, pad_right
+from embodyrl.text.model_folder import read_tokenizer
 from embodyrl.types import FloatArray, IntArray
 
 STATE_BINS = 256

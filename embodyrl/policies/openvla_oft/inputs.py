@@ -20,7 +20,8 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.inputs import rotate_upright
 from embodyrl.policies.openvla_oft.config import PixelNorm
 from embodyrl.policies.tensors import to_device
-from embodyrl.policies.vla.tokens import compute_padded_width, pad_right, read_tokenizer
+from embodyrl.policies.vla.tokens import compute_padded_width, pad_right
+from embodyrl.text.model_folder import read_tokenizer
 from embodyrl.types import ByteArray, IntArray
 
 JPEG_QUALITY = 95

@@ -1,30 +1,12 @@
-"""Loading of `tokenizer.json` with the package `tokenizers`, and padding of token ids. No remote code is executed."""
+"""Padding of token ids."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from embodyrl.errors import CheckpointError
 from embodyrl.types import IntArray
 
 WIDTH_STEP = 16
-
-
-def read_tokenizer(file: Path, fix: str) -> Tokenizer:
-    """Read `tokenizer.json`, without a length limit.
-
-    Raises:
-        CheckpointError: the file is missing or damaged; the message ends with the sentence `fix`.
-    """
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises bare Exception
-        raise CheckpointError(f"{file} cannot be read: {error}. {fix}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def compute_padded_width(known: int, longest: int) -> int:
