@@ -1,4 +1,4 @@
-"""Line charts and stacked bars as inline SVG; colors are CSS classes c0, c1, ... of the page.
+"""Line charts as inline SVG; colors are CSS classes c0, c1, ... of the page.
 
 The module also computes the curves of metrics, and the table of settings that differ between runs.
 """
@@ -146,42 +146,16 @@ def _plot_labels(frame: _Frame, lines: Sequence[Line], *, log: bool) -> Iterator
         yield f'<text class="value c{line.color}" x="{x}" y="{height}" text-anchor="end">{text}</text>'
 
 
-def plot_stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Plot one stacked bar per step; the parts are stacked in the given order, from the bottom up."""
-    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
-    marks = ticks(0.0, max(totals))
-    frame = _Frame((-0.5, len(steps) - 0.5), (0.0, marks[-1]))
-    elements = [_plot_axes(frame, marks, [(k, steps[k]) for k in sorted({0, len(steps) // 2, len(steps) - 1})])]
-    width = max(1.0, (_WIDTH - _LEFT - _RIGHT) / len(steps) * 0.82)
-    for k, step in enumerate(steps):
-        base = 0.0
-        for color, (name, values) in enumerate(parts.items()):
-            if values[k] > 0:
-                x, top = frame.to_pixels(k, base + values[k])
-                height = round(frame.to_pixels(k, base)[1] - top, 1)
-                text = escape(f"step {step} · {name}: {format_number(values[k])} {unit}")
-                elements.append(
-                    f'<rect class="bar c{color}" x="{x - width / 2:g}" y="{top}" width="{width:g}" height="{height}">'
-                    f"<title>{text}</title></rect>"
-                )
-            base += values[k]
-    return _wrap_svg(elements)
-
-
-def _plot_axes(
-    frame: _Frame, marks: Sequence[float], names: Sequence[tuple[float, float]] | None = None, *, log: bool = False
-) -> str:
+def _plot_axes(frame: _Frame, marks: Sequence[float], *, log: bool = False) -> str:
     parts = []
     for mark in marks:
         x, y = frame.to_pixels(frame.x[0], mark)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         label = format_number(10**mark if log else mark)
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{label}</text>')
-    if names is None:
-        names = [(m, m) for m in ticks(*frame.x, 5) if frame.x[0] <= m <= frame.x[1] and m == int(m)]
-    for position, name in names:
-        x, _ = frame.to_pixels(position, marks[0])
-        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{format_number(name)}</text>')
+    for step in (m for m in ticks(*frame.x, 5) if frame.x[0] <= m <= frame.x[1] and m == int(m)):
+        x, _ = frame.to_pixels(step, marks[0])
+        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{format_number(step)}</text>')
     return "".join(parts)
 
 

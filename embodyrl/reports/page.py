@@ -16,7 +16,7 @@ from embodyrl.config.settings import format_value
 from embodyrl.files import natural_sort_key, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.phases import PHASES, build_time_tree, format_duration, run_seconds, step_seconds, sum_times
+from embodyrl.monitor.phases import build_time_tree, format_duration, run_seconds, step_seconds, sum_times
 from embodyrl.plan.keys import all_keys, state_keys
 from embodyrl.plan.saved import changed_settings
 from embodyrl.reports.charts import (
@@ -26,7 +26,6 @@ from embodyrl.reports.charts import (
     fits_log_axis,
     format_number,
     plot_lines,
-    plot_stacked_bars,
 )
 from embodyrl.reports.history import SUCCESS_KEYS, History, describe_differences, read_history, select_samples
 from embodyrl.reports.media import EMBED_BYTES, VideoIndex, build_cards, pair_cards
@@ -59,7 +58,7 @@ _PROBLEM_WORDS = re.compile(
     r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE
 )
 _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
-_MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL, _MAX_SUITES = 60, 100, 12, 12, 50
+_MAX_FAILED, _MAX_REPLIES, _LOG_TAIL, _MAX_SUITES = 100, 12, 12, 50
 
 
 def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
@@ -86,8 +85,7 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
         summary=lines,
         runs=[_build_view(history) for history in histories],
         charts=charts,
-        num_curves=max(len(PHASES) + 1, len(histories), *(len(legend) for _, legend, _ in charts)),
-        parts=[*PHASES, "other"],
+        num_curves=max([len(histories), *(len(legend) for _, legend, _ in charts)]),
         table=_build_task_table(histories, tasks),
         tasks=tasks,
         cards=cards,
@@ -145,7 +143,6 @@ def _build_view(history: History) -> dict[str, Any]:
         "history": history,
         "what": _describe_run(history),
         "tiles": _build_tiles(history, steps),
-        "timeline": _plot_timeline(steps),
         "phases": build_time_tree(sum_times(steps)),
         "faults": [line for line in events if _PROBLEM_WORDS.search(line)],
         "tails": tails,
@@ -194,20 +191,6 @@ def _build_tiles(history: History, steps: Sequence[dict[str, float | None]]) -> 
         dropped = sum(row.get("env/dropped_episodes") or 0 for row in steps)
         tiles.append(("restarts", f"{restarts:.0f}", f"{dropped:.0f} episodes dropped"))
     return tiles
-
-
-def _plot_timeline(steps: Sequence[dict[str, float | None]]) -> str:
-    """Plot the seconds per phase of each step as stacked bars; in long runs, a bar is the mean of several steps."""
-    if not steps:
-        return ""
-    per_bar = -(-len(steps) // _MAX_BARS)
-    groups = [steps[k : k + per_bar] for k in range(0, len(steps), per_bar)]
-    parts: dict[str, list[float]] = {name: [] for name in (*PHASES, "other")}
-    for group in groups:
-        tree = {p.name: p.seconds for p in build_time_tree(sum_times(group)) if p.depth == 0}
-        for name, values in parts.items():
-            values.append(tree.get(name, 0.0) / len(group))
-    return plot_stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
 
 
 def _plot_charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:

@@ -33,9 +33,9 @@ from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.phases import build_time_tree
 from embodyrl.reports import media
-from embodyrl.reports.charts import Line, build_curve, find_differing_settings, plot_lines, plot_stacked_bars, ticks
+from embodyrl.reports.charts import Line, build_curve, find_differing_settings, plot_lines, ticks
 from embodyrl.reports.history import Evaluation, History, read_history
-from embodyrl.reports.page import _build_task_table, _build_tiles, _plot_timeline, write_report
+from embodyrl.reports.page import _build_task_table, _build_tiles, write_report
 from embodyrl.reports.paired import compare_episodes
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -52,13 +52,6 @@ def test_line_plot_spans_the_axes() -> None:
     assert '<polyline class="line c0" points="52,192 428,12"/>' in svg
     assert '<polygon class="band c0" points="52,102 428,12 428,102 52,192"/>' in svg
     assert "a&lt;b · step 10: 1 [0.5, 1]" in svg
-
-
-def test_bar_heights_are_proportional_to_seconds() -> None:
-    heights = [
-        float(h) for h in re.findall(r'height="([\d.]+)"', plot_stacked_bars([1, 2], {"a": [4, 2], "b": [0, 2]}, "s"))
-    ]
-    assert heights == [180.0, 90.0, 90.0]
 
 
 def across(run: Path) -> Path:
@@ -442,10 +435,3 @@ def test_summary_tiles_match_hand_computed_values(tmp_path: Path) -> None:
         "env steps": ("300", "24 training episodes"),
         "restarts": ("4", "6 episodes dropped"),
     }
-
-
-def test_bar_of_several_steps_shows_their_mean(tmp_path: Path) -> None:
-    """120 steps in 60 bars, with updates of 4 and 6 s."""
-    steps = [{"step": k, "time/step": 4.0 + k % 2 * 2, "time/update": 4.0 + k % 2 * 2} for k in range(120)]
-    drawn = _plot_timeline(steps)
-    assert len(re.findall(r"<title>[^<]*: 5 s", drawn)) == 60
