@@ -17,6 +17,7 @@ from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization, read_config
 from embodyrl.policies.lerobot.normalization import CLIP, Statistics
 from embodyrl.policies.lerobot.settings import LeRobotSettings
@@ -149,6 +150,12 @@ def read_files(
         compiled = {_remove_compile_prefix(key): key for key in stored if _COMPILED_INFIX in key}
         if not statistics and old_statistics and not sft_file.is_file():
             statistics = _select_old_statistics(old_statistics, config, weights, cfg.unnorm_key)
+    has_statistics = statistics or sft_file.is_file() or f"{PREPROCESSOR}.json" in config_files
+    if not random_init and not has_statistics and {*config.normalization_mapping.values()} - {Normalization.IDENTITY}:
+        raise CheckpointError(
+            f"{folder} has no statistics of states and actions: neither {PREPROCESSOR}.json nor {STATISTICS_FILE}. "
+            "Download the processor files (policy_*) with the weights; without them actions cannot be unnormalized."
+        )
     if not random_init and raw.get("n_action_steps") != config.n_action_steps:
         config_files[CONFIG_FILE] = json.dumps(raw | {"n_action_steps": config.n_action_steps}, indent=4).encode()
     if sft_file.is_file():

@@ -103,6 +103,16 @@ def test_statistics_in_older_weight_files_are_used_and_kept(robot, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("lost", ["policy_*", "policy_preprocessor*"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_without_statistics_are_rejected(kind, lost, tmp_path):
+    folder = folder_of(f"{kind}/state", tmp_path / "in")
+    for path in folder.glob(lost):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"no statistics of states and actions.*Download the processor files"):
+        policy_of(folder)
+
+
 @pytest.mark.parametrize("cameras", [(), ("front",)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_model_is_saved_in_the_lerobot_layout(kind, cameras, tmp_path):
