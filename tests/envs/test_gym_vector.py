@@ -59,7 +59,8 @@ class ReportsLean(gymnasium.Wrapper):
 
     def step(self, action):
         seen, reward, terminated, truncated, info = self.env.step(action)
-        return seen, reward, terminated, truncated, info | {"success": bool(seen[2] > 0)}
+        success = bool(seen[2] > 0)
+        return seen, reward, terminated, truncated, info | {"success": success, "nested": {"success": success}}
 
 
 def telling(**arguments) -> ReportsLean:
@@ -173,7 +174,7 @@ def test_vector_environment_passes_check_env():
 
 
 def test_vector_environment_of_another_size_is_rejected():
-    with pytest.raises(ConfigError, match="of 3 environments, expected num_envs=1"):
+    with pytest.raises(ConfigError, match="of 3 environments, expected num_envs=2"):
         ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_envs=2))
 
 
@@ -222,7 +223,9 @@ def test_info_is_split_by_env():
     env = ENVS.get("gym").make(config("test_gym_vector:TellingBatch"), EnvContext(num_envs=2))
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=9) for i in range(2)])
     env.step_chunk([0, 1], np.repeat([[[0.0]], [[1.0]]], 5, axis=1).astype(np.float32))
-    assert [bool(env._sims.info(env_index)["success"]) for env_index in range(2)] == [True, False]
+    infos = [env._sims.info(env_index) for env_index in range(2)]
+    assert [bool(info["success"]) for info in infos] == [True, False]
+    assert [info["nested"] for info in infos] == [{"success": True}, {"success": False}]
     env.close()
 
 

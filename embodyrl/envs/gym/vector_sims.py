@@ -165,7 +165,14 @@ def get_autoreset_mode(env: Any) -> AutoresetMode | None:
 def get_env_info(infos: dict[str, Any], env_index: int, count: int) -> dict[str, Any]:
     """Return the `info` of one environment of a batch, without keys that are not set for this environment."""
     return {
-        name: value[env_index] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
+        name: _get_info_value(value, env_index, count)
         for name, value in infos.items()
         if not str(name).startswith("_") and np.broadcast_to(infos.get(f"_{name}", True), count)[env_index]
     }
+
+
+def _get_info_value(value: Any, env_index: int, count: int) -> Any:
+    if isinstance(value, dict):
+        return get_env_info(value, env_index, count)
+    is_batched = isinstance(value, (np.ndarray, list, tuple)) and len(value) == count
+    return value[env_index] if is_batched else value
