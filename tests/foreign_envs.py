@@ -322,6 +322,11 @@ def make_suites(n_envs, use_async_envs):
     return {name: {0: gymnasium.vector.SyncVectorEnv([kind] * n_envs)} for name, kind in SUITES.items()}
 
 
+def make_no_suites(n_envs, use_async_envs):
+    """Create no environment."""
+    return {}
+
+
 def make_single(n_envs, use_async_envs):
     """Create a single environment."""
     return TwoCameras()

@@ -399,6 +399,15 @@ def test_gym_config_errors_are_reported_before_the_start(env_id, values, error, 
         ENVS.get("gym").spec(config(env_id, **values), EnvContext())
 
 
+def test_missing_import_of_an_environment_or_wrapper_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "incomplete.py").write_text("import no_such_package\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingDependencyError, match=r"No module named 'no_such_package'\. Install it"):
+        ENVS.get("gym").spec(config("incomplete:Env"), EnvContext())
+    with pytest.raises(ConfigError, match=r"env\.wrappers: 'incomplete:wrap'.*no_such_package"):
+        ENVS.get("gym").spec(config(COUNTER, wrappers=["incomplete:wrap"]), EnvContext())
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -126,6 +126,8 @@ def test_suite_selects_an_environment():
     assert "float32" in " ".join(described("make_suites", suite="far").warnings)
     with pytest.raises(ConfigError, match=r"has no suite 'deep' .*Suites: near/0, far/0"):
         described("make_suites", suite="deep")
+    with pytest.raises(ConfigError, match="returned no environment"):
+        described("make_no_suites")
 
 
 def test_frames_of_several_cameras_are_concatenated():

@@ -66,9 +66,9 @@ def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) 
     built, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, built)
     for name, arguments in cfg.wrapper_arguments:
-        wrapper, inner = find_wrapper(name), env
+        inner = env
         try:
-            env = wrapper(env, **arguments)
+            env = find_wrapper(name)(env, **arguments)
         except EmbodyError:
             raise
         except Exception as error:
@@ -82,14 +82,11 @@ def create_with_suites(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) 
         if find_running_statistics(env) != find_running_statistics(inner):
             raise ConfigError(f"env.wrappers: '{name}' {STATISTICS_NOT_SAVED}")
     require_spaces(env_id, env)
-    if isinstance(env, VectorEnv) and env.num_envs != num_envs:
+    if isinstance(env, VectorEnv) and (env.num_envs != num_envs or not builds_vector(cfg)):
         raise ConfigError(
             f"env.id={env_id} returned a vector environment of {env.num_envs} environments, expected num_envs="
-            f"{num_envs}. Fix: build num_envs identical environments, because any environment may run any episode."
-        )
-    if isinstance(env, VectorEnv) and not builds_vector(cfg):
-        raise ConfigError(
-            f"env.id={env_id} returned a vector environment. Fix: use a function with the argument num_envs."
+            f"{num_envs}. Fix: use a function with the argument num_envs that builds num_envs identical environments, "
+            "because any environment may run any episode."
         )
     return env, suites
 
@@ -139,9 +136,8 @@ def _choose_suite(cfg: GymSettings, environment: Any) -> tuple[Any, tuple[str, .
     names = tuple(environments)
     matching = [name for name in names if cfg.suite in (None, name, name.partition("/")[0])]
     if not matching:
-        raise ConfigError(
-            f"env.id={cfg.id} has no suite '{cfg.suite}' (env.suite). Suites: {', '.join(names) or 'empty'}."
-        )
+        problem = f"has no suite '{cfg.suite}' (env.suite). Suites: {', '.join(names)}"
+        raise ConfigError(f"env.id={cfg.id} {problem if names else 'returned no environment: an empty dict'}.")
     selected = environments.pop(matching[0])
     for other in environments.values():
         if other is not selected and hasattr(other, "close"):
@@ -222,7 +218,7 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         return creator(**(_get_vector_arguments(creator, num_envs) if is_vector else {}), **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise MissingDependencyError(
-            f"env.id={cfg.id} needs a package that is not installed: {one_line(error)}. Install it."
+            f"env.id={cfg.id} needs a package that is not installed: {one_line(error).rstrip('.')}. Install it."
         ) from error
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.NamespaceNotFound) as error:
         hint = closest(cfg.id, gymnasium.registry.keys())

@@ -21,7 +21,6 @@ from embodyrl.envs.check.observations import get_observation_warnings
 from embodyrl.envs.gym.api import begin_episode, require_step, reset_env, to_bool, to_float
 from embodyrl.envs.gym.create import (
     STATISTICS_NOT_SAVED,
-    builds_vector,
     create_with_suites,
     find_running_statistics,
     find_wrapper,
@@ -95,8 +94,8 @@ def probe(cfg: GymSettings, *, renders: bool = True, known_spec: EnvSpec | None 
     """
     kwargs = dict(cfg.kwargs)
     select_headless_backend()
-    # Two environments are the minimum to check whether they can be reset separately.
-    env, suites = create_with_suites(cfg, kwargs, 2 if builds_vector(cfg) else 1)
+    # Two environments are the minimum to check whether a vector environment can reset them separately.
+    env, suites = create_with_suites(cfg, kwargs, num_envs=2)
     close_warnings: list[str] = []
     with _close_at_end(cfg, env, close_warnings):
         is_vector = isinstance(env, VectorEnv)
