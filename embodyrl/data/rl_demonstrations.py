@@ -9,20 +9,25 @@ from embodyrl.channels.layout import OBSERVATION, encode_instruction
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
 from embodyrl.data.reader import Demonstrations, join_demonstrations, load_demonstrations
-from embodyrl.specs import PolicySpec, convert_gripper
+from embodyrl.policies.inputs import rotate_upright
+from embodyrl.specs import EnvSpec, PolicySpec, convert_gripper
 from embodyrl.types import BoolArray, DoubleArray, IntArray
 
 
-def load_rl_demonstrations(folders: Sequence[str], policy: PolicySpec, *, executed: bool = False) -> Demonstrations:
-    """Load and join data sets of one environment; gripper actions are converted to the policy's convention.
+def load_rl_demonstrations(folders: Sequence[str], policy: PolicySpec, env: EnvSpec) -> Demonstrations:
+    """Load and join data sets of `env`.
 
-    If `executed`, `action` contains the executed actions (for critics) instead of the labels.
+    Frames are rotated to the orientation of `env`, and grippers converted to the convention of the policy.
     """
-    roots = [resolve_asset(folder) for folder in folders]
-    demos = join_demonstrations([load_demonstrations(folder) for folder in roots])
-    actions = (demos.executed if executed else demos.action).copy()
-    convert_gripper(actions, read_card(roots[0]).env.action.gripper, policy.gripper)
-    return replace(demos, action=actions)
+    parts: list[Demonstrations] = []
+    for root in map(resolve_asset, folders):
+        demos, recorded = load_demonstrations(root), read_card(root).env
+        images = rotate_upright(demos.images, abs(recorded.cameras.rotation_deg - env.cameras.rotation_deg))
+        action, executed = demos.action.copy(), demos.executed.copy()
+        for actions in (action, executed):
+            convert_gripper(actions, recorded.action.gripper, policy.gripper)
+        parts.append(replace(demos, images=images, action=action, executed=executed))
+    return join_demonstrations(parts)
 
 
 def build_observation_fields(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 
 from embodyrl.algorithms.off_policy.estimator import ReplaySettings
 from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings
@@ -15,6 +16,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.plain_yaml import read_plain_yaml
 from embodyrl.config.settings import to_builtin
 from embodyrl.data.cards import read_card
+from embodyrl.data.checks import describe_differences
 from embodyrl.data.custom_reward import get_custom_reward
 from embodyrl.data.layout import ENVIRONMENT_PATH, Card, is_embodyrl_dataset
 from embodyrl.data.settings import Labels
@@ -88,14 +90,16 @@ def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[
         )
     if not cfg.algorithm.imitates:
         yield from _transition_problems(folder, card, cfg, env)
-    if (data_env.action.dim, data_env.state_dim, data_env.cameras.names, data_env.cameras.size) != (
-        *(env.action.dim, env.state_dim, env.cameras.names, env.cameras.size),
-    ):
+    # Loading rotates the frames and converts declared grippers.
+    converted_env = replace(
+        data_env,
+        cameras=replace(data_env.cameras, rotation_deg=env.cameras.rotation_deg),
+        action=replace(data_env.action, gripper=data_env.action.gripper and env.action.gripper),
+    )
+    if differences := describe_differences(converted_env, env):
         yield (
-            f"algorithm.demonstrations: {folder} was recorded in env '{data_env.name}' (action size "
-            f"{data_env.action.dim}, state size {data_env.state_dim}, cameras {list(data_env.cameras.names)} of "
-            f"{data_env.cameras.size}), but this run has {env.action.dim}, {env.state_dim} and "
-            f"{list(env.cameras.names)} of {env.cameras.size}. Collect data with the settings of this run."
+            f"algorithm.demonstrations: {folder} and env '{env.name}' differ in {differences}. Collect data with the "
+            "settings of this run."
         )
     elif not {*data_env.tasks} & {*env.tasks}:
         yield (

@@ -139,8 +139,8 @@ def test_loaded_demonstrations_contain_the_executed_noisy_actions(tmp_path: Path
     assert np.abs(demos.executed - demos.action)[:, 0].max() > 0.2
     np.testing.assert_allclose(demos.executed[:, 0], demos.reward, atol=1e-6)
     np.testing.assert_array_equal(demos.executed[:, -1], demos.action[:, -1], "the gripper has no noise")
-    shown = load_rl_demonstrations([str(tmp_path / "demos")], POLICY, executed=True)
-    np.testing.assert_allclose(shown.action[:, 0], demos.reward, atol=1e-6)
+    shown = load_rl_demonstrations([str(tmp_path / "demos")], POLICY, read_card(tmp_path / "demos").env)
+    np.testing.assert_allclose(shown.executed[:, 0], demos.reward, atol=1e-6)
 
 
 def test_failed_episodes_are_replaced_within_the_same_task(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Learner of implicit Q-learning: critics on precomputed features, and advantage-weighted SFT of the policy."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -50,7 +51,8 @@ class IqlLearner(Learner):
             )
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
-        parts = [load_rl_demonstrations([folder], spec, executed=True) for folder in settings.demonstrations]
+        parts = [load_rl_demonstrations([folder], spec, context.env) for folder in settings.demonstrations]
+        parts = [replace(part, action=part.executed) for part in parts]
         self._demos, self._steps = build_transitions(
             parts, spec.num_action_chunks, settings.gamma, settings.reward_scale
         )

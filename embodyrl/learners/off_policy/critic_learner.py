@@ -17,17 +17,13 @@ from embodyrl.channels.arena import Fields, read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.data.rl_demonstrations import (
-    build_observation_fields,
-    ends_with_success,
-    load_rl_demonstrations,
-    sum_rewards,
-)
+from embodyrl.data.reader import Demonstrations
+from embodyrl.data.rl_demonstrations import build_observation_fields, ends_with_success, sum_rewards
 from embodyrl.learners.adam import build_adam
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import UpdateGenerator, load_parts, reject_other_state, summarize_updates
 from embodyrl.policies.soft_actor.protocol import CriticPolicy
-from embodyrl.types import IntArray
+from embodyrl.types import FloatArray, IntArray
 
 CRITICS, REPLAY = "critics", "replay"
 """Names of the checkpoint files with the critics and with the replay buffer."""
@@ -142,25 +138,24 @@ class CriticLearner(Learner, Generic[P, C]):
         """Split records into batches for one forward pass."""
         return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
 
-    def _load_demonstrations(self, *, executed: bool = True) -> Frames:
-        """Return the chunks of all demonstrations, with the executed actions or with the labels.
+    def _build_frames(self, demos: Demonstrations, actions: FloatArray) -> Frames:
+        """Return the chunks of all demonstrations, with the labels or the executed actions [N, A] in `actions`.
 
         A demonstration is terminal if its last action is its first success. For a frozen policy, the frames contain
         features and residual actions relative to the policy's proposed actions: two forward passes per chunk.
         """
-        demos = load_rl_demonstrations(self._settings.demonstrations, self._policy.spec, executed=executed)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
         pairs = list(zip(demos.start, demos.stop, strict=True))
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
         episode = np.repeat(np.arange(len(pairs)), [-(-(b - a) // length) for a, b in pairs])
         stop = np.minimum(steps + length, demos.stop[episode])
-        observations, actions, indices = (
+        observations, chunks, indices = (
             build_observation_fields(demos, steps, width),
-            demos.chunks(steps, length),
+            actions[demos.window(steps, length)[0]],
             np.arange(len(steps)),
         )
         normalized = [
-            self._policy.normalize(actions[p], read_observation(observations, p)).cpu()
+            self._policy.normalize(chunks[p], read_observation(observations, p)).cpu()
             for p in self._split_records(indices)
         ]
         return Frames(

@@ -40,7 +40,7 @@ class FilteredLearner(Learner):
         self._replay = ReplayBuffer(settings.replay_size, 1.0, 1)
         self._average = WeightAverage(context.trainer, settings.average)
         self._demonstrations = (
-            load_rl_demonstrations(settings.demonstrations, spec) if settings.demonstrations else None
+            load_rl_demonstrations(settings.demonstrations, spec, context.env) if settings.demonstrations else None
         )
 
     def update(self, request: UpdateRequest) -> UpdateGenerator[dict[str, float]]:

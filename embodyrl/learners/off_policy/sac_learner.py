@@ -17,6 +17,7 @@ from embodyrl.algorithms.off_policy.sac import actor_loss, critic_loss, soft_tar
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.data.augment import shift
+from embodyrl.data.rl_demonstrations import load_rl_demonstrations
 from embodyrl.learners.off_policy.critic_learner import FEATURES, CriticLearner
 from embodyrl.learners.off_policy.hindsight import Hindsight, UnfinishedEpisodes
 from embodyrl.learners.protocol import LearnerContext
@@ -47,7 +48,8 @@ class SacLearner(CriticLearner[SoftActor, ReplaySettings]):
         self._open = UnfinishedEpisodes()
         self._demonstrations = None
         if settings.demonstrations:
-            frames = self._load_demonstrations()
+            demos = load_rl_demonstrations(settings.demonstrations, policy.spec, context.env)
+            frames = self._build_frames(demos, demos.executed)
             self._demonstrations = ReplayBuffer(len(frames.acted), settings.gamma, settings.n_step)
             self._demonstrations.add(frames)
 

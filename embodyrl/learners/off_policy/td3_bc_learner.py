@@ -17,6 +17,7 @@ from embodyrl.algorithms.off_policy.td3_bc import Td3BcSettings, policy_loss, sm
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
+from embodyrl.data.rl_demonstrations import load_rl_demonstrations
 from embodyrl.learners.off_policy.critic_learner import CriticLearner
 from embodyrl.learners.off_policy.weight_average import WeightAverage
 from embodyrl.learners.protocol import LearnerContext
@@ -50,7 +51,8 @@ class Td3BcLearner(CriticLearner[RegressionActor, Td3BcSettings]):
         self._average = WeightAverage(context.trainer, settings.average)
         if settings.demonstrations:
             # Critics train on the executed actions; the policy imitates the labels, which have no noise.
-            frames, labels = self._load_demonstrations(), self._load_demonstrations(executed=False)
+            demos = load_rl_demonstrations(settings.demonstrations, policy.spec, context.env)
+            frames, labels = (self._build_frames(demos, actions) for actions in (demos.executed, demos.action))
             self._add(replace(frames, seen={**frames.seen, TARGET: labels.action}))
 
     def _add(self, frames: Frames, request: UpdateRequest | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from copy import deepcopy
 
@@ -252,6 +253,21 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path, capl
     assert not all((first == image).all(axis=(1, 2, 3, 4)).any() for image in drawn), "of all episodes"
     mine = actor._replay[Record.images][actor._replay.starts]
     assert all((mine == obs.images[row]).all(axis=(1, 2, 3, 4)).any() for row in range(4))
+
+
+def test_demonstrations_that_cannot_be_converted_are_rejected(tmp_path):
+    """Frames of another orientation are rotated; an unknown gripper convention cannot be converted."""
+    words = (*TOY_COLLECT, "model=random", "collect.filter=all", "collect.episodes=1", "launcher=inline")
+    demos = tmp_path / "demos"
+    collect(load_config("collect", [*words, f"collect.out={demos}", f"runner.output_dir={tmp_path}"]))
+    cfg = toy_config(tmp_path, *FILTERED, f"algorithm.demonstrations=[{demos}]")
+    card = demos / "meta/embodyrl.json"
+    saved = json.loads(card.read_text())
+    card.write_text(json.dumps(saved | {"env": saved["env"] | {"image_rotation_deg": 180}}))
+    build_run_plan(cfg, training=True)
+    card.write_text(json.dumps(saved | {"env": saved["env"] | {"gripper": None}}))
+    with pytest.raises(ConfigError, match="differ in gripper"):
+        build_run_plan(cfg, training=True)
 
 
 def test_each_training_step_samples_different_chunks(make):
