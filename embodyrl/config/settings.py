@@ -88,8 +88,9 @@ class Settings(BaseModel):
 
     keys_by_condition: ClassVar[Mapping[str, str]] = {}
     """Conditions under which keys have an effect, as {condition: keys}: `{"kl_in_reward": "kl_target kl_horizon"}`. A
-    condition is `key` (the key is set), `key=a|b` or `key!=a|b`. Conditions are joined with " or "; an explanation is
-    appended as ": reason". Keys that start with / are relative to the whole config. "never: reason" is always false."""
+    condition is `key` (the key is set), `key=a|b` or `key!=a|b`. Conditions are joined with " and ", then with " or ";
+    a reason is appended as ": reason". Keys that start with / are relative to the whole config. "never: reason" is
+    always false."""
 
     def __eq__(self, other: object) -> bool:
         """Return True if classes and values are equal, regardless of the sources of the values."""

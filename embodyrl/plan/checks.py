@@ -162,11 +162,12 @@ def no_effect_warnings(root: Settings, names: Iterable[str], keys_by_condition: 
         prefix, text = conditions.get(key_name, ("", ""))
         condition, _, reason = text.partition(": ")
         alternatives = [
-            alternative[1:] if alternative.startswith("/") else prefix + alternative
+            [part[1:] if part.startswith("/") else prefix + part for part in alternative.split(" and ")]
             for alternative in condition.split(" or ")
         ]
-        if condition and not any(_condition_is_met(root, alternative) for alternative in alternatives):
-            yield f"{name} has no effect" + (f": {reason}." if reason else f" without {' or '.join(alternatives)}.")
+        if condition and not any(all(_condition_is_met(root, part) for part in parts) for parts in alternatives):
+            needed = " or ".join(map(" and ".join, alternatives))
+            yield f"{name} has no effect" + (f": {reason}." if reason else f" without {needed}.")
 
 
 def _condition_is_met(root: Settings, condition: str) -> bool:

@@ -25,7 +25,8 @@ class FlowSettings(ResidualSettings):
 
     keys_by_condition = {
         "likelihood=flow_sde|flow_cps": "stochastic_steps noise_level",
-        "likelihood=flow_sde": "ignore_last",
+        "likelihood=flow_sde and stochastic_steps=one": "ignore_last",
+        "likelihood=flow_noise or likelihood=flow_sde|flow_cps and stochastic_steps=all": "joint_logprob",
         "likelihood=flow_noise": "noise_range",
         "likelihood=dsrl": "noise_bound noise_repeated steered_noise",
         "likelihood!=dsrl": "greedy_start",
@@ -52,7 +53,7 @@ class FlowSettings(ResidualSettings):
     """Stochastic steps per chunk with flow_sde and flow_cps: one random step, or all steps. With flow_noise, all steps
     are stochastic."""
     ignore_last: bool = False
-    """With likelihood=flow_sde: make the last denoising step deterministic."""
+    """With likelihood=flow_sde and stochastic_steps=one: make the last denoising step deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
     """With likelihood=flow_sde or flow_cps: noise level of the stochastic steps (symbol `a` in the papers)."""
     noise_range: Annotated[

@@ -56,8 +56,9 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     keys_by_condition = {
         "likelihood!=residual": "freeze compile",
         "action_head=discrete": "cuda_graphs",
-        "action_head=l1": "action_std",
-        "action_head=diffusion": "num_diffusion_steps_inference stochastic_steps diffusion_eta diffusion_min_std",
+        "action_head=l1 and likelihood=head": "action_std",
+        "action_head=diffusion": "num_diffusion_steps_inference",
+        "action_head=diffusion and likelihood=head": "stochastic_steps diffusion_eta diffusion_min_std",
     }
 
     use_proprio: bool = False

@@ -180,6 +180,16 @@ def test_damaged_shape_of_an_actor_is_rejected(folder, tmp_path, damaged):  # no
         (("model.noise_bound=2",), "model.noise_bound"),
         (("model.steered_noise=0.5",), "model.steered_noise"),
         (("model.likelihood=dsrl", "model.residual_scale=0.1"), "model.residual_scale"),
+        (("model.joint_logprob=mean",), "model.joint_logprob"),
+        (("algorithm=grpo", "model.likelihood=fpo", "model.joint_logprob=mean"), "model.joint_logprob"),
+        (
+            ("algorithm=grpo", "model.likelihood=flow_sde", "model.stochastic_steps=one", "model.joint_logprob=mean"),
+            "model.joint_logprob",
+        ),
+        (
+            ("algorithm=grpo", "model.likelihood=flow_sde", "model.stochastic_steps=all", "model.ignore_last=true"),
+            "model.ignore_last",
+        ),
         (("model.imitated_pairs=9",), "model.imitated_pairs"),
         (("model.imitated_time=9",), "model.imitated_time"),
         (("model.value_from=expert",), "model.value_from"),

@@ -103,6 +103,17 @@ def test_statistics_in_older_weight_files_are_used_and_kept(robot, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+def test_lerobot_keys_without_effect_give_a_warning(tmp_path):
+    words = ["env=tabletop", "model=act", "model.temporal_ensemble=true", "model.action_std=0.3"]
+    (line,) = load_config("eval", words).warnings
+    assert line.startswith("model.action_std has no effect")
+    folder, env = fresh("diffusion", tmp_path / "in", noise_scheduler_type="DDPM"), toy_env(4)
+    (line,) = policy_of(folder, env=env, diffusion_eta=0.5).spec.warnings
+    assert line.startswith("model.diffusion_eta=0.5 has no effect with the sampler DDPM")
+    for keys in ({}, {"diffusion_eta": 0.5, "sampler": "DDIM"}):
+        assert policy_of(folder, env=env, **keys).spec.warnings == ()
+
+
 @pytest.mark.parametrize("lost", ["policy_*", "policy_preprocessor*"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_without_statistics_are_rejected(kind, lost, tmp_path):

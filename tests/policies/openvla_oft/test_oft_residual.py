@@ -171,6 +171,8 @@ def test_contradictory_residual_keys_are_rejected(words, says, tmp_path):
     ("words", "key"),
     [
         (("model.freeze=[projector.*]",), "model.freeze"),
+        (("model.action_head=l1", "model.action_std=0.3"), "model.action_std"),
+        (("model.action_head=diffusion", "model.diffusion_eta=0.5"), "model.diffusion_eta"),
         (("model.likelihood=head", "model.residual_scale=0.1"), "model.residual_scale"),
     ],
 )

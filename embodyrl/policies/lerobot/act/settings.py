@@ -11,7 +11,7 @@ Likelihood = StrEnum("Likelihood", ["gaussian", "dsrl", "residual"])
 class ActSettings(LeRobotSettings):
     """Config keys for ACT in LeRobot's layout."""
 
-    keys_by_condition = {"likelihood=gaussian": "action_std"}
+    keys_by_condition = {"likelihood=gaussian and temporal_ensemble=false": "action_std"}
 
     likelihood: Likelihood = Likelihood.gaussian
     """Source of log-probabilities for RL. gaussian: a Gaussian around the chunk. dsrl, residual: the model is frozen,

@@ -1,5 +1,6 @@
 """Diffusion Policy in LeRobot's layout. Importing this package does not import torch."""
 
+from dataclasses import replace
 from typing import Any
 
 from embodyrl.policies.lerobot.diffusion.config import KIND, DiffusionConfig
@@ -7,7 +8,7 @@ from embodyrl.policies.lerobot.diffusion.settings import DiffusionSettings, get_
 from embodyrl.policies.lerobot.factory import LeRobotFactory
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.types import EnvSpec
+from embodyrl.types import EnvSpec, PolicySpec
 
 
 class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
@@ -19,6 +20,15 @@ class DiffusionFactory(LeRobotFactory[DiffusionSettings, DiffusionConfig]):
     def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> DiffusionConfig:
         """Return the config (see `LeRobotFactory.plan`), with sampler and number of steps from the settings."""
         return cfg.apply_sampler(super().plan(cfg, env))
+
+    def spec(self, cfg: DiffusionSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Return the policy spec (see `LeRobotFactory.spec`), with a warning if `diffusion_eta` has no effect."""
+        spec = super().spec(cfg, env, value_dim)
+        sampler, eta = self.plan(cfg, env).noise_scheduler_type, cfg.diffusion_eta
+        if spec.steering or sampler == "DDIM" or eta == DiffusionSettings.model_fields["diffusion_eta"].default:
+            return spec
+        warning = f"model.diffusion_eta={eta} has no effect with the sampler {sampler}; model.sampler=DDIM uses it"
+        return replace(spec, warnings=(*spec.warnings, warning))
 
     def num_features(self, config: DiffusionConfig) -> int:
         """Return F, the width of the condition of the U-Net."""
