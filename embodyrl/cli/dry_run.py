@@ -16,7 +16,6 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import prompt_banner_lines
 from embodyrl.policies import POLICIES
-from embodyrl.reports.history import read_baseline
 
 
 def describe(cfg: Config) -> str:
@@ -34,8 +33,6 @@ def run_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the `--dry-run` lines (label, text) of a training or an evaluation."""
     training = cfg.is_train_command and not cfg.runner.only_eval
     run_plan = build_run_plan(cfg, training=training)
-    if not training:
-        read_baseline(cfg)
     lines = start_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env))
     lines += training_banner_lines(run_plan) if training else resource_banner_lines(run_plan)
     return [*lines, *evaluation_banner_lines(run_plan), *machine_banner_lines(run_plan), *_describe_verdict(run_plan)]

@@ -91,10 +91,6 @@ class EvalResult:
     """Ids of episodes whose goal is reached before the first action; the results include these episodes."""
     suites: tuple[TaskResult, ...] = ()
     """Results of each suite, the main suite first; empty if only one suite was evaluated."""
-    paired: tuple[PairedComparison, ...] = ()
-    """Comparisons with `eval.baseline`, one per suite."""
-    baseline: str | None = None
-    """Name of the run folder of the earlier evaluation in `paired`."""
     protocol: dict[str, Any] | None = field(default=None)
     """Requested evaluation protocol and the settings that differ from this protocol; None: no protocol requested."""
 
@@ -151,7 +147,7 @@ class EvalResult:
 
 
 def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
-    """Print the result of an evaluation: tasks, suites, comparison with an earlier evaluation, protocol and files."""
+    """Print the result of an evaluation: tasks, suites, protocol and files."""
     if result.dropped:
         write_line(f"  {result.dropped_warning}")
     has_success = result.overall.success_once is not None
@@ -169,8 +165,6 @@ def print_table(result: EvalResult, write_line: Callable[[str], None]) -> None:
         count, total = len(result.solved_at_reset), sum(row.episodes for row in result.tasks)
         numbers = ", ".join(map(str, result.solved_at_reset[:20])) + (", ..." if count > 20 else "")
         write_line(f"  warning  {count} of {total} episodes start with the goal already reached: {numbers}")
-    for comparison in result.paired:
-        write_line(f"  {comparison.line((str(result.baseline), 'this run'))}")
     if result.protocol is not None:
         write_line(f"  protocol {format_protocol(result.protocol)}")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0

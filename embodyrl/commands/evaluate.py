@@ -33,7 +33,6 @@ from embodyrl.plan.memory_limits import resource_banner_lines
 from embodyrl.plan.protocols import build_protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.reports.history import read_baseline
 from embodyrl.reports.paired import PairedComparison
 from embodyrl.reports.samples import format_samples, pick_samples
 from embodyrl.scheduler.rollout import ChooseVideo, Rollout, RolloutResult, RolloutStats
@@ -57,7 +56,6 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     run_plan = build_run_plan(cfg, training=False)
     if stores_episodes(run_plan):
         run_plan = record_every_step(run_plan)
-    read_baseline(cfg)  # check before workers start
     weights = resolve_initial_weights(cfg, run_plan.env)
     step = read_step(weights)
     # A process that was killed early has no evaluation folder yet.
@@ -144,8 +142,6 @@ def run_evaluation(
         raise EmbodyError("No episode of the evaluation finished. See the logs of the env workers for the cause.")
     result = summarize(rows, collection, run_plan.env, folder)
     result = replace(result, protocol=build_protocol_record(cfg, run_plan.env))
-    if (compare := read_baseline(cfg)) is not None:
-        result = replace(result, baseline=Path(str(cfg.eval.baseline)).name, paired=tuple(compare(rows)))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
     for line in format_samples(pick_samples((), rows, cfg.eval.show_replies)):

@@ -39,7 +39,6 @@ _SAMPLED = {
 _TRAIN = CommandSections(
     sections=f"{_ACT} video critic checkpoint",
     keys_by_condition={
-        "runner.only_eval": "eval.baseline",
         "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
         "video!=none": _VIDEO,
         "algorithm.value_coef": "critic.path",
@@ -61,7 +60,7 @@ _EVAL = CommandSections(
 _RECORDED = {
     "never: episodes are recorded as a data set": "video_cfg faults.on_video_error",
     "never: `collect` runs collect.episodes of env.train": "env.eval eval.episodes eval.episodes_per_task "
-    "eval.samples eval.baseline eval.show_replies eval.sampling_params.temperature",
+    "eval.samples eval.show_replies eval.sampling_params.temperature",
 }
 
 

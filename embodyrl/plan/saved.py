@@ -25,7 +25,7 @@ from embodyrl.policies.inputs import INPUTS_FILE, read_saved_inputs
 from embodyrl.registry import FORMER_NAMES
 from embodyrl.text.model_folder import find_missing_weights
 
-_REMOVED = ("rollout.dump",)
+_REMOVED = ("rollout.dump", "eval.baseline")
 """Removed keys of version 0.1, which are ignored in configs of old runs."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 _REPLY = "algorithm.sampling_params.max_new_tokens"
@@ -37,7 +37,7 @@ START_FOLDER = "start"
 """Name of the folder of an SFT run that contains the initial weights with the statistics of the run's data."""
 _RUN_KEYS = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
-    *("eval.baseline", "eval.protocol.settled", "serve", "video_cfg.base_dir", "collect.out"),
+    *("eval.protocol.settled", "serve", "video_cfg.base_dir", "collect.out"),
 )
 """Keys that a command does not inherit from the run whose weights it uses."""
 _BASE_WEIGHTS = frozenset({"model.path", "model.lora.path"})

@@ -201,8 +201,6 @@ class EvalSettings(Settings):
     episodes_per_task: Count = 10
     """Number of evaluation episodes per task."""
     protocol: ProtocolSettings = ProtocolSettings()
-    baseline: Path | None = None
-    """Run folder of an earlier evaluation, with which the results are compared in each suite, episode by episode."""
     samples: Count = 1
     """Number of sampled episodes per initial state. Above 1, eval/pass_at_n is the fraction of initial states with a
     success."""

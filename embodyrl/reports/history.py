@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from embodyrl.checkpoint.store import CheckpointStore, parse_step
 from embodyrl.config.compose import flatten
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import format_value, is_key_or_subkey, to_builtin
+from embodyrl.config.settings import format_value, is_key_or_subkey
 from embodyrl.errors import ConfigError
 from embodyrl.files import inside, natural_sort_key, read_tail
 from embodyrl.monitor.history import (
@@ -34,9 +34,6 @@ from embodyrl.monitor.history import (
     read_table,
 )
 from embodyrl.monitor.intervals import Score
-from embodyrl.plan.keys import state_keys
-from embodyrl.plan.schema import Config
-from embodyrl.reports.paired import PairedComparison, compare_suites
 from embodyrl.reports.samples import Sample, pick_samples
 
 SUCCESS_KEYS = ("env.eval.max_episode_steps", "env.success_key")
@@ -242,26 +239,6 @@ def is_running(run: Path) -> bool:
     text = read_tail(lock, 4096).decode("utf-8", "replace") if lock.is_file() else ""
     match = re.match(r"process (\d+) on (.*)", text)
     return match is not None and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists())
-
-
-def read_baseline(cfg: Config) -> Callable[[Sequence[EpisodeRow]], list[PairedComparison]] | None:
-    """Return a function that compares episodes with the last evaluation of `eval.baseline`; None if the key is not set.
-
-    Raises:
-        ConfigError: the folder is not a run, has no evaluation, or uses another environment.
-    """
-    if cfg.eval.baseline is None:
-        return None
-    run = Path(cfg.eval.baseline)
-    history = read_history(run)
-    if not history.evaluations:
-        raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: choose a run of `embodyrl eval`.")
-    if difference := describe_differences(history.config, to_builtin(cfg), {*state_keys(), *SUCCESS_KEYS}):
-        raise ConfigError(
-            f"eval.baseline={run}: initial states, horizon or success key of that run differ ({difference}), so "
-            "episodes cannot be paired. Evaluate both policies with the same settings, or remove eval.baseline."
-        )
-    return partial(compare_suites, history.evaluations[-1].episodes)
 
 
 def describe_differences(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:

@@ -15,7 +15,6 @@ import pytest
 from text_runs import text_config
 from toy_runs import toy_config, toy_words, train_toy
 
-from embodyrl.cli.dry_run import describe
 from embodyrl.commands.eval_result import EvalResult, print_table, summarize, to_episode_row
 from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
@@ -315,6 +314,8 @@ def evaluate_axes(tmp_path, name, *words):
 
 
 def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
+    from embodyrl.reports.page import write_report
+
     noisy = ("runner.val_suites=[all]", "model.expert_noise=5")
     first = evaluate_axes(tmp_path, "first", *noisy)
     assert [row.task for row in first.suites] == [
@@ -326,24 +327,21 @@ def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
     assert {row["suite"] for row in rows if row["task_id"] in (0, 5)} == {"tabletop"}
     assert first.metrics()["eval/success_once"] == first.suites[0].success_once
     assert first.metrics()["eval/tabletop_positions/success_once"] == first.suites[2].success_once
-    second = evaluate_axes(tmp_path, "second", "runner.val_suites=[all]", f"eval.baseline={tmp_path}/first")
-    won = [sum(not row["success_once"] for row in rows if row["suite"] == suite.task) for suite in first.suites]
-    assert [(one.suite, one.pairs, one.only_first, one.only_second) for one in second.paired] == [
-        (suite.task, 4, 0, count) for suite, count in zip(first.suites, won, strict=True)
-    ]
-    assert sum(won) > 0
-    saved = json.loads((second.folder / "eval.json").read_text())
-    assert saved["paired"][1]["suite"] == "tabletop_colours"
-    assert saved["baseline"] == "first"
     said = capsys.readouterr().out
     assert "touch the red block" in said
     assert "make contact" not in said, "one row for all suites, in the words of the first"
-    with pytest.raises(ConfigError, match=r"nowhere: config.yaml is missing"):
-        evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
-    with pytest.raises(ConfigError, match=r"nowhere: config.yaml is missing"):
-        describe(load_config("eval", [*TABLETOP, f"eval.baseline={tmp_path}/nowhere"]))
-    with pytest.raises(ConfigError, match=r"differ \(env\.axis=base and positions\)"):
-        evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
+    evaluate_axes(tmp_path, "second", "runner.val_suites=[all]")
+    won = [sum(not row["success_once"] for row in rows if row["suite"] == suite.task) for suite in first.suites]
+    assert sum(won) > 0
+    lines = write_report([tmp_path / "first", tmp_path / "second"], tmp_path / "page.html")
+    tests = [line for line in lines if "McNemar" in line]
+    assert len(tests) == 4
+    for line, suite, count in zip(tests, first.suites, won, strict=True):
+        assert suite.task in line
+        assert f"success only first: 0, only second: {count};" in line
+    evaluate_axes(tmp_path, "third", "env.axis=positions")
+    lines = write_report([tmp_path / "first", tmp_path / "third"], tmp_path / "page.html")
+    assert "evaluated differently: env.axis=base and positions" in lines[-1]
 
 
 def test_training_validates_on_additional_suites(tmp_path):

@@ -19,7 +19,7 @@ DERIVED = {
     "train_text": {"env.train.max_episode_steps": 4, "env.eval.max_episode_steps": 4, "model.num_action_chunks": 4},
 }
 """Derived values; version 0.1 derived them after it wrote the config."""
-DELETED = {"rollout.dump", "model.use_film"}
+DELETED = {"rollout.dump", "model.use_film", "eval.baseline"}
 """Keys of version 0.1 that have been deleted."""
 
 
