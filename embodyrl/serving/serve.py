@@ -72,10 +72,12 @@ def build_specs(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     problems = mismatches(env, spec)
     if spec.scripted:
         problems.append(f"model '{spec.name}' cannot be served: it reads the simulator state of an environment.")
-    if (image_names := cfg.serve.image_names) is not None and len(image_names) < spec.inputs.num_images:
+    names = get_field_names(cfg.serve)
+    if len(names.images) < spec.inputs.num_images and not names.by_position:
         problems.append(
-            f"serve.image_names={image_names}: model '{spec.name}' reads {spec.inputs.num_images} images. List at "
-            "least as many names."
+            f"serve.image_names: model '{spec.name}' reads {spec.inputs.num_images} images, but messages contain "
+            f"{len(names.images)} ({', '.join(names.images)}). Set serve.image_names to a list of "
+            f"{spec.inputs.num_images} keys."
         )
     if problems:
         raise ConfigError(problems)

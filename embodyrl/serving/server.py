@@ -155,7 +155,8 @@ class PolicyServer:
                 f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: use another serve.port "
                 "(0: any free port), or an address of this machine as serve.host."
             ) from error
-        ready(f"ws://{cfg.host}:{next(iter(server.sockets)).getsockname()[1]}")
+        host = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
+        ready(f"ws://{host}:{next(iter(server.sockets)).getsockname()[1]}")
         signum = await stopped
         server.close()
         with suppress(TimeoutError):
@@ -189,7 +190,8 @@ class PolicyServer:
         except connection_closed as error:
             ending = "disconnected" if error.rcvd else f"was lost ({error})"
         except TimeoutError:
-            ending = f"sent nothing for {client.limit_s:g} s (serve.idle_timeout_s)"
+            reason = "serve.idle_timeout_s" if client.limit_s == self._cfg.idle_timeout_s else "after connecting"
+            ending = f"sent nothing for {client.limit_s:g} s ({reason})"
         finally:
             self._num_open -= 1
         self._log(f"client {number} {ending} after {num_answers} answers")

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -31,6 +32,7 @@ from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
 from embodyrl.policies.remote.wire_formats import OPENPI, encode_openpi_array, encode_vla_eval_array, pack, unpack
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained.policy import RANDOM, UntrainedPolicy
+from embodyrl.serving import server
 from embodyrl.serving.serve import build_specs
 from embodyrl.serving.server import ObservationHandler, PolicyServer
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention, InputSpec, Observation
@@ -223,6 +225,18 @@ def test_text_tasks_are_rejected():
         build_specs(load_config("serve", ["env=text/copy", "model=causal_lm_tiny"]))
 
 
+@pytest.mark.parametrize(
+    "names", [(), ("serve.image_names=[a,b]",), ("serve.image_names=[a]", "serve.protocol=vla_eval")]
+)
+def test_policies_with_more_images_than_keys_are_rejected(names):
+    cameras = ("env.init_params.camera_names=[front,wrist,side]", "model.num_images_in_input=3")
+    words = ["env=tabletop", "model=flow_small", "model.path=null", *cameras]
+    with pytest.raises(ConfigError, match=r"reads 3 images, but messages contain .* a list of 3 keys"):
+        build_specs(load_config("serve", [*words, *names]))
+    build_specs(load_config("serve", [*words, "serve.image_names=[a,b,c]"]))
+    build_specs(load_config("serve", [*words, "serve.protocol=vla_eval"]))
+
+
 def test_browser_origins_are_rejected(openpi):
     with pytest.raises(InvalidStatus, match="403"):
         client.connect(openpi, proxy=None, origin="http://evil.example")
@@ -316,6 +330,35 @@ def test_every_wait_has_a_deadline(vla_eval, request):
     assert "sent nothing for 3 s" in said[-1]
     with pytest.raises(EmbodyError, match=r"no reply arrived within 0.3 s .* Fix: model.protocol=vla_eval"):
         build(vla_eval, ENV, answer_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_client_without_a_message_is_disconnected(host, request, monkeypatch):
+    """The printed address is valid for IPv4 and IPv6."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this host has no address {host}")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    monkeypatch.setattr(server, "_FIRST_MESSAGE_S", 0.2)
+
+    def connect(url: str) -> None:
+        try:
+            with client.connect(url, compression=None, proxy=None) as connection, suppress(ConnectionClosed):
+                while connection.recv(timeout=20):
+                    pass
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    policy_request = PolicyRequest(env=ENV, device="cpu", seed=0, trainable=False)
+    policy = UntrainedPolicy(RANDOM.spec(ModelSettings(model_type="random"), ENV, 0), policy_request)
+    lines: list[str] = []
+    running = PolicyServer(ObservationHandler(policy, ENV, OPENPI), ServeSettings(host=host, port=0), lines.append)
+    with pytest.raises(Interrupted):
+        asyncio.run(running.run(lambda url: threading.Thread(target=connect, args=[url], daemon=True).start()))
+    assert lines[-1] == "client 1 sent nothing for 0.2 s (after connecting) after 0 answers"
 
 
 class Looking(UntrainedPolicy):
