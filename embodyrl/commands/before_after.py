@@ -1,4 +1,4 @@
-"""Selection, recording and joining of videos of the same episodes before and after training."""
+"""Selection and recording of videos of the same episodes before and after training."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from embodyrl.monitor.protocol import Monitor
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.reports.paired import compare_suites
-from embodyrl.reports.side_by_side import join_side_by_side
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import RolloutWorkers
 from embodyrl.types import Episode, EpisodeSpec
@@ -100,7 +99,7 @@ def record(
 def record_changes(
     run_plan: RunPlan, workers: RolloutWorkers, first: EvalResult, last: EvalResult, videos: Path, monitor: Monitor
 ) -> ValidationComparison:
-    """Record N episodes of the first and last validation (`video=changed:N`), and join each episode's two recordings.
+    """Compare the first and last validation, and record N episodes of both (`video=changed:N`).
 
     Raises:
         OSError: a recording cannot be written.
@@ -111,27 +110,4 @@ def record_changes(
         episode_ids = select_episodes_to_record(before, after, int(cfg.video.removeprefix("changed:")))
         videos.mkdir(parents=True, exist_ok=True)
         first, last = (record(run_plan, workers, result, episode_ids, videos, monitor) for result in (first, last))
-        order = {episode: index for index, episode in enumerate(episode_ids)}
-        last = replace(last, recordings=tuple(sorted(last.recordings, key=lambda recording: order[recording[0]])))
-    joined_videos = _join_recordings(first, last, videos, fps=cfg.video_cfg.fps, monitor=monitor)
-    paired = tuple(compare_suites(before, after))
-    return ValidationComparison(first=first, last=last, videos=tuple(joined_videos), paired=paired)
-
-
-def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, monitor: Monitor) -> list[Path]:
-    """Join the two recordings of each episode that both validations recorded; report failures."""
-    before = dict(first.recordings)
-    joined: list[Path] = []
-    for done, (episode, path) in enumerate(last.recordings):
-        monitor.progress(done, len(last.recordings), "joining the videos of both validations")
-        if episode not in before:
-            continue
-        target = folder / f"before_after_ep{episode:03d}.mp4"
-        labels = (f"before (step {first.step})", f"after (step {last.step})")
-        try:
-            join_side_by_side(Path(before[episode]), Path(path), target, labels=labels, fps=fps)
-        except (OSError, RuntimeError, ValueError) as error:
-            monitor.text(f"could not join the recordings of episode {episode}: {error}")
-            continue
-        joined.append(target)
-    return joined
+    return ValidationComparison(first=first, last=last, paired=tuple(compare_suites(before, after)))

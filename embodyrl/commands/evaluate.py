@@ -215,10 +215,9 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationComparison:
-    """Comparison of the first and the last validation: both results, side-by-side videos, and paired tests."""
+    """Comparison of the first and the last validation: both results and paired tests."""
 
     first: EvalResult
     last: EvalResult
-    videos: tuple[Path, ...] = ()
     paired: tuple[PairedComparison, ...] = ()
     """Paired test of each suite; the main suite is first."""

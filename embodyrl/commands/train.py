@@ -285,9 +285,8 @@ class _Training:
         root, trust = str(self.session.folder.root), trust_overrides(self.cfg)
         commands = [["report", root, "--open"], ["eval", format_override("ckpt", root), *trust], ["play", root, *trust]]
         commands = commands if self.run_plan.env.simulator.renders else commands[:2]
-        joined = self.comparison.videos if self.comparison else ()
-        videos = joined or (self.last_eval.videos if self.last_eval is not None else ())
-        where = f"{Path(videos[0]).parent} ({len(videos)}{' before/after' if joined else ''})" if videos else ""
+        videos = [path for result in (self.first_eval, self.last_eval) if result is not None for path in result.videos]
+        where = f"{Path(videos[0]).parent} ({len(videos)})" if videos else ""
         self.session.print_summary(checkpoint, *commands, more=[("videos", where)] if videos else ())
 
 

@@ -1,4 +1,4 @@
-"""Side-by-side video of two recordings of an episode, before and after training."""
+"""Animation of two recordings of an episode side by side, before and after training."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from embodyrl.data.frames import MP4_ONLY
 from embodyrl.files import replace_atomically
 
-_imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
+_imageio: Any = imageio.v2  # its readers are typed too narrowly
 
 _BAND = 34
 _GAP = 8
@@ -20,26 +20,8 @@ _GIF_FPS, _GIF_WIDTH, _GIF_COLORS = 8, 640, 128
 _TEXT_COLOR, _BACKGROUND = (235, 235, 235), (24, 24, 28)
 
 
-def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str, str], fps: int) -> None:
-    """Write two videos side by side to an MP4 file, with labels; the shorter video repeats its last frame.
-
-    Raises:
-        OSError: a recording cannot be read, or `out` cannot be written.
-    """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    video_options = {"fps": fps, "codec": "libx264", "macro_block_size": 2, "pixelformat": "yuv420p"}
-    with (
-        replace_atomically(out) as scratch,
-        _open_mp4(before) as left,
-        _open_mp4(after) as right,
-        _imageio.get_writer(scratch, **video_options) as writer,
-    ):
-        for pair in _zip_frames(iter(left), iter(right)):
-            writer.append_data(_compose(pair, labels))
-
-
 def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str, str]) -> None:
-    """Write an animated GIF of pairs of videos, one pair after the other.
+    """Write an animated GIF of pairs of videos, one pair after the other; the shorter video repeats its last frame.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.
@@ -81,7 +63,7 @@ def _zip_frames(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iter
 def _compose(pair: tuple[np.ndarray, np.ndarray], labels: tuple[str, str]) -> np.ndarray:
     height = max(frame.shape[0] for frame in pair)
     width = sum(frame.shape[1] for frame in pair) + _GAP
-    canvas = Image.new("RGB", (width + width % 2, height + _BAND + (height + _BAND) % 2), _BACKGROUND)
+    canvas = Image.new("RGB", (width, height + _BAND), _BACKGROUND)
     draw = ImageDraw.Draw(canvas)
     x = 0
     for frame, label in zip(pair, labels, strict=True):
