@@ -39,7 +39,7 @@ class RobotFactory(SimFactory[RobotSettings]):
             raise MissingDependencyError(
                 f"env={cfg.robot} needs the package {preset.package}. Fix: pip install {preset.package}."
             )
-        return _apply_preset(cfg, GYM.describe(cfg.gym, context))
+        return apply_preset(cfg, GYM.describe(cfg.gym, context))
 
     def get_banner_lines(self, cfg: RobotSettings) -> list[tuple[str, str]]:
         """Return the banner line of the preset: meaning of actions, action rate and success condition."""
@@ -49,7 +49,7 @@ class RobotFactory(SimFactory[RobotSettings]):
     def simulators(self, cfg: RobotSettings, context: EnvContext) -> Simulators:
         """Build the simulators; each Gymnasium environment is built at its first reset."""
         sims = GYM.simulators(cfg.gym, context)
-        sims.spec = _apply_preset(cfg, sims.spec)
+        sims.spec = apply_preset(cfg, sims.spec)
         return sims
 
     def make_goal_reward(self, cfg: RobotSettings) -> GoalReward:
@@ -57,26 +57,26 @@ class RobotFactory(SimFactory[RobotSettings]):
         return GYM.make_goal_reward(cfg.gym)
 
 
-def _apply_preset(cfg: RobotSettings, spec: EnvSpec) -> EnvSpec:
+def apply_preset(cfg: RobotSettings, spec: EnvSpec) -> EnvSpec:
     """Add the preset's action names and gripper convention to the spec.
 
     Raises EnvError if the environment differs from the preset.
     """
     preset = cfg.preset
-    if not cfg.wrappers and (problems := find_differences(preset, spec)):
+    # With these keys, the environment may differ from the preset.
+    is_changed = cfg.wrappers or cfg.kwargs or cfg.success_key
+    if not is_changed and (problems := find_differences(preset, spec)):
         raise EnvError(
             f"env={cfg.robot}: the installed {preset.package} differs from the preset: {'; '.join(problems)}. "
             f"Fix: install another version of {preset.package}, or use env=gym env.id={preset.id}."
         )
     action = spec.action
     if action.controls is None and len(preset.action) == action.dim:
-        labels = [f"{preset.action[control.index]} {control.label[-1]}" for control in get_controls(action)]
-        action = replace(
-            action,
-            controls=tuple(
-                replace(control, label=text) for control, text in zip(get_controls(action), labels, strict=True)
-            ),
+        controls = tuple(
+            replace(control, label=f"{preset.action[control.index]} {control.label[-1]}")
+            for control in get_controls(action)
         )
+        action = replace(action, controls=controls)
     if preset.gripper is not None:
         open_value, closed_value = preset.gripper
         action = replace(action, gripper=GripperConvention(open=open_value, closed=closed_value))

@@ -15,9 +15,9 @@ from embodyrl.config import compose
 from embodyrl.controls import get_controls
 from embodyrl.envs.mujoco_rendering import select_headless_backend
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.robots.factory import FACTORY, find_differences
+from embodyrl.envs.robots.factory import FACTORY, apply_preset, find_differences
 from embodyrl.envs.robots.presets import PIXEL_PRESETS, PRESETS
-from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodyrl.plan.config import load_config
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, EpisodeStart
 
@@ -106,6 +106,16 @@ def test_all_differences_between_preset_and_package_are_reported():
         "action dimensions: 3",
         "time limit: 200",
     ]
+
+
+def test_only_an_unchanged_environment_is_compared_with_its_preset():
+    spec = EnvSpec(
+        name="x", action=ActionSpec(dim=2), tasks=("x",), states_per_task=(1,), state_dim=5, max_episode_steps=100
+    )
+    with pytest.raises(EnvError, match="time limit: 100, expected 300"):
+        apply_preset(env_of("robots", robot="pusht"), spec)
+    for keys in ({"kwargs": {"max_episode_steps": 100}}, {"success_key": "won"}):
+        assert apply_preset(env_of("robots", robot="pusht", **keys), spec).name == "pusht"
 
 
 def test_missing_package_error_names_the_install_command():
