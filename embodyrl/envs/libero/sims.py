@@ -208,13 +208,14 @@ class LiberoSims(SequentialSimulators):
         """Return the expert's next action [7], which must be executed before the next call."""
         return self._experts[env_index].act(self.pool.use(env_index).scene)
 
-    def save(self, env_index: int) -> SimState:
-        """Return a copy of the state of the environment's episode."""
-        return self.pool.use(env_index).save()
+    def save(self, env_index: int) -> tuple[SimState, tuple[float, float]]:
+        """Return a copy of the state of the environment's episode, and the goal fractions that it has reached."""
+        return self.pool.use(env_index).save(), self._goals[env_index]
 
-    def load(self, env_index: int, state: SimState) -> None:
+    def load(self, env_index: int, state: tuple[SimState, tuple[float, float]]) -> None:
         """Restore a saved state of the environment's episode; the expert plans again."""
-        self.pool.use(env_index).load(state)
+        simulator_state, self._goals[env_index] = state
+        self.pool.use(env_index).load(simulator_state)
         self._experts[env_index] = Expert(self._seeds[env_index], nearest=self._nearest)
 
     def observe_env(self, env_index: int, out: ObservationOut) -> None:
