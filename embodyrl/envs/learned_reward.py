@@ -7,7 +7,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from embodyrl.envs.reward_step import RewardStep
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, UnknownNameError
 from embodyrl.files import read_json
 from embodyrl.types import ObservationOut
 
@@ -26,11 +26,14 @@ class LearnedReward:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._config: dict[str, Any] = read_json(folder / CONFIG_FILE)
+        self.is_valid = {"num_images", "state_dim", "hidden"} <= self._config.keys()
+        """True if the config is that of a reward model."""
         self.cameras = int(self._config.get("num_images", 0))
         """Number of cameras that the classifier uses."""
         self.camera_names = tuple(self._config.get("cameras", ()))
         self._weights: dict[str, np.ndarray] = {}
-        self._best: dict[int, float] = {}
+        self._highest: dict[int, list[float]] = {}
+        """By environment: the highest probability up to each step; a loaded state continues at an earlier step."""
 
     def __call__(self, step: RewardStep) -> float:
         """Return the reward of an env step.
@@ -39,8 +42,10 @@ class LearnedReward:
             CheckpointError: the weights expect other observations.
         """
         probability = self.probability(step.observation)
-        best = 0.0 if step.step == 1 else self._best.get(step.env_index, 0.0)
-        self._best[step.env_index] = max(best, probability)
+        highest = self._highest.setdefault(step.env_index, [])
+        del highest[step.step - 1 :]
+        best = highest[-1] if highest else 0.0
+        highest.append(max(best, probability))
         return max(0.0, probability - best)
 
     def probability(self, observation: ObservationOut) -> float:
@@ -104,6 +109,16 @@ def _relu(x: np.ndarray) -> np.ndarray:
 
 
 def load_reward(folder: Path) -> LearnedReward | None:
-    """Return the reward model in a folder, or None if the folder contains no reward model."""
-    exists = (folder / CONFIG_FILE).is_file() and (folder / WEIGHTS_FILE).is_file()
-    return LearnedReward(folder) if exists else None
+    """Return the reward model in a folder, or None if the folder contains no model.
+
+    Raises:
+        UnknownNameError: the folder contains another model.
+    """
+    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+        return None
+    model = LearnedReward(folder)
+    if not model.is_valid:
+        raise UnknownNameError(
+            f"{folder} does not contain a reward model. Train one with `embodyrl sft objective.name=success`."
+        )
+    return model

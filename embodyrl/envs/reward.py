@@ -12,7 +12,7 @@ from embodyrl.config.settings import Path as SettingsPath
 from embodyrl.config.settings import Settings
 from embodyrl.envs.learned_reward import load_reward
 from embodyrl.envs.reward_step import RewardStep
-from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.registry import REWARDS, takes
 from embodyrl.types import EnvSpec
 
@@ -103,6 +103,9 @@ class StepReward:
         """Call the function; return the reward components, and the error message if the call failed.
 
         `simulator_reward` is the reward of the simulator.
+
+        Raises:
+            CheckpointError: the observations do not fit the reward model.
         """
         problem = None
         try:
@@ -115,6 +118,8 @@ class StepReward:
             parts = [float(value[name]) for name in self._names] if isinstance(value, Mapping) else [float(value)]
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
                 raise ValueError(f"the function returned {value!r:.80}, expected {len(self._names)} finite number(s)")
+        except CheckpointError:  # the model fails at every step
+            raise
         except Exception as error:  # errors of a user's function are counted and reported
             parts, problem = (
                 [0.0] * len(self._names),

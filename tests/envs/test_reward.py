@@ -16,7 +16,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings, reward_problems
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
@@ -239,3 +239,20 @@ def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
     first = [earned(1, 0.2), earned(2, 0.6), earned(1, 0.5, env_index=1), earned(3, 0.4), earned(4, 0.7)]
     assert first == pytest.approx([0.2, 0.4, 0.5, 0.0, 0.1], abs=1e-6)
     assert [earned(1, 0.3), earned(2, 0.4)] == pytest.approx([0.3, 0.1], abs=1e-6)
+    assert earned(2, 0.4) == pytest.approx(0.1, abs=1e-6), "a loaded state continues at an earlier step"
+
+
+def test_folder_of_another_model_is_rejected(tmp_path):
+    save_file({"weight": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(ConfigError, match=r"reward\.path: .* does not contain a reward model\. Train one"):
+        check_components(load_config("eval", ["env=tabletop", "model=random", f"reward.path={tmp_path}"]))
+
+
+def test_reward_model_for_other_observations_ends_the_run(tmp_path):
+    """The error is not counted as an error of a single step."""
+    shape = {"num_images": 0, "normalized": False, "activation": "tanh", "hidden": [], "state_dim": 7}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    save_file({"value_head.0.weight": np.ones((1, 7), np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"inputs \(7 state numbers"):
+        run(StepRewardSettings(path=str(tmp_path)))
