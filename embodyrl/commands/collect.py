@@ -30,6 +30,8 @@ from embodyrl.plan.build import build_run_plan, count_env_workers, split_envs
 from embodyrl.plan.episodes import EpisodeList, make_single_wave
 from embodyrl.plan.experts import find_expert
 from embodyrl.plan.initial_states import get_reset_ids, select_tasks
+from embodyrl.plan.memory import plan_memory
+from embodyrl.plan.memory_limits import require_resources, resource_banner_lines
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
@@ -59,6 +61,7 @@ def collection_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) of a collection."""
     run_plan = build_collection_plan(cfg)
     lines = start_banner_lines(run_plan, resolve_initial_weights(cfg, run_plan.env))
+    lines += resource_banner_lines(run_plan)
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
@@ -73,6 +76,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     """
     assert cfg.collect.out is not None, "checked by check_components"
     run_plan = build_collection_plan(cfg)
+    require_resources(run_plan)
     weights = resolve_initial_weights(cfg, run_plan.env)
     with (
         lock_folder(Path(cfg.collect.out)),
@@ -111,7 +115,7 @@ def build_collection_plan(cfg: Config) -> RunPlan:
     if cfg.command == "dagger":
         _check_demonstrations(cfg, base.env)
     num_envs = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
-    return replace(
+    run_plan = replace(
         base,
         env_workers=split_envs(num_envs, count_env_workers(cfg, base.env, base.devices, num_envs)),
         # Space for the running episode of each environment and for its open requests.
@@ -119,6 +123,7 @@ def build_collection_plan(cfg: Config) -> RunPlan:
         single_step=True,
         labeled=is_labeled,
     )
+    return replace(run_plan, memory=plan_memory(run_plan))
 
 
 def _check_demonstrations(cfg: Config, env: EnvSpec) -> None:

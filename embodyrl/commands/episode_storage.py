@@ -14,6 +14,7 @@ from embodyrl.commands.run_folder import EPISODES_FOLDER
 from embodyrl.data.layout import OWN, Actor, Card
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
+from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
 from embodyrl.types import ActionKind, Episode
@@ -103,7 +104,8 @@ def stores_episodes(run_plan: RunPlan) -> bool:
 def record_every_step(run_plan: RunPlan) -> RunPlan:
     """Return a copy of the plan with one record per env step and shared memory for one episode per environment."""
     capacity = run_plan.num_envs * (run_plan.cfg.env.eval.max_episode_steps + 2)
-    return replace(run_plan, single_step=True, capacity=capacity)
+    run_plan = replace(run_plan, single_step=True, capacity=capacity)
+    return replace(run_plan, memory=plan_memory(run_plan))
 
 
 def open_writer(

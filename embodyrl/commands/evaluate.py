@@ -56,6 +56,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     run_plan = build_run_plan(cfg, training=False)
     if stores_episodes(run_plan):
         run_plan = record_every_step(run_plan)
+    resource_lines = resource_banner_lines(run_plan)  # also checks the resources
     weights = resolve_initial_weights(cfg, run_plan.env)
     step = read_step(weights)
     # A process that was killed early has no evaluation folder yet.
@@ -69,7 +70,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         lines = [
             *start_banner_lines(run_plan, weights),
             *evaluation_banner_lines(run_plan),
-            *resource_banner_lines(run_plan),
+            *resource_lines,
             ("run", str(folder.root)),
         ]
         print_banner(monitor, cfg, folder, "eval", lines)

@@ -28,9 +28,11 @@ from embodyrl.data.samples import Samples
 from embodyrl.data.settings import DemonstrationSettings, Objective
 from embodyrl.data.statistics import describe_constant_dimensions
 from embodyrl.data.tables import read_episodes
+from embodyrl.devices import Gpus
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, read_json
-from embodyrl.plan.build import count_ranks, mismatches
+from embodyrl.plan.build import count_ranks, mismatches, plan_devices
+from embodyrl.plan.memory_limits import require_devices
 from embodyrl.plan.schema import Config
 from embodyrl.plan.text import open_checked_rows
 from embodyrl.policies import POLICIES
@@ -148,9 +150,10 @@ def sft_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) of an SFT run.
 
     Raises:
-        EmbodyError: the data set is damaged or missing.
+        EmbodyError: the data set is damaged or missing, or the host has too few GPUs.
     """
     assert cfg.data.path is not None
+    require_devices(cfg, plan_devices(cfg, training=True), Gpus())
     ranks = count_ranks(cfg)
     rank_text = f" on {ranks} actor ranks" if ranks > 1 else ""
     unit = "pairs" if cfg.objective.needs_text_pairs else "samples"

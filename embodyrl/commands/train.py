@@ -26,6 +26,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.plan.build import build_run_plan
 from embodyrl.plan.episodes import greedy_episodes, groups_per_step, refill_episodes, train_episodes
+from embodyrl.plan.memory_limits import require_resources
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.plan.task_weights import has_task_weights, record_outcomes
@@ -78,6 +79,7 @@ def train(
     """
     run_plan = build_run_plan(cfg, training=True)
     stores_episodes(run_plan)  # raises if episodes cannot be stored
+    require_resources(run_plan)
     require_disk(cfg, run_plan.memory.checkpoint, run_plan.total_steps)
     weights = resolve_initial_weights(cfg, run_plan.env)
     if resume is not None:

@@ -3,23 +3,24 @@
 import os
 from collections import Counter
 
-from embodyrl.devices import visible_gpus
+from embodyrl.devices import Devices, Gpus, visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
+from embodyrl.plan.build import component_nodes, count_ranks
 from embodyrl.plan.memory import PROCESS, fullest_gpu
 from embodyrl.plan.memory_plan import GIB, MemoryPlan
 from embodyrl.plan.rates import predict
-from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.run_plan import RunPlan, place_policy
+from embodyrl.plan.schema import Config
 
 
 def resource_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the lines (label, text) of `--dry-run` about memory and speed.
 
     Raises:
-        ConfigError: the run needs more memory or GPUs than the machine has.
+        ConfigError: see `require_resources`.
     """
-    require_devices(run_plan)
-    require_memory(run_plan, run_plan.memory)
+    require_resources(run_plan)
     lines = run_plan.memory.lines(run_plan.ranks, len(run_plan.env_workers))
     if run_plan.algorithm is None:
         return lines
@@ -29,24 +30,33 @@ def resource_banner_lines(run_plan: RunPlan) -> list[tuple[str, str]]:
     return lines + (rates.lines(run_plan.max_samples) if rates else [])
 
 
-def require_devices(run_plan: RunPlan) -> None:
+def require_resources(run_plan: RunPlan) -> None:
+    """Check GPUs and memory; commands call this function before they create a run folder or start a process.
+
+    Raises:
+        ConfigError: the run needs more memory or GPUs than the machine has.
+    """
+    require_devices(run_plan.cfg, run_plan.devices, run_plan.gpus)
+    require_memory(run_plan, run_plan.memory)
+
+
+def require_devices(cfg: Config, devices: Devices, gpus: Gpus) -> None:
     """Raise an error if a run needs GPUs that the host does not have.
 
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES contains a missing GPU, or several actor ranks would share a GPU.
     """
-    if missing := run_plan.gpus.missing:
+    if missing := gpus.missing:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}: this host has no GPU {', '.join(missing)}. "
             "Use GPUs that `nvidia-smi -L` lists, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
         )
-    ranks = Counter(
-        (run_plan.policy_node(number), run_plan.devices.get_policy_gpu(number)) for number in range(run_plan.ranks)
-    )
-    if run_plan.devices.policies and max(ranks.values()) > 1:
+    nodes, count = component_nodes(cfg), count_ranks(cfg)
+    used = Counter((place_policy(nodes, rank, count), devices.get_policy_gpu(rank)) for rank in range(count))
+    if devices.policies and max(used.values()) > 1:
         raise ConfigError(
-            f"actor.fsdp.size={run_plan.ranks}: each process needs its own GPU, but only {len(ranks)} are visible. Set "
-            f"actor.fsdp.size={len(ranks)}, or list more GPUs in CUDA_VISIBLE_DEVICES."
+            f"actor.fsdp.size={count}: each process needs its own GPU, but only {len(used)} are visible. Set "
+            f"actor.fsdp.size={len(used)}, or list more GPUs in CUDA_VISIBLE_DEVICES."
         )
 
 

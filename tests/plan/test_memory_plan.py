@@ -14,12 +14,15 @@ from gpu_host import H100, of_size, stub_nvidia_smi
 from processes import workers_of
 from settings import model_of
 from text_runs import ASKING, text_config
-from toy_runs import TOY_OFT, running_crew, toy_config
+from toy_runs import TOY_COLLECT, TOY_OFT, running_crew, toy_config
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from embodyrl import devices
 from embodyrl.checkpoint.tensors import load_tensors, save_tensors
+from embodyrl.commands import COMMANDS
 from embodyrl.commands.banner import require_disk
+from embodyrl.commands.collect import build_collection_plan
+from embodyrl.commands.episode_storage import record_every_step
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.data.layout import Card, build_info
@@ -27,11 +30,11 @@ from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
 from embodyrl.plan import memory
 from embodyrl.plan import memory_limits as limits
-from embodyrl.plan.build import build_run_plan
+from embodyrl.plan.build import build_run_plan, plan_devices
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.memory import plan_memory
-from embodyrl.plan.memory_limits import require_memory, resource_banner_lines
+from embodyrl.plan.memory_limits import require_devices, require_memory, resource_banner_lines
 from embodyrl.plan.memory_plan import GIB, MemoryPlan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
@@ -494,7 +497,7 @@ def test_off_policy_updates_store_no_activations_of_a_frozen_model(model, tmp_pa
     assert plan_memory(build_run_plan(load_config("train", words), training=True)).activations == 0
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("command", ["train", "eval", "collect", "sft"])
 @pytest.mark.parametrize(
     ("visible", "ranks", "reason"),
     [
@@ -509,13 +512,42 @@ def test_off_policy_updates_store_no_activations_of_a_frozen_model(model, tmp_pa
 def test_runs_with_missing_gpus_are_rejected(command, visible, ranks, reason, tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 80_000))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    cfg = toy_config(tmp_path, "launcher=local", f"actor.fsdp.size={ranks}", command=command)
-    run_plan = build_run_plan(cfg, training=command == "train")
+    cfg = command_config(tmp_path, command, "launcher=local", f"actor.fsdp.size={ranks}")
     if reason is None:
-        assert resource_banner_lines(run_plan)
+        require_devices(cfg, plan_devices(cfg, training=command in ("train", "sft")), devices.Gpus())
         return
     with pytest.raises(ConfigError, match=reason):
-        resource_banner_lines(run_plan)
+        COMMANDS.get(command)(cfg)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "collect"])
+def test_run_that_does_not_fit_in_memory_creates_no_folder(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "available_bytes", lambda: 2**20)
+    with pytest.raises(ConfigError, match=r"The run does not fit on this machine\. .*needs about"):
+        COMMANDS.get(command)(command_config(tmp_path, command))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "collect"])
+def test_memory_of_a_run_with_one_record_per_step_includes_these_records(command, tmp_path):
+    words = ["runner.keep_episodes=all"] if command == "eval" else ["env.train.total_num_envs=4"]
+    cfg = command_config(tmp_path, command, *words)
+    if command == "eval":
+        run_plan = record_every_step(build_run_plan(cfg, training=False))
+    else:
+        run_plan = build_collection_plan(cfg)
+    assert run_plan.memory == plan_memory(run_plan)
+    assert run_plan.memory.arena == run_plan.layout.offsets(run_plan.num_envs * (8 + 2))[1]
+
+
+def command_config(folder, command, *words):
+    """Return the config of a small run of a command, whose run folder is <folder>/run."""
+    if command in ("train", "eval"):
+        return toy_config(folder, *words, command=command)
+    base = [*TOY_COLLECT, f"collect.out={folder}/demos"] if command == "collect" else [f"data.path={folder}/demos"]
+    run = [f"runner.output_dir={folder}", "runner.experiment_name=run", "launcher=inline"]
+    return load_config(command, [*base, *run, *words])
 
 
 def test_arena_size_error_suggests_only_settings_that_can_be_lowered(tmp_path):
