@@ -155,7 +155,7 @@ LINES = documented()
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create the working folder of a reader, with the files that the pages mention."""
     place = tmp_path_factory.mktemp("reader")
-    for name in ("before", "after", "evaluation_before", "evaluation_after"):
+    for name in ("before", "after", "evaluation_before", "evaluation_after", "pro_a", "pro_b"):
         write_run(place / "runs" / name)
     for file in EXAMPLES.glob("*.py"):
         shutil.copy(file, place)
