@@ -10,11 +10,14 @@ from typing import ClassVar
 
 from safetensors import SafetensorError, safe_open
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_image_sizes, read_sizes
 from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.vla.adapter import ADAPTER_CONFIG, find_unused_adapter_keys
 from embodyrl.text.chat import ChatTemplate, find_end_token_problem, find_roles_problem
 from embodyrl.text.gguf import language_model_folder
 from embodyrl.text.model_folder import find_missing_weights, list_weight_files
@@ -43,6 +46,8 @@ class CausalLMFactory:
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:
         """Return config errors with fixes, one line each."""
+        if problems := find_unused_adapter_keys(cfg.lora):
+            return problems
         if cfg.path is None:
             if self.default_folder is not None:
                 return []
@@ -102,13 +107,14 @@ class CausalLMFactory:
         else:
             tokens = reply_tokens + -(-env.text.prompt_bytes // BYTES_PER_PROMPT_TOKEN)
         total = self.default_num_parameters if cfg.path is None else _count_parameters(folder)
-        adapters, tower_bytes = size.count_adapter_parameters(cfg.lora.r), 0
+        rank = _get_rank(cfg)
+        adapters, tower_bytes = size.count_adapter_parameters(rank), 0
         if self.reads_images:
             image_sizes = read_image_sizes(folder, cfg, *env.cameras.size)
             tower = image_sizes.tower
             tokens += num_images * image_sizes.tokens
             tower_bytes = num_images * image_sizes.patches * tower.layers * tower.bytes_per_token
-            adapters += tower.count_adapter_parameters(cfg.lora.r)
+            adapters += tower.count_adapter_parameters(rank)
         residual_bytes = 4 if not (cfg.uses_bf16 and cfg.is_lora) else 2
         return PolicyCosts(
             num_parameters=total,
@@ -158,6 +164,19 @@ class CausalLMFactory:
                 "then use this folder."
             )
         return folder
+
+
+def _get_rank(cfg: CausalLMSettings) -> int:
+    """Return the rank of the trained adapters.
+
+    Raises:
+        CheckpointError: the config of the initial adapter is malformed.
+    """
+    if cfg.lora.path is None or not cfg.is_lora:
+        return cfg.lora.r
+    file = resolve_asset(cfg.lora.path) / ADAPTER_CONFIG
+    with reject_malformed(file, "Set model.lora.path to an adapter folder in peft's format."):
+        return int(read_json(file)["r"])
 
 
 def _count_full_parameters(cfg: CausalLMSettings, size: TextSizes) -> int:

@@ -26,7 +26,13 @@ from embodyrl.files import inside, read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.files import ADAPTER_FIELDS, BASE_PRESERVING_INITS, check_keys, find_merged_adapter_problem
-from embodyrl.policies.vla.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from embodyrl.policies.vla.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ALL_LINEAR,
+    check_module_names,
+    split_target_names,
+)
 from embodyrl.policies.weights import check_weights
 from embodyrl.text.model_folder import SAFE_OPTIONS, load_safely, read_config
 
@@ -116,6 +122,10 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
     """Add low-rank adapters to a model, or merge an existing adapter into its weights.
 
     An existing adapter is loaded from `path` (default: `model.lora.path`), and is merged unless `model.is_lora` is set.
+
+    Raises:
+        CheckpointError: the adapter is incomplete or of an unsupported kind.
+        ConfigError: no module has one of the names in the settings.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -140,12 +150,16 @@ def add_adapters(model: Any, cfg: CausalLMSettings, *, trainable: bool, path: st
             if any(hasattr(m, "base_layer") for m in (model.get_input_embeddings(), model.get_output_embeddings())):
                 untie(model)  # the adapter is merged into one of the two matrices only
             return adapted.merge_and_unload()
-    names = lora.target_modules if lora.target_modules == "all-linear" else lora.target_modules.split(",")
+    targets = split_target_names(lora)
+    modules = [name for name, _ in model.named_modules()]
+    if targets != (ALL_LINEAR,):
+        check_module_names("target_modules", targets, modules)
+    check_module_names("modules_to_save", lora.modules_to_save, modules)
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
         use_rslora=lora.use_rslora,
-        target_modules=names,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
         init_lora_weights="gaussian" if lora.init_lora_weights == "gaussian" else True,
         lora_dropout=lora.lora_dropout,
         modules_to_save=lora.modules_to_save or None,

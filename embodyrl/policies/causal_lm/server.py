@@ -3,6 +3,7 @@
 import http.client
 import json
 import math
+import shutil
 import tempfile
 import urllib.error
 import urllib.request
@@ -136,6 +137,7 @@ class ServerEngine(_Server):
             self._send("load_lora_adapter", {"lora_name": self._model, "lora_path": str(target)})
             if old != self._base:
                 self._send("unload_lora_adapter", {"lora_name": old})
+                shutil.rmtree(Path(self._folder.name) / old)
         tokens, logprobs = _parse_reply(self._complete(self._build_request(probe, 1, temperature=0.0)))
         difference = abs(logprobs[0] - logprob(probe, tokens[0])) if tokens else math.inf
         if not difference <= LOGPROB_TOLERANCE[self._dtype]:

@@ -12,15 +12,18 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft.checkpoint import WeightTransform, map_weights
 from embodyrl.policies.openvla_oft.llama import apply_linears
+from embodyrl.policies.settings import AdapterSettings
 from embodyrl.policies.vla.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
     ADAPTER_WEIGHTS,
     ALL_LINEAR,
     AdapterSpec,
+    check_module_names,
+    get_lora_spec,
     read_adapter_spec,
 )
 
@@ -115,7 +118,7 @@ def build_merge_transform(adapter: Path, known: Container[str], base: Path, pref
 
 
 def inject_adapters(
-    module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, prefixes: tuple[str, ...] = ADAPTABLE_MODULES
+    module: nn.Module, cfg: AdapterSettings, *, seed: int, prefixes: tuple[str, ...] = ADAPTABLE_MODULES
 ) -> None:
     """Add adapters to the selected linear layers and patch embeddings.
 
@@ -124,7 +127,9 @@ def inject_adapters(
 
     Raises:
         ConfigError: no layer has one of the target names.
+        CheckpointError: see `get_lora_spec`.
     """
+    spec = get_lora_spec(cfg)
     trained = {name: p.requires_grad for name, p in module.named_parameters()}
     layers = [
         name
@@ -133,12 +138,11 @@ def inject_adapters(
     ]
     suffixes = tuple(f".{name}" for name in spec.target_modules)
     target_names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(suffixes)]
-    if not target_names:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        raise ConfigError(
-            f"model.lora.target_modules={','.join(spec.target_modules)} matches no layer. Known layer names: {known}."
-        )
-    config = _build_config(spec, target_names, init_lora_weights="gaussian" if init == "gaussian" else True)
+    # The folder of an adapter may name layers of other models.
+    if not target_names or (cfg.lora.path is None and spec.target_modules != (ALL_LINEAR,)):
+        check_module_names("target_modules", spec.target_modules, layers)
+    init_lora_weights = "gaussian" if cfg.lora.init_lora_weights == "gaussian" else True
+    config = _build_config(spec, target_names, init_lora_weights=init_lora_weights)
     with torch.random.fork_rng(devices=[]):  # peft initializes the adapters on the CPU
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, module)

@@ -318,7 +318,7 @@ def _load_initial_weights(module: OpenVlaOft, cfg: OftSettings, config: OftConfi
     if trains_adapter:
         from embodyrl.policies.openvla_oft.lora import inject_adapters, load_adapter
 
-        inject_adapters(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
+        inject_adapters(module, cfg, seed=request.seed)
         if adapter is not None:
             load_adapter(module, adapter)
 

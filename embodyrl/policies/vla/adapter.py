@@ -1,13 +1,13 @@
 """Configuration of low-rank adapter folders (peft's layout); does not import torch or peft."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.settings import to_builtin
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.files import read_json
 from embodyrl.policies.files import (
     ADAPTER_FIELDS,
@@ -101,22 +101,48 @@ def get_lora_spec(cfg: AdapterSettings) -> AdapterSpec:
     if cfg.lora.path is not None:
         folder = resolve_asset(cfg.lora.path)
         return read_adapter_spec(find_adapter(folder) or folder)
-    targets = tuple(sorted(name.strip() for name in cfg.lora.target_modules.split(",")))
     lora = cfg.lora
+    targets = split_target_names(lora)
     return AdapterSpec(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=targets, use_rslora=lora.use_rslora)
+
+
+def split_target_names(lora: LoraSettings) -> tuple[str, ...]:
+    """Return the sorted names in `target_modules`."""
+    return tuple(sorted(name.strip() for name in lora.target_modules.split(",")))
+
+
+def check_module_names(key: str, names: Collection[str], modules: Collection[str]) -> None:
+    """Check that each name of a key of `model.lora` is the path of a module, or its last parts.
+
+    Raises:
+        ConfigError: a name matches none of the paths in `modules`.
+    """
+    for name in names:
+        if not any(f".{module}".endswith(f".{name}") for module in modules):
+            last_parts = {module.rpartition(".")[2] for module in modules}
+            known = ", ".join(sorted(part for part in last_parts if part and not part.isdigit()))
+            raise ConfigError(
+                f"model.lora.{key}={','.join(names)}: '{name}' matches no layer. Known names: {known}."
+            )
+
+
+def find_unused_adapter_keys(lora: LoraSettings) -> list[str]:
+    """Return an error if the adapter in `model.lora.path` replaces values of other keys."""
+    defaults = type(lora)()
+    changed = [name for name, value in lora.leaves() if name != "path" and value != defaults.get(name)]
+    if lora.path is None or not changed:
+        return []
+    return [
+        "model.lora.path is set, so all other values are those of that adapter. Remove "
+        f"{', '.join(f'model.lora.{name}' for name in changed)}."
+    ]
 
 
 def find_adapter_problems(cfg: AdapterSettings) -> list[str]:
     """Return errors of adapter keys: keys without effect, and missing adapters."""
-    problems = []
     lora = cfg.lora
-    is_default = {**to_builtin(lora), "path": None} == to_builtin(LoraSettings())
-    if not is_default and lora.path is not None:
-        problems.append(
-            "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "
-            "lora_alpha, use_rslora, target_modules and init_lora_weights."
-        )
-    elif not is_default and not cfg.is_lora:
+    problems = find_unused_adapter_keys(lora)
+    if lora.path is None and lora != type(lora)() and not cfg.is_lora:
         problems.append("model.lora has values but model.is_lora=false; set model.is_lora=true, or remove them.")
     if lora.path is not None:
         folder = resolve_asset(lora.path)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from embodyrl.config.shared import Precision, SamplingSettings
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm import _count_parameters
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
@@ -336,6 +336,30 @@ def test_adapters_are_restored_merged_and_exported(tmp_path: Path, policy: Causa
     merged.save(tmp_path / "export")
     exported = build(plain.updated({"path": str(tmp_path / "export")}))
     np.testing.assert_allclose(_log_probs(exported, obs, tokens), wanted, atol=1e-4)
+
+
+def test_target_modules_may_contain_spaces():
+    adapted = build(TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj, v_proj")}))
+    names = [name for name, _ in adapted.module.named_parameters() if "lora_A" in name]
+    assert {name.split(".")[-4] for name in names} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("keys", [{"target_modules": "q_proj,nope"}, {"modules_to_save": ["nope"]}])
+def test_unknown_names_of_adapted_modules_are_rejected(keys: dict):
+    with pytest.raises(ConfigError, match=r"'nope' matches no layer\. Known names: .*q_proj"):
+        build(TINY.updated({"is_lora": True, "lora": TextLoraSettings(**keys)}))
+
+
+def test_initial_adapter_determines_all_adapter_settings(tmp_path: Path):
+    cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj")})
+    build(cfg).save(tmp_path)
+    factory, path = POLICIES.get("causal_lm_tiny"), str(tmp_path / "adapter")
+    (problem,) = factory.validate(cfg.updated({"lora.path": path, "lora.modules_to_save": ["lm_head"]}))
+    assert problem.endswith("Remove model.lora.r, model.lora.target_modules, model.lora.modules_to_save.")
+    loaded = TINY.updated({"is_lora": True, "lora": TextLoraSettings(path=path)})
+    assert factory.validate(loaded) == []
+    of_rank_4 = TINY.updated({"is_lora": True, "lora.r": 4})
+    assert factory.costs(loaded, ENV, 0).num_trained == factory.costs(of_rank_4, ENV, 0).num_trained
 
 
 def test_adapter_files_with_frozen_embeddings_are_read(tmp_path: Path):

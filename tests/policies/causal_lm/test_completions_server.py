@@ -149,6 +149,7 @@ def test_server_replies_match_the_module_after_adapter_updates(folder: Path, url
         said, expected = policy.act(ASKED, noise=None), own.act(ASKED, noise=None)
         assert said.tokens.tolist() == expected.tokens.tolist()
         assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert len([*Path(policy._engine._folder.name).iterdir()]) == 1, "earlier versions are deleted"
     drawn = policy.act(ASKED, noise=np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5))
     scored = own.score(ASKED, drawn.tokens).logprob.detach().numpy()
     assert drawn.logprob == pytest.approx(scored, abs=1e-4)

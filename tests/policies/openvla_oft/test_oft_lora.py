@@ -146,8 +146,9 @@ def test_mismatched_adapters_are_an_error(checkpoint, make_policy, adapter, tmp_
     write(tensors, r=8)
     with pytest.raises(CheckpointError, match="does not have the rank 8"):
         make_policy(checkpoint, is_lora=True, lora=LoraSettings(path=str(damaged)))
-    with pytest.raises(ConfigError, match=r"q_prj matches no layer.*q_proj"):
-        make_policy(checkpoint, is_lora=True, lora=LoraSettings(target_modules="q_prj"))
+    for targets in ("q_prj", "q_proj,q_prj"):
+        with pytest.raises(ConfigError, match=r"'q_prj' matches no layer.*q_proj"):
+            make_policy(checkpoint, is_lora=True, lora=LoraSettings(target_modules=targets))
 
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, 2.0), (True, 4.0)])

@@ -270,6 +270,6 @@ def _load_initial_weights(
 def _add_adapters(module: nn.Module, cfg: VlaSettings, prefixes: tuple[str, ...], request: PolicyRequest) -> None:
     from embodyrl.policies.openvla_oft.lora import inject_adapters, load_adapter
 
-    inject_adapters(module, get_lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, prefixes=prefixes)
+    inject_adapters(module, cfg, seed=request.seed, prefixes=prefixes)
     if (adapter := get_initial_adapter(cfg)) is not None:
         load_adapter(module, adapter)
