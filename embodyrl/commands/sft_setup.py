@@ -100,7 +100,7 @@ def load_inputs(cfg: Config, folder: Path) -> SftInputs:
         )
     if inputs.policy.steering:
         key = inputs.policy.steering.key
-        raise ConfigError(f"{key} leaves no trainable weights for SFT; remove the key.")
+        raise ConfigError(f"{key} freezes the model, and SFT does not train its actor; remove the key.")
     is_success = inputs.train.is_solved
     if cfg.objective.name is Objective.success and (is_success.all() or not is_success.any()):
         raise ConfigError(

@@ -271,12 +271,14 @@ def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
     layers = int(config.get("num_vlm_layers", SMOLVLA.language.depth))
     if (experts := int(config.get("num_expert_layers", -1))) not in (-1, 0, layers):
         unsupported["num_expert_layers"] = experts
+    if (joint_every := int(config.get("self_attn_every_n_layers", SMOLVLA.joint_every))) < 1:
+        unsupported["self_attn_every_n_layers"] = joint_every
     if _SMOLVLM not in str(config["vlm_model_name"]):
         unsupported["vlm_model_name"] = config["vlm_model_name"]
     if unsupported:
         raise CheckpointError(
             f"{where}: {unsupported} is not supported. Use SmolVLA on SmolVLM2-500M with num_expert_layers equal to "
-            "num_vlm_layers."
+            "num_vlm_layers, and self_attn_every_n_layers of at least 1."
         )
     language = replace(SMOLVLA.language, depth=layers)
     width = int(language.width * float(config.get("expert_width_multiplier", 0.75)))
@@ -287,5 +289,5 @@ def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
         horizon=int(config["chunk_size"]),
         action_dim=int(config["max_action_dim"]),
         state_dim=int(config["max_state_dim"]),
-        joint_every=int(config.get("self_attn_every_n_layers", 2)),
+        joint_every=joint_every,
     )

@@ -145,7 +145,7 @@ class LeRobotConfig(FeatureConfig):
         problems, steps = [], self.n_obs_steps
         state, cameras = steps * (self.state_dim + self.environment_dim), steps * len(self.cameras)
         history = f" for each of {steps} steps" if steps > 1 else ""
-        if env.state_dim != state:
+        if state and env.state_dim != state:
             problems.append(
                 f"env '{env.name}' has a state of {env.state_dim} numbers, but the checkpoint needs "
                 f"{self.state_dim + self.environment_dim}{history}{_format_fix(steps, env)}"

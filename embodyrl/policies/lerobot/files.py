@@ -192,7 +192,7 @@ def _select_old_statistics(
     """Return the statistics of one robot from the weights of an older folder.
 
     Raises:
-        CheckpointError: there are several robots, and none is selected.
+        CheckpointError: there are several robots and none is selected, or the selected robot has no statistics.
     """
     names = {name.replace(".", "_"): name for name in config.input_features | config.output_features}
     robots: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -202,7 +202,7 @@ def _select_old_statistics(
         owner, part, name = (match[group] or match[f"{group}2"] for group in ("robot", "part", "name"))
         if (feature := names.get(part.replace(".", "_"))) is not None:
             robots.setdefault(owner or "", {}).setdefault(feature, {})[name] = tensor
-    if len(robots) <= 1:
+    if len(robots) <= 1 and (robot is None or not any(robots)):
         return next(iter(robots.values()), {})
     return robots[find_data_set(robot, robots, where)]
 

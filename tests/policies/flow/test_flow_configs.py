@@ -169,12 +169,13 @@ def test_flow_config_round_trips(name, read):
         (OPENPI | {"paligemma_variant": "gemma_7b"}, "paligemma_variant=gemma_7b is not a known Gemma size"),
         (SMOL | {"attention_mode": "self_attn"}, "attention_mode.*not supported"),
         (SMOL | {"num_expert_layers": 8}, "num_expert_layers.*not supported"),
+        (SMOL | {"self_attn_every_n_layers": 0}, "self_attn_every_n_layers.*not supported"),
         (SMOL | {"vlm_model_name": "HuggingFaceTB/SmolVLM2-2.2B-Instruct"}, "2.2B.*not supported"),
         ({"type": "pi0"}, "malformed"),
         ("{", "malformed"),
         ("[]", "malformed"),
     ],
-    ids=["variant", "attention", "experts", "backbone", "fields", "json", "list"],
+    ids=["variant", "attention", "experts", "joint layers", "backbone", "fields", "json", "list"],
 )
 def test_other_architectures_and_damaged_files_are_rejected(config, match, read):
     with pytest.raises(CheckpointError, match=match):

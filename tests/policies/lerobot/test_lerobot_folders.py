@@ -93,6 +93,11 @@ def test_statistics_in_older_weight_files_are_used_and_kept(robot, tmp_path):
     if robot:
         with pytest.raises(CheckpointError, match="data sets or robots"):
             policy_of(folder)
+        one_robot = {key: tensor for key, tensor in weights.items() if not key.startswith("aloha.")}
+        save_file(one_robot, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"No statistics 'so10'.*'so100'"):
+            policy_of(folder, unnorm_key="so10")
+        save_file(weights, folder / "model.safetensors")
     policy = policy_of(folder, unnorm_key=robot or None)
     whole = policy._to_actions(
         policy._compute_greedy_actions(None, policy._encode(observation(policy._config, data, "raw."))).detach()
@@ -112,6 +117,18 @@ def test_lerobot_keys_without_effect_give_a_warning(tmp_path):
     assert line.startswith("model.diffusion_eta=0.5 has no effect with the sampler DDPM")
     for keys in ({}, {"diffusion_eta": 0.5, "sampler": "DDIM"}):
         assert policy_of(folder, env=env, **keys).spec.warnings == ()
+
+
+def test_checkpoint_without_state_ignores_the_state_of_the_environment(tmp_path):
+    features = {
+        "input_features": {"observation.images.front": {"type": "VISUAL", "shape": [3, 32, 40]}},
+        "output_features": {"action": {"type": "ACTION", "shape": [2]}},
+    }
+    folder = fresh("act", tmp_path / "in", **features)
+    blind, sighted = (toy_env(state, ("front",)) for state in (0, 5))
+    assert policy_of(folder, env=sighted).spec.inputs.state is False
+    first, second = (policy_of(folder, env=env).act(observe(env, 2), noise=None).actions for env in (blind, sighted))
+    assert np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("lost", ["policy_*", "policy_preprocessor*"])
