@@ -24,8 +24,12 @@ def check_env(args: argparse.Namespace) -> int:
         cfg = load_config("check-env", args.arguments, config_dirs=args.config_dir)
         from embodyrl.envs.check import check_env_in_subprocess
         from embodyrl.plan.checks import check_components
+        from embodyrl.plan.environment import env_spec
+        from embodyrl.plan.initial_states import select_tasks
 
         check_components(cfg)
+        if cfg.env.train.task_ids is not None:
+            select_tasks(env_spec(cfg), cfg.env.train)
     for finding in check_env_in_subprocess(cfg.env, seed=cfg.seed, timeout_s=cfg.faults.step_timeout_s):
         findings.append(finding)
         if not args.json:

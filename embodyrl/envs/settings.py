@@ -133,13 +133,6 @@ class EnvSettings(Settings):
         """Return the settings without an inference delay."""
         return self.model_copy(update={"control": ControlSettings()}) if self.delay[1] else self
 
-    def task_problems(self, count: int, explanation: str) -> Iterator[str]:
-        """Yield an error for each split with task ids outside 0..count-1; `explanation` explains the ids."""
-        for split, values in self.splits.items():
-            invalid = [task for task in values.task_ids or () if not 0 <= task < count]
-            if invalid:
-                yield f"env.{split}.task_ids: {invalid} must be in 0..{count - 1} ({explanation})."
-
     @property
     def longest_episode(self) -> int:
         """Largest `max_episode_steps` of the splits."""

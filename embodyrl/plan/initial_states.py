@@ -39,7 +39,10 @@ def select_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list
     tasks = list(split.task_ids) if split.task_ids is not None else list(main_tasks)
     unknown = [task_id for task_id in tasks if task_id not in main_tasks]
     if unknown:
-        raise ConfigError(f"task_ids {unknown} do not exist: env '{env.name}' has tasks 0 to {len(main_tasks) - 1}.")
+        raise ConfigError(
+            f"env.{_get_name(split)}.task_ids: {unknown} do not exist: env '{env.name}' has tasks 0 to "
+            f"{len(main_tasks) - 1}."
+        )
     suites = len(env.tasks) // len(main_tasks) if across else 1
     return [suite * len(main_tasks) + task for suite in range(suites) for task in tasks]
 
@@ -52,15 +55,20 @@ def get_reset_ids(env: EnvSpec, split: EnvSplit, task: int) -> range:
     """
     ids, states = env.get_reset_ids(task), split.state_ids
     if states is None:
-        states = get_state_range(env, "train" if isinstance(split, TrainSplit) else "eval")
+        states = get_state_range(env, _get_name(split))
     if states is None:
         return ids
     first, last = states
     if last >= len(ids):
         raise ConfigError(
-            f"state_ids [{first},{last}]: task {task} of env '{env.name}' has only states 0 to {len(ids) - 1}."
+            f"env.{_get_name(split)}.state_ids=[{first},{last}]: task {task} of env '{env.name}' has only states 0 to "
+            f"{len(ids) - 1}."
         )
     return ids[first : last + 1]
+
+
+def _get_name(split: EnvSplit) -> str:
+    return "train" if isinstance(split, TrainSplit) else "eval"
 
 
 def get_state_range(env: EnvSpec, split: str) -> list[int] | None:

@@ -250,7 +250,7 @@ def test_splits_use_only_their_initial_states() -> None:
     assert set(training) == set(demos) == {2, 3, 6, 7}
     assert sorted(demos) == [2] * 3 + [3] * 3 + [6] * 3 + [7] * 3, "each state equally often"
     assert set(judging) == {0, 1, 4, 5}
-    with pytest.raises(ConfigError, match=r"state_ids \[2,4\]: task 0 of env 'toy' has only states 0 to 3"):
+    with pytest.raises(ConfigError, match=r"env\.eval\.state_ids=\[2,4\]: task 0 of env 'toy' has only states 0 to 3"):
         eval_episodes(load_config("eval", [*TOY_EVAL, "env.eval.state_ids=[2,4]"]), env, POLICY)
 
 

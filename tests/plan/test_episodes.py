@@ -242,7 +242,7 @@ def test_training_uses_the_main_suite_and_evaluation_all_suites(config):
     chosen = episodes_of(eval_episodes(config("env.eval.task_ids=[1]", "eval.episodes_per_task=3"), env, POLICY))
     assert Counter(e.task_id for e in chosen) == dict.fromkeys((1, 3, 5), 3)
     assert {e.seed for e in chosen if e.task_id == 1} == {e.seed for e in chosen if e.task_id == 5}
-    with pytest.raises(ConfigError, match=r"\[2\] do not exist: env 'toy' has tasks 0 to 1"):
+    with pytest.raises(ConfigError, match=r"env\.eval\.task_ids: \[2\] do not exist: env 'toy' has tasks 0 to 1"):
         select_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)
 
 

@@ -163,6 +163,7 @@ def test_check_env_defaults_to_tabletop(capsys):
         ("env.id=x", "env_type 'tabletop' does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
         ("env.control.latency_steps=2", "without inference delay"),
+        ("env.train.task_ids=[0,21]", "env.train.task_ids: [21] do not exist: env 'tabletop' has tasks 0 to 20"),
     ],
 )
 def test_wrong_arguments_are_rejected_before_building(word, said, capsys):

@@ -7,7 +7,7 @@ from settings import env_of
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.settings import InitParams, TrainSplit
+from embodyrl.envs.settings import InitParams
 from embodyrl.envs.tabletop.sims import expert_action
 from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Axis, Skill, Task, World, create_world
 from embodyrl.plan.config import load_config
@@ -265,7 +265,6 @@ def test_render_shows_both_views():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train": TrainSplit(task_ids=[3, 21])}, r"env.train.task_ids: [21] must be in 0..20"),
         (
             {"init_params": InitParams(camera_names=["frnt"])},
             "'frnt' is not a camera of this environment. Did you mean 'front'?",
