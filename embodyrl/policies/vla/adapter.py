@@ -121,9 +121,7 @@ def check_module_names(key: str, names: Collection[str], modules: Collection[str
         if not any(f".{module}".endswith(f".{name}") for module in modules):
             last_parts = {module.rpartition(".")[2] for module in modules}
             known = ", ".join(sorted(part for part in last_parts if part and not part.isdigit()))
-            raise ConfigError(
-                f"model.lora.{key}={','.join(names)}: '{name}' matches no layer. Known names: {known}."
-            )
+            raise ConfigError(f"model.lora.{key}={','.join(names)}: '{name}' matches no layer. Known names: {known}.")
 
 
 def find_unused_adapter_keys(lora: LoraSettings) -> list[str]:
