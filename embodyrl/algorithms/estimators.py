@@ -78,6 +78,8 @@ def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
 class StdSettings(GroupSettings, NormalizeSettings):
     """Settings of estimators that divide by the standard deviation of a group."""
 
+    keys_by_condition = {"normalize_advantages": "std_unbiased"}
+
     std_unbiased: bool = True
     """Use n - 1 instead of n in the denominator of a group's standard deviation."""
 
@@ -173,6 +175,8 @@ def gae(
 
 class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
     """Settings of generalized advantage estimation."""
+
+    keys_by_condition = {"normalize_advantages": "normalize_per_task"}
 
     normalize_returns: bool = False
     """Divide rewards by the running standard deviation of discounted returns; returns in metrics are not divided."""

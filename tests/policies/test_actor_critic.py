@@ -379,3 +379,9 @@ def test_squashed_actions_without_bounds_give_a_warning():
     said = {squashed: build("mlp", "open", squashed=squashed).spec.warnings for squashed in (True, False)}
     assert "action dimensions [0, 1] lack a lower or upper bound" in said[True][0]
     assert said[False] == build("mlp", "box", squashed=True).spec.warnings == ()
+
+
+def test_keys_for_continuous_actions_give_a_warning_with_discrete_actions():
+    said = build("mlp", "discrete", squashed=True, noise_correlation=0.5).spec.warnings
+    assert [line.partition(" has no effect")[0] for line in said] == ["model.squashed", "model.noise_correlation"]
+    assert build("mlp", "discrete").spec.warnings == build("mlp", "box", noise_correlation=0.5).spec.warnings == ()

@@ -45,7 +45,7 @@ class ActorCriticFactory:
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
             differentiable=shape.squashed,
             can_be_reward_model=True,
-            warnings=_find_range_warnings(shape),
+            warnings=_find_range_warnings(shape) if shape.low else _find_discrete_warnings(cfg, env),
         )
 
     def costs(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
@@ -92,6 +92,15 @@ class ActorCriticFactory:
             cameras=env.cameras.names if reads_images else (),
             grey=env.cameras.grey and reads_images,
         )
+
+
+def _find_discrete_warnings(cfg: ActorCriticSettings, env: EnvSpec) -> tuple[str, ...]:
+    """Return a warning for each key that applies only to continuous actions."""
+    return tuple(
+        f"model.{name} has no effect on the discrete actions of env '{env.name}'; fix: remove the key"
+        for name in ("squashed", "log_std_init", "noise_correlation")
+        if getattr(cfg, name)
+    )
 
 
 def _find_range_warnings(shape: NetShape) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from embodyrl.policies.settings import WeightSettings
 class ActorCriticSettings(WeightSettings):
     """Config keys for small actor-critic networks."""
 
+    keys_by_condition = {"squashed=false and num_action_chunks!=1": "noise_correlation"}
+
     hidden_sizes: Annotated[list[Count], Field(min_length=1), Constraint("a list of widths, for example [64,64]")] = [
         64,
         64,

@@ -20,6 +20,8 @@ Likelihood = StrEnum("Likelihood", ["head", "residual"])
 class OpenVlaSettings(AdapterSettings):
     """Config keys for OpenVLA, which predicts one action per inference, autoregressively."""
 
+    keys_by_condition = {"never: OpenVLA decodes token by token": "cuda_graphs"}
+
     action_dim: Count = 7
     """A: dimension of an action."""
     unnorm_key: str | None = None
@@ -41,7 +43,7 @@ class OpenVlaSettings(AdapterSettings):
     compile: bool = False
     """Compile the model with torch.compile (slow first steps)."""
     cuda_graphs: bool = False
-    """Run inference with CUDA graphs, one for each batch size (not tested on a GPU yet)."""
+    """Run inference with CUDA graphs, one for each batch size."""
 
     def problems(self) -> Iterator[str]:
         """Yield errors for settings that contradict each other."""
@@ -93,7 +95,8 @@ def to_oft_settings(cfg: OpenVlaSettings) -> OftSettings:
     """Return the settings of OpenVLA as settings of OpenVLA-OFT."""
     if isinstance(cfg, OftSettings):
         return cfg
-    return OftSettings.model_construct(**{name: getattr(cfg, name) for name in OpenVlaSettings.model_fields})
+    values = {name: getattr(cfg, name) for name in OpenVlaSettings.model_fields}
+    return OftSettings.model_construct(**values | {"cuda_graphs": False})
 
 
 def get_chunk_record(cfg: OftSettings) -> ChunkRecord:

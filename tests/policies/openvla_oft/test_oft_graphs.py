@@ -11,6 +11,7 @@ from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.graphs import GraphedForward, pad_batch, round_up_batch_size
+from embodyrl.policies.openvla_oft.settings import to_oft_settings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
@@ -72,3 +73,8 @@ def test_graph_capture_out_of_memory_is_raised(policy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", full)
     with pytest.raises(torch.OutOfMemoryError):
         GraphedForward(policy._forward)(policy._build_inputs(observe(5)))
+
+
+def test_openvla_captures_no_graphs():
+    """Otherwise, autocast would not cache the cast weights between tokens."""
+    assert not to_oft_settings(model_of(model_type="openvla", cuda_graphs=True)).cuda_graphs
