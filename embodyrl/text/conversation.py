@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any
 
 from embodyrl.errors import ConfigError
@@ -128,7 +129,9 @@ def complete_messages(messages: Sequence[Message], cfg: RowSettings) -> tuple[Me
     if all(m.role == "system" for m in messages):
         raise ValueError("there is only a system message; add a user message")
     if cfg.prompt_template != "{prompt}" and not users:
-        raise ValueError("data.prompt_template needs a user message; add one, or set data.prompt_template={prompt}")
+        raise ValueError(
+            "data.prompt_template needs a user message; add one, or set 'data.prompt_template=\"{prompt}\"'"
+        )
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
     last = users[-1] if users else None
     return system + tuple(
@@ -146,10 +149,15 @@ def read_answer(value: Any, prompt: Sequence[Message]) -> str:
     """Return an answer as text: a string, the last message of a conversation, or any other value as JSON.
 
     Raises:
-        ValueError: a message would be lost, or the conversation differs from the prompt.
+        ValueError: a message would be lost, the conversation differs from the prompt, or JSON cannot encode the value.
     """
     if not is_conversation(value):
-        return value if isinstance(value, str) else json.dumps(value)
+        try:
+            return value if isinstance(value, str) else json.dumps(value)
+        except TypeError as error:
+            if isinstance(value, Number):  # of NumPy, or decimal
+                return str(value)
+            raise ValueError(f"a value is neither text nor JSON ({error}); convert the column to text") from error
     *earlier, answer = read_messages(value, images=False)
     expected = [(m.role, m.content.strip()) for m in prompt]
     actual = [(m.role, m.content.strip()) for m in earlier]

@@ -1,6 +1,7 @@
 """Rows of text tasks, with optional images, from JSON Lines or Parquet files, folders, or user functions."""
 
 import re
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import numpy as np
 
 from embodyrl.clock import raise_after
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, format_error
 from embodyrl.files import inside, read_json_lines, read_parquet, visible_files
 from embodyrl.registry import load, takes
 from embodyrl.text.chat import (
@@ -43,12 +44,17 @@ _COUNTED_ROWS = 1000
 _PATTERN_S = 1.0
 """Maximum CPU time for data.answer_pattern in one row, in seconds."""
 
+_CHANGE = (
+    "since the start of the run, so validation rows could occur in training. Use a fixed seed in a function of rows, "
+    "and do not edit files of rows during a run."
+)
+
 
 @dataclass(frozen=True)
 class TextRows:
     """Rows of a training source and an optional validation source.
 
-    Picklable: an unpickled copy reads the sources again.
+    Picklable: an unpickled copy reads the sources again, and raises a ConfigError if rows have changed.
     """
 
     cfg: RowSettings
@@ -65,6 +71,8 @@ class TextRows:
     """Number of tokens that the chat template adds around a reply and a tool's answer; 0 if prompts are not counted."""
     row_indices: IntArray | None = field(default=None, compare=False)
     """Indices of the rows within the length limit; None: all rows."""
+    checksums: IntArray | None = field(default=None, compare=False)
+    """CRC-32 of the texts of each row of the sources; None: not known yet."""
     pictures: int = 0
     """Maximum number of images per row."""
     image_size: tuple[int, int] = (0, 0)
@@ -76,7 +84,10 @@ class TextRows:
 
     @cached_property
     def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
-        return tuple((path, _read_rows(path, split, self.cfg)) for path, split in self.cfg.sources)
+        sources = tuple((path, _read_rows(path, split, self.cfg)) for path, split in self.cfg.sources)
+        if self.checksums is not None and sum(len(rows) for _, rows in sources) != len(self.checksums):
+            raise ConfigError(f"{self.name}: the number of rows has changed {_CHANGE}")
+        return sources
 
     def __getstate__(self) -> dict[str, Any]:
         return {f: getattr(self, f) for f in self.__dataclass_fields__}
@@ -96,14 +107,20 @@ class TextRows:
         """Return the row at an index into the concatenated sources.
 
         Raises:
-            ConfigError: a column is missing or has a wrong type; the message names the source and the row.
+            ConfigError: a column is missing or has a wrong type, or the row has changed; the message names the source
+                and the row.
         """
+        position = index
         for path, rows in self._raw:
-            if index < len(rows):
+            if position < len(rows):
                 asset = None if is_function(path) else resolve_asset(path)
                 folder = None if asset is None else asset if asset.is_dir() else asset.parent
-                return _parse_row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
-            index -= len(rows)
+                where = f"{path}, row {position + 1}"
+                row = _parse_row(rows[position], self.cfg, where, folder)
+                if self.checksums is not None and self.checksums[index] != _compute_checksum(row):
+                    raise ConfigError(f"{where} has changed {_CHANGE}")
+                return row
+            position -= len(rows)
         raise IndexError(index)
 
 
@@ -134,7 +151,7 @@ def open_rows(
     all_rows = _load_rows(rows, json_answers)
     row_indices, prompt_tokens, turn_tokens = np.arange(rows.total), 0, 0
     removed_tokens = {} if tokenizer is None or template is None else find_control_tokens(tokenizer, template)
-    if cfg.max_prompt_length is not None and rows.total:
+    if cfg.max_prompt_length is not None:
         prompts = [render_prompt(row, template, removed_tokens) for row in all_rows]
         lengths = measure_prompts(prompts, tokenizer, template=template)
         row_indices = row_indices[np.asarray(lengths) <= cfg.max_prompt_length]
@@ -157,6 +174,7 @@ def open_rows(
     return replace(
         rows,
         row_indices=row_indices if len(row_indices) < rows.total else None,
+        checksums=np.array([_compute_checksum(row) for row in all_rows]),
         held_out=held_out,
         repeated=sum(row.messages in training_prompts and not row.pictures for row in remaining[first_held_out:]),
         prompt_bytes=max(len(join_messages(row.messages).encode()) for row in remaining),
@@ -169,16 +187,15 @@ def open_rows(
     )
 
 
+def _compute_checksum(row: TextRow) -> int:
+    return zlib.crc32("\0".join((join_messages(row.messages), row.reference, row.rejected or "")).encode())
+
+
 def _load_rows(rows: TextRows, json_answers: bool) -> list[TextRow]:
     cfg = rows.cfg
-    try:
-        loaded = [rows.row(i) for i in range(rows.total)]
-    except (TypeError, ValueError, LookupError) as error:
-        if isinstance(error, ConfigError) or not cfg.kwargs:
-            raise
-        raise ConfigError(
-            f"data.path={cfg.path} fails with data.kwargs={cfg.kwargs}: {error}. Correct the function or its arguments."
-        ) from error
+    if empty := [path for path, raw_rows in rows._raw if not len(raw_rows)]:
+        raise ConfigError(f"{empty[0]} contains no rows. Correct the path, the split or the function.")
+    loaded = [rows.row(i) for i in range(rows.total)]
     if not json_answers and cfg.answer_pattern is None:
         for key in (cfg.answer_key, *([cfg.rejected_key] if isinstance(cfg, PairSettings) else [])):
             _require_text(rows, key)
@@ -240,11 +257,16 @@ def contains_text_rows(path: str) -> bool:
 
 def _read_rows(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
     if is_function(path):
+        function = load(path, "data.path", wants="a function that returns rows", fits=takes(0))
         try:
-            return load(path, "data.path", wants="a function that returns rows", fits=takes(0))(**cfg.kwargs)
-        except TypeError as error:
+            rows = function(**cfg.kwargs)
+            if isinstance(rows, Mapping):
+                raise TypeError("the function must return a list of rows, but returns a dictionary")
+            return list(rows)
+        except Exception as error:
+            arguments = f" with data.kwargs={cfg.kwargs}" if cfg.kwargs else ""
             raise ConfigError(
-                f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}. Correct data.kwargs."
+                f"data.path={path} fails{arguments}: {format_error(error)}. Correct the function or its arguments."
             ) from error
     source = resolve_asset(path) / (cfg.subset or "")
     files = [source] if source.is_file() else visible_files(source, *SUFFIXES)

@@ -135,7 +135,7 @@ def _get_source(value: Any, folder: Path | None, where: str) -> Path | bytes | B
                 f"{where}: the image {error}. Copy the image into the folder of the rows and use its relative path, or "
                 "store its bytes in the column."
             ) from error
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3:
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape[2:] == (3,) and value.size:
         return value
     raise ConfigError(
         f"{where}: an image must be a local file, bytes or a uint8 array [H, W, 3], but is {str(value)[:60]!r}."

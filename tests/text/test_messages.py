@@ -1,6 +1,7 @@
 """Messages and answers of rows: what is read, and what is rejected because it would be lost."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -99,8 +100,11 @@ def test_prompt_template_and_system_prompt_apply_to_messages(tmp_path: Path):
         (row,) = open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None)
         assert [m.content for m in row.messages] == ["own", "hi"]
     path = jsonl(tmp_path / "c.jsonl", [{"prompt": [{"role": "tool", "content": "2"}], "answer": "1"}])
-    with pytest.raises(ConfigError, match=r"data\.prompt_template needs a user message"):
+    with pytest.raises(ConfigError, match=r"data\.prompt_template needs a user message") as raised:
         open_rows(RowSettings(**keys | {"path": path}), tokenizer=None)
+    override = re.search(r"'(data\.prompt_template=.*?)'", str(raised.value))
+    assert override is not None
+    assert load_config("train", ["env=text/gsm8k", override[1]]).data.prompt_template == "{prompt}"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Rows of text tasks: sources, templates, splits, filters and errors."""
 
+import datetime
 import json
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +29,26 @@ from embodyrl.text.rewards.functions import countdown
 from embodyrl.text.settings import PairSettings, RowSettings
 
 ROWS = [{"question": f"{i}+1?", "answer": f"think\n#### {i + 1}"} for i in range(10)]
+CHANGING = "COUNTS = iter(range(8, 99))\ndef rows(): return [dict(prompt=p, answer='x') for p in {expression}]"
 KEYS = {"prompt_key": "question", "answer_pattern": "####( .+)?"}
 
 
 def jsonl(path: Path, rows: list) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch):
+    """Return a function that writes the module own_rows and returns the value of data.path for its function rows."""
+
+    def write(code: str) -> str:
+        (tmp_path / "own_rows.py").write_text(code + "\n")
+        return "own_rows:rows"
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield write
+    sys.modules.pop("own_rows", None)
 
 
 def test_json_lines_are_read_with_template_and_splits(tmp_path: Path):
@@ -64,7 +80,7 @@ def test_empty_lines_and_byte_order_mark_are_skipped(tmp_path: Path):
     found = open_rows(RowSettings(path=str(path), val_share=0.0), tokenizer=None)
     assert [found[i].messages[0].content for i in range(len(found))] == ["a", "b", "c"]
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="none of the 0 rows remains for training"):
+    with pytest.raises(ConfigError, match=r"edited.jsonl contains no rows\. Correct the path"):
         open_rows(RowSettings(path=str(path)), tokenizer=None)
 
 
@@ -178,14 +194,58 @@ def test_unreadable_data_sources_are_errors(tmp_path: Path):
         (tmp_path / "notes.txt").touch()
         with pytest.raises(ConfigError, match=message):
             open_rows(RowSettings(path=str(tmp_path / path)), tokenizer=None)
-    for kwargs, message in (
-        ({"sise": 3}, "rejects"),
-        ({"size": "x"}, "rejects"),
-        ({"rows": "x"}, "rejects"),
-        ({"letters": ""}, "fails with"),
-    ):
-        with pytest.raises(ConfigError, match=rf"{message} data\.kwargs"):
+    for kwargs in ({"sise": 3}, {"size": "x"}, {"rows": "x"}, {"letters": ""}):
+        with pytest.raises(ConfigError, match=r"tasks:copy fails with data\.kwargs=.*Error: .*Correct the function"):
             open_rows(RowSettings(path="embodyrl.text.tasks:copy", kwargs=kwargs), tokenizer=None)
+
+
+def test_rows_of_a_generator_are_read(functions):
+    rows = functions("def rows():\n    yield from ({'prompt': str(n), 'answer': n} for n in range(4))")
+    assert [row.reference for row in open_rows(RowSettings(path=rows, val_share=0.0), tokenizer=None)] == [*"0123"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {'prompt': ['a'], 'answer': ['b']}", "fails: TypeError: .*returns a dictionary"),
+        ("return 1 + 'a'", r"fails: TypeError: unsupported operand .*\(own_rows.py:2\). Correct the function"),
+        ("yield {}['a']", r"fails: KeyError: 'a' \(own_rows.py:2\)"),
+        ("return None", "fails: TypeError: .*not iterable"),
+        ("return []", "contains no rows"),
+        ("return ['text']", "row 1: a row must be an object with columns, but is 'text'"),
+    ],
+)
+def test_error_of_a_row_function_names_its_line(functions, body: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        open_rows(RowSettings(path=functions(f"def rows():\n    {body}"), val_share=0.0), tokenizer=None)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("Decimal('1.5')", "1.5"), ("np.int64(7)", "7"), ("np.float32(0.5)", "0.5"), ("True", "true")]
+)
+def test_number_of_any_type_is_an_answer(functions, value: str, wanted: str):
+    code = f"import numpy as np\nfrom decimal import Decimal\ndef rows(): return [dict(prompt='a', answer={value})]"
+    assert open_rows(RowSettings(path=functions(code), val_share=0.0), tokenizer=None)[0].reference == wanted
+
+
+@pytest.mark.parametrize("answer", [b"bytes", datetime.date(2026, 1, 2)])
+def test_answer_without_a_json_form_names_its_row_and_column(tmp_path: Path, answer: object):
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "answer": answer}]), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match="row 1, column 'answer': a value is neither text nor JSON"):
+        open_rows(RowSettings(path=str(tmp_path), val_share=0.0), tokenizer=None)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("('abcd', 'dabc')[next(COUNTS) % 2]", "row 1 has changed since the start of the run"),
+        ("['a'] * next(COUNTS)", "the number of rows has changed"),
+    ],
+)
+def test_rows_that_change_during_a_run_are_an_error(functions, expression: str, message: str):
+    cfg = RowSettings(path=functions(CHANGING.format(expression=expression)))
+    with pytest.raises(ConfigError, match=message):
+        pickle.loads(pickle.dumps(open_rows(cfg, tokenizer=None)))[0]
 
 
 def test_generated_rows_have_correct_answers():
@@ -234,6 +294,12 @@ def test_exif_orientation_is_applied_to_images(tmp_path: Path, turned: int):
     image.save(tmp_path / "a.jpg", exif=image.getexif())
     (picture,) = read_images("a.jpg", tmp_path, "row 1", None)
     assert picture.size == picture.pixels().shape[:2] == ((6, 9) if turned < 5 else (9, 6))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (4, 0, 3), (4, 4, 1)])
+def test_image_array_without_pixels_is_rejected(shape: tuple[int, ...]):
+    with pytest.raises(ConfigError, match=r"row 1: an image must be .* a uint8 array \[H, W, 3\]"):
+        read_images(np.zeros(shape, np.uint8), None, "row 1", None)
 
 
 @pytest.mark.parametrize("form", ["absolute", "parent", "within", "link", "mapping"])

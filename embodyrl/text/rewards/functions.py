@@ -119,7 +119,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     `reference` contains the numbers and the target, for example `3,7,2:23`. The correct numbers with another value
     give 0.5.
     """
-    numbers, _, target = reference.partition(":")
+    numbers, _, target = "".join(reference.split()).partition(":")
     expression = (re.findall(r"(?s)<answer>(.*?)</answer>", response) or [find_last_box(response) or response])[-1]
     for sign, replacement in _SIGNS.items():
         expression = expression.replace(sign, replacement)

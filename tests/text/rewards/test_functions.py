@@ -63,7 +63,7 @@ def test_format_reward_requires_each_tag_once():
     ],
 )
 def test_countdown_reward_requires_each_number_once(response: str, worth: float):
-    assert countdown("", response, "3,7,2:23") == worth
+    assert countdown("", response, "3,7,2:23") == countdown("", response, " 3, 7, 2: 23\n") == worth
 
 
 @pytest.mark.parametrize(
