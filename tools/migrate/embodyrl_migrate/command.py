@@ -52,11 +52,14 @@ def _migrate(args: argparse.Namespace) -> int:
     if experiment.exists():
         raise MigrationError(f"{experiment} exists; choose another folder with --to DIR.")
     is_written = result.config is not None and (not difference_lines or args.nearest)
-    experiment.parent.mkdir(parents=True, exist_ok=True)
     report = experiment.with_suffix(".md")
-    report.write_text(report_text(result, facts, difference_lines, source, path.name), encoding="utf-8")
-    if is_written:
-        experiment.write_text(experiment_text(result, difference_lines, path.name), encoding="utf-8")
+    try:
+        experiment.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(report_text(result, facts, difference_lines, source, path.name), encoding="utf-8")
+        if is_written:
+            experiment.write_text(experiment_text(result, difference_lines, path.name), encoding="utf-8")
+    except OSError as error:
+        raise MigrationError(f"{error.filename}: {error.strerror}. Choose another folder with --to DIR.") from error
     if args.json:
         print(json.dumps(_build_json(result, facts, difference_lines, is_written), indent=1, default=str))
     else:

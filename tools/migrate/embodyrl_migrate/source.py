@@ -64,7 +64,7 @@ def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
         for name, function in _ARITHMETIC.items():
             OmegaConf.register_new_resolver(name, function, replace=True)
         source.values = _flatten(raw)
-    except (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError) as error:
+    except (OSError, yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError) as error:
         reason = "it is no text" if isinstance(error, UnicodeDecodeError) else str(error).partition("\n")[0]
         raise MigrationError(f"{path}: not readable: {reason}") from error
     return source
@@ -200,7 +200,7 @@ def _nest(package: str, raw: DictConfig) -> DictConfig:
 
 
 def _flatten(raw: Any) -> dict[str, Any]:
-    """Yield dotted keys and values; an interpolation that cannot be resolved stays as text."""
+    """Return the values by dotted key; an interpolation that cannot be resolved stays as text."""
     leaves: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:

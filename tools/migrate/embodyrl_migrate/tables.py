@@ -25,7 +25,7 @@ class MigrationError(Exception):
 def format_value(value: Any) -> str:
     """Format a value for the command line: null, true, [0,1], {a:1}.
 
-    >>> spell({"a": [None, True]})
+    >>> format_value({"a": [None, True]})
     '{a:[null,true]}'
     """
     if value is None or isinstance(value, bool):

@@ -205,6 +205,7 @@ def test_config_in_a_parent_folder_is_found(tmp_path: Path) -> None:
         ("x.yaml", "a: [", "not readable"),
         ("x.yaml", "a: 1\nb: 2", "too few of its keys"),
         ("x.yaml", "[1, 2]", "contains a list"),
+        ("x.yaml", "5", "not readable"),
         ("x.toml", "a = ", "not readable"),
         ("x.sh", "echo hello", "starts no training"),
         ("x.yaml", "\0\1\2", "not readable"),
@@ -252,3 +253,11 @@ def test_unknown_backend_or_trainer_exits_2_with_nearest_flag(run: Any, name: st
     outcome = run(DATA / name, f"+{word}" if name.endswith((".yaml", ".sh")) else word, "--nearest")
     assert (outcome.code, outcome.settings) == (2, None)
     assert f"({word})" in outcome.screen
+
+
+def test_unwritable_target_folder_is_an_error_with_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    words = [str(Path(__file__).parent / "data" / "areal_ppo.yaml"), "--to", str(tmp_path / "file")]
+    assert main(words) == 2
+    assert f"{tmp_path / 'file'}" in (text := capsys.readouterr().err)
+    assert "Not a directory. Choose another folder with --to DIR." in text

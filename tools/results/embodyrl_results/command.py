@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -162,7 +163,7 @@ def _import_result(args: argparse.Namespace, names: list[str]) -> int:
         )
     path = Path(names[0])
     name = args.name or path.stem
-    if not name.replace("-", "_").isidentifier() or name in table.recipes:
+    if not re.fullmatch(r"[\w-]+", name) or name in table.recipes:
         raise ConfigError(f"--name {name}: use letters, digits, - and _, but not the name of a recipe.")
     target = table.folder / CARDS / f"{name}.json"
     if name in table.run_names or (target.is_file() and "imported" not in read_card(target)):

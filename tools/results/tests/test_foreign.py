@@ -126,9 +126,9 @@ def test_imported_row_names_its_protocol_on_the_page(tmp_path: Path) -> None:
     table = tmp_path / "table"
     table.mkdir()
     (table / "recipes.toml").write_text("")
-    words = ["--name", "pi0", "--table", str(table)]
+    words = ["--name", "2024-pi0", "--table", str(table)]
     assert main(["import", str(written(tmp_path, vla_eval())), *words]) == 0
-    row = next(line for line in (table / "index.md").read_text().splitlines() if line.startswith("| pi0 "))
+    row = next(line for line in (table / "index.md").read_text().splitlines() if line.startswith("| 2024-pi0 "))
     assert "66.7 %" in row
     assert "suite libero_spatial" in row
     assert "vla-eval 0.8.0" in row
