@@ -181,8 +181,7 @@ class LeRobotFactory(ABC, Generic[S, C]):
         import torch
 
         from embodyrl.policies.lerobot.files import read_files
-        from embodyrl.policies.lerobot.normalization import Normalizer
-        from embodyrl.policies.lerobot.policy import LeRobotModule
+        from embodyrl.policies.steering.actor import ModuleWithHeads
 
         spec, folder = self.spec(cfg, request.env, request.value_dim), self.folder(cfg)
         config = self.plan(cfg, request.env)
@@ -191,8 +190,9 @@ class LeRobotFactory(ABC, Generic[S, C]):
         files = read_files(folder, config, self.kind, policy_class.prefix, cfg)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(request.seed)
-            network, normalizer = pkgutil.resolve_name(self.network)(config), Normalizer(config, files.eps)
-            module = LeRobotModule(network, normalizer, self.num_features(config), request.value_dim, steering)
+            module = ModuleWithHeads(pkgutil.resolve_name(self.network)(config))
+            module.add_value_head(self.num_features(config), request.value_dim)
+            module.add_actor(steering)
         policy = policy_class(spec, cfg, config, module, files, request)
         if not has_random_init(folder):
             policy.load_weights(folder)

@@ -38,7 +38,7 @@ from embodyrl.policies.weights import check_weights, read_weights
 HEADS_FILE = "embodyrl_heads.safetensors"
 """File of the weights added by RL, which LeRobot does not read."""
 NETWORK = "network."
-"""Prefix of the network's weights in a `LeRobotModule`."""
+"""Prefix of the network's weights in a `ModuleWithHeads`."""
 HEADS = ("value_head.", "noise_actor.", "residual_actor.")
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Pixel statistics of ImageNet, with which LeRobot normalizes the images of all data sets."""

@@ -1,13 +1,15 @@
 """Normalization statistics of the training data, and normalization of observations and actions."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig, Normalization
+from embodyrl.policies.tensors import to_device
 
 STATISTIC_PAIRS = {
     Normalization.MEAN_STD: ("mean", "std"),
@@ -36,30 +38,22 @@ class Inputs:
     """[B, T, C, 3, H, W] images."""
 
 
-class Normalizer(nn.Module):
-    """Normalization of each feature by its type. Statistics are buffers, so that they are saved with the weights.
+class Normalizer:
+    """Normalization of each feature by its type. A feature without statistics is unchanged."""
 
-    A feature without statistics is unchanged.
-    """
-
-    def __init__(self, config: LeRobotConfig, eps: float) -> None:
-        super().__init__()
-        self._eps = eps
+    def __init__(self, config: LeRobotConfig, eps: float, device: torch.device) -> None:
+        self._eps, self._device = eps, device
         self._modes: dict[str, Normalization] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for name, feature in (config.input_features | config.output_features).items():
             mode = config.normalization_mapping.get(feature.type, Normalization.IDENTITY)
-            if mode is Normalization.IDENTITY:
-                continue
-            self._modes[name] = mode
-            shape = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
-            low = 0.0 if mode is Normalization.MEAN_STD else -1.0
-            unclipped = torch.finfo(torch.float32).max
-            values = {"first": low, "second": 1.0, "low": -unclipped, "high": unclipped}
-            for statistic, value in values.items():
-                self.register_buffer(_get_buffer_name(name, statistic), torch.full(shape, value))
+            if mode is not Normalization.IDENTITY:
+                self._modes[name] = mode
+                self._shapes[name] = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
+        self._statistics: dict[str, list[Tensor]] = {}
 
     def set_statistics(self, statistics: Statistics, where: object) -> None:
-        """Copy statistics (by feature and name) into the buffers.
+        """Copy statistics (by feature and name).
 
         Raises:
             CheckpointError: a feature lacks the statistics of its kind of normalization.
@@ -72,25 +66,23 @@ class Normalizer(nn.Module):
                     f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization needs. Train the "
                     "policy on a data set with these statistics, or download its processor files again."
                 )
-            names_by_buffer = {"first": STATISTIC_PAIRS[mode][0], "second": STATISTIC_PAIRS[mode][1]} | {
-                key: key for key in CLIP if key in feature_statistics
-            }
-            for statistic, key in names_by_buffer.items():
-                buffer, new_value = self.get_buffer(_get_buffer_name(name, statistic)), feature_statistics[key].float()
-                if new_value.numel() != buffer.numel() or not new_value.isfinite().all():
-                    raise CheckpointError(
-                        f"{where}: the statistics of {name} are not {buffer.numel()} finite numbers. Download "
-                        "the file again."
-                    )
-                buffer.copy_(new_value.view_as(buffer))
+            rows = [
+                feature_statistics[key].float() for key in (*STATISTIC_PAIRS[mode], *CLIP) if key in feature_statistics
+            ]
+            size = math.prod(self._shapes[name])
+            if any(row.numel() != size or not row.isfinite().all() for row in rows):
+                raise CheckpointError(
+                    f"{where}: the statistics of {name} are not {size} finite numbers. Download the file again."
+                )
+            self._statistics[name] = [to_device(row.view(self._shapes[name]), self._device) for row in rows]
 
     def normalize(self, name: str, x: Tensor) -> Tensor:
         """Normalize values [..., *shape] of a feature, where `shape` is the shape of its statistics."""
-        if (mode := self._modes.get(name)) is None:
+        if name not in self._statistics:
             return x
-        first, second = self._get_pair(name)
-        x = x.clamp(*(self.get_buffer(_get_buffer_name(name, statistic)) for statistic in CLIP))
-        if mode is Normalization.MEAN_STD:
+        first, second, *limits = self._statistics[name]
+        x = x.clamp(*limits) if limits else x
+        if self._modes[name] is Normalization.MEAN_STD:
             return (x - first) / (second + self._eps)
         return 2 * (x - first) / self._get_span(first, second) - 1
 
@@ -99,30 +91,23 @@ class Normalizer(nn.Module):
 
         The result inverts `normalize` exactly except for the epsilon of MEAN_STD normalization and for clipping.
         """
-        if (mode := self._modes.get(name)) is None:
+        if name not in self._statistics:
             return x
-        first, second = self._get_pair(name)
-        if mode is Normalization.MEAN_STD:
+        first, second, *_ = self._statistics[name]
+        if self._modes[name] is Normalization.MEAN_STD:
             return x * second + first
-        if mode is Normalization.MIN_MAX:
+        if self._modes[name] is Normalization.MIN_MAX:
             return (x + 1) / 2 * self._get_span(first, second) + first
         return (x + 1.0) * self._get_span(first, second) / 2.0 + first
 
     def get_varying_mask(self) -> Tensor | None:
         """Return a mask [A]: 0 for action dimensions that are constant in the data, else 1; None if not scaled."""
-        if (mode := self._modes.get(ACTION)) is None:
+        if ACTION not in self._statistics:
             return None
-        first, second = self._get_pair(ACTION)
-        deviation = second if mode is Normalization.MEAN_STD else second - first
+        first, second, *_ = self._statistics[ACTION]
+        deviation = second if self._modes[ACTION] is Normalization.MEAN_STD else second - first
         return (deviation.abs() > 1e-6).float()
 
     def _get_span(self, first: Tensor, second: Tensor) -> Tensor:
         span = second - first
         return span.masked_fill(span == 0, self._eps)
-
-    def _get_pair(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.get_buffer(_get_buffer_name(name, "first")), self.get_buffer(_get_buffer_name(name, "second"))
-
-
-def _get_buffer_name(name: str, statistic: str) -> str:
-    return f"{name.replace('.', '/')}/{statistic}"

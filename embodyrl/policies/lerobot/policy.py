@@ -18,7 +18,6 @@ from embodyrl.policies.lerobot.normalization import Inputs, Normalizer
 from embodyrl.policies.lerobot.settings import LeRobotSettings, get_chunk_shape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import FrozenOutputs, ModuleWithHeads, ResidualPolicy, SteeredPolicy
-from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.sampling import SampledChunks, build_scores, get_seeds, get_varying_dimensions
@@ -32,18 +31,6 @@ from embodyrl.types import (
     PolicyScores,
     PolicySpec,
 )
-
-
-class LeRobotModule(ModuleWithHeads):
-    """Module with all parameters: the network, the normalization statistics, and heads added by RL."""
-
-    def __init__(
-        self, network: nn.Module, normalizer: Normalizer, features: int, value_dim: int, steering: SteeringShape | None
-    ) -> None:
-        super().__init__(network)
-        self.normalizer = normalizer
-        self.add_value_head(features, value_dim)
-        self.add_actor(steering)
 
 
 class EncodedObservations(NamedTuple):
@@ -70,7 +57,7 @@ class LeRobotPolicy(ABC):
         spec: PolicySpec,
         cfg: LeRobotSettings,
         config: LeRobotConfig,
-        module: LeRobotModule,
+        module: ModuleWithHeads,
         files: LeRobotFiles,
         request: PolicyRequest,
     ) -> None:
@@ -78,7 +65,8 @@ class LeRobotPolicy(ABC):
         self._cfg, self._config, self._files, self._shape = cfg, config, files, get_chunk_shape(config)
         self._temperature, self._rotation_deg = request.temperature, request.env.cameras.rotation_deg
         self._device = torch.device(request.device)
-        module.normalizer.set_statistics(files.statistics, cfg.path)
+        self._normalizer = Normalizer(config, files.eps, self._device)
+        self._normalizer.set_statistics(files.statistics, cfg.path)
         self._module = module.to(self._device).requires_grad_(request.trainable)
         if module.steering_actor is not None:
             # Features of a frozen network can be stored in the replay buffer.
@@ -143,7 +131,7 @@ class LeRobotPolicy(ABC):
         self._files.load(self._module, folder)
         if (folder / CONFIG_FILE).is_file():
             self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg)
-            self._module.normalizer.set_statistics(self._files.statistics, folder)
+            self._normalizer.set_statistics(self._files.statistics, folder)
             self._update_scored_dimensions()
 
     def _compute_value(self, encoding: EncodedObservations) -> Tensor:
@@ -154,7 +142,7 @@ class LeRobotPolicy(ABC):
 
     def _build_inputs(self, obs: Observation) -> Inputs:
         """Return normalized observations. In `obs`, state and cameras contain all history steps, oldest first."""
-        config, steps, normalizer = self._config, self._config.n_obs_steps, self._module.normalizer
+        config, steps, normalizer = self._config, self._config.n_obs_steps, self._normalizer
         numbers = to_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
         state = environment = images = None
         first, end = config.state_dim, config.state_dim + config.environment_dim
@@ -176,15 +164,15 @@ class LeRobotPolicy(ABC):
 
     def _to_actions(self, rows: Tensor, obs: Observation | None = None) -> FloatArray:
         """Convert normalized actions [B, K, A] to environment actions, which do not depend on the observations."""
-        return self._module.normalizer.unnormalize(ACTION, rows).cpu().numpy()
+        return self._normalizer.unnormalize(ACTION, rows).cpu().numpy()
 
     def _from_actions(self, actions: FloatArray) -> Tensor:
         rows = to_device(np.ascontiguousarray(actions, np.float32), self._device)
-        return self._module.normalizer.normalize(ACTION, rows)
+        return self._normalizer.normalize(ACTION, rows)
 
     def _update_scored_dimensions(self) -> None:
         """Find the action dimensions that have log-probabilities, which are the dimensions that vary in the data."""
-        varying_mask, self._varying = self._module.normalizer.get_varying_mask(), None
+        varying_mask, self._varying = self._normalizer.get_varying_mask(), None
         if self._by_dimension and varying_mask is not None:
             self._varying = get_varying_dimensions(varying_mask.cpu().numpy())
             self.spec = replace(self.spec, scored=len(self._varying))

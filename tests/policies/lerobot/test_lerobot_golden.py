@@ -164,7 +164,7 @@ def test_executed_actions_match_the_lerobot_action_queue(cases, case):
     for t in range(6):
         if t % every == 0:
             actions = policy.act(observation(config, data, "", [t]), noise=None).actions
-        expected = policy.module.normalizer.unnormalize("action", data[f"episode.{t}.selected"])
+        expected = policy._normalizer.unnormalize("action", data[f"episode.{t}.selected"])
         close(torch.from_numpy(actions[:, t % every]), expected, t)
 
 

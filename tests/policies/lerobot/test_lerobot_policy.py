@@ -212,7 +212,7 @@ def test_constant_action_dimensions_have_no_log_prob(kind, tmp_path, monkeypatch
     policy, obs = build(kind, tmp_path, SEEN["state"]), observe(SEEN["state"], 3)
     noise = noise_for(policy, 3)
     whole = policy.act(obs, noise=noise).logprob.reshape(3, 4, -1)
-    monkeypatch.setattr(policy.module.normalizer, "get_varying_mask", lambda: torch.tensor([0.0, 1.0]))
+    monkeypatch.setattr(policy._normalizer, "get_varying_mask", lambda: torch.tensor([0.0, 1.0]))
     (again := tmp_path / "again").mkdir()
     policy.save(again)
     policy.load_weights(again)

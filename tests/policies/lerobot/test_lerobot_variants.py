@@ -43,7 +43,7 @@ def built(case, folder):
         if name.rpartition(".")[2] not in FIXED:
             tensor.copy_(torch.from_numpy(weight(policy.prefix + name, tuple(tensor.shape))))
     rows = {name: statistics(name, feature["shape"]) for name, feature in (inputs | action).items()}
-    policy.module.normalizer.set_statistics(
+    policy._normalizer.set_statistics(
         {name: {key: torch.from_numpy(row) for key, row in parts.items()} for name, parts in rows.items()}, folder
     )
     return policy
