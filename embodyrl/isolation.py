@@ -1,6 +1,5 @@
 """Execution of third-party code in a separate process, which is killed with all its children."""
 
-import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from embodyrl import errors
 from embodyrl.errors import EmbodyError
@@ -108,7 +108,7 @@ def run_isolated(
 
 
 def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
-    """Call `package.module:function` in a separate process; the function returns an instance of the dataclass `kind`.
+    """Call `package.module:function` in a separate process; the function returns JSON, tuples or dataclasses (`kind`).
 
     Raises:
         EmbodyError: raised by the function.
@@ -154,7 +154,7 @@ def _write_result(name: str, arguments: tuple[Any, ...]) -> None:
         module, _, attribute = name.partition(":")
         function = getattr(importlib.import_module(module), attribute)
         try:
-            text = json.dumps({"result": dataclasses.asdict(function(*arguments))})
+            text = json.dumps({"result": to_jsonable_python(function(*arguments))})
         except EmbodyError as error:
             traceback.print_exc()
             text = json.dumps({"error": type(error).__name__, "text": str(error)})

@@ -33,7 +33,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import find_checkpoint, resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import InputProblem, find_input_problems, find_short_limits, find_unknown_instructions
+from embodyrl.policies.inputs import find_input_problems, find_short_limits, find_unknown_instructions
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
@@ -450,7 +450,7 @@ def _check_weights(cfg: Config, env: EnvSpec, folder: Path, source: str) -> None
         raise ConfigError([f"{source}: {problem}" for problem in problems])
 
 
-def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[InputProblem]:
+def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[str]:
     """Return the differences between the environment's observations and the policy inputs in training."""
     spec = POLICIES.get(model.model_type).spec(model, env, 0)
-    return find_input_problems(folder, spec, env, getattr(model, "cameras", None))
+    return [" ".join(pair) for pair in find_input_problems(folder, spec, env, getattr(model, "cameras", None))]

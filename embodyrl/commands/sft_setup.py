@@ -204,7 +204,7 @@ def _input_warnings(model: ModelSettings, spec: PolicySpec, env: EnvSpec) -> lis
     if model.weights is None:
         return []
     problems = find_input_problems(resolve_asset(model.weights), spec, env, getattr(model, "cameras", None))
-    return [f"{problem.difference} SFT adapts the weights to the inputs of data.path." for problem in problems]
+    return [f"{difference} SFT adapts the weights to the inputs of data.path." for difference, _ in problems]
 
 
 def _describe_data(root: Path) -> str:

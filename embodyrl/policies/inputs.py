@@ -1,8 +1,8 @@
 """Inputs of a trained policy, saved with its weights: camera names, gripper convention, image orientation."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +102,10 @@ def rotate_upright(images: ByteArray, rotation_deg: int) -> ByteArray:
     return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images
 
 
-@dataclass(frozen=True, slots=True)
-class InputProblem:
-    """Difference between the training inputs of a policy and the inputs from an environment."""
-
-    difference: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.difference} {self.fix}"
-
-
 def find_input_problems(
     folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequence[str] | None
-) -> list[InputProblem]:
-    """Return the differences between the inputs that a policy was trained on and those of an environment.
+) -> Iterator[tuple[str, str]]:
+    """Yield (difference, fix) for each difference between the policy's inputs in training and those of an environment.
 
     Args:
         folder: folder of the weights; nothing is checked if it does not describe its inputs.
@@ -128,46 +117,38 @@ def find_input_problems(
         CheckpointError: the file is damaged.
     """
     cameras = list(env.cameras.names[: policy.inputs.num_images])
-    problems: list[InputProblem] = []
     if renamed is not None and list(renamed) != cameras:
         difference = f"model.cameras=[{','.join(renamed)}]: env '{env.name}' has [{','.join(cameras)}]."
-        problems.append(InputProblem(difference, "Select those cameras in that order (env.init_params.camera_names)."))
+        yield difference, "Select those cameras in that order (env.init_params.camera_names)."
     path = folder / INPUTS_FILE
     if not path.is_file():
-        return problems
+        return
     with reject_malformed(path, "Use another checkpoint."):
         saved = read_json(path)
         trained_cameras, trained_env = list(saved["cameras"]), str(saved["environment"])
         trained_rotation = int(saved["image_rotation_deg"])
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
     if renamed is None and trained_cameras != cameras:
-        problems.append(
-            InputProblem(
-                f"The policy was trained on the cameras [{','.join(trained_cameras)}] of '{trained_env}', but "
-                f"env '{env.name}' has [{','.join(cameras)}].",
-                f"Set env.init_params.camera_names=[{','.join(trained_cameras)}], or, if only the names of the "
-                f"views differ, model.cameras=[{','.join(cameras)}].",
-            )
+        yield (
+            f"The policy was trained on the cameras [{','.join(trained_cameras)}] of '{trained_env}', but "
+            f"env '{env.name}' has [{','.join(cameras)}].",
+            f"Set env.init_params.camera_names=[{','.join(trained_cameras)}], or, if only the names of the "
+            f"views differ, model.cameras=[{','.join(cameras)}].",
         )
     rotation = _describe_inputs(policy, env)["image_rotation_deg"]
     if cameras and trained_rotation != rotation:
-        problems.append(
-            InputProblem(
-                f"The policy was trained on frames of '{trained_env}' with image_rotation_deg={trained_rotation}, but "
-                f"env '{env.name}' has frames with {rotation}.",
-                "Use a model that rotates frames (openvla_oft, pi0, ...), or set the orientation of the data with "
-                "data.image_rotation_deg.",
-            )
+        yield (
+            f"The policy was trained on frames of '{trained_env}' with image_rotation_deg={trained_rotation}, but "
+            f"env '{env.name}' has frames with {rotation}.",
+            "Use a model that rotates frames (openvla_oft, pi0, ...), or set the orientation of the data with "
+            "data.image_rotation_deg.",
         )
     if _get_gripper_values(gripper, env) != _get_gripper_values(policy.gripper, env):
-        problems.append(
-            InputProblem(
-                f"The policy was trained on '{trained_env}' with {describe_gripper(gripper)}, but env '{env.name}' "
-                f"needs {describe_gripper(policy.gripper)}.",
-                "Train it on data with this convention, and set data.gripper=[open,closed] and data.gripper_index.",
-            )
+        yield (
+            f"The policy was trained on '{trained_env}' with {describe_gripper(gripper)}, but env '{env.name}' "
+            f"needs {describe_gripper(policy.gripper)}.",
+            "Train it on data with this convention, and set data.gripper=[open,closed] and data.gripper_index.",
         )
-    return problems
 
 
 def _get_gripper_values(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float, int] | None:

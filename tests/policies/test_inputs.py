@@ -51,7 +51,7 @@ def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed
         replace(part, **env.pop(name, {})) for name, part in (("cameras", ENV.cameras), ("action", ENV.action))
     )
     found = find_input_problems(tmp_path, shown, replace(ENV, cameras=cameras, action=action, **env), renamed)
-    return [str(problem) for problem in found]
+    return [" ".join(problem) for problem in found]
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_different_policy_inputs_are_reported(
 
 
 def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) -> None:
-    assert find_input_problems(tmp_path, POLICY, ENV, None) == []
-    assert find_input_problems(tmp_path, POLICY, ENV, ["front", "wrist"]) == []
-    assert len(find_input_problems(tmp_path, POLICY, ENV, ["top", "wrist"])) == 1
+    assert [*find_input_problems(tmp_path, POLICY, ENV, None)] == []
+    assert [*find_input_problems(tmp_path, POLICY, ENV, ["front", "wrist"])] == []
+    assert len([*find_input_problems(tmp_path, POLICY, ENV, ["top", "wrist"])]) == 1
     write_inputs(tmp_path, POLICY, replace(ENV, action=replace(ENV.action, kind=ActionKind.text)))
     assert not (tmp_path / INPUTS_FILE).exists()
 
@@ -103,7 +103,7 @@ def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) ->
 def test_error_names_the_damaged_inputs_file(tmp_path: Path) -> None:
     (tmp_path / INPUTS_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match=r"embodyrl_inputs.json is missing or malformed"):
-        find_input_problems(tmp_path, POLICY, ENV, None)
+        list(find_input_problems(tmp_path, POLICY, ENV, None))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -95,8 +95,9 @@ def to_oft_settings(cfg: OpenVlaSettings) -> OftSettings:
     """Return the settings of OpenVLA as settings of OpenVLA-OFT."""
     if isinstance(cfg, OftSettings):
         return cfg
-    values = {name: getattr(cfg, name) for name in OpenVlaSettings.model_fields}
-    return OftSettings.model_construct(**values | {"cuda_graphs": False})
+    values: dict[str, Any] = {name: getattr(cfg, name) for name in OpenVlaSettings.model_fields}
+    values["cuda_graphs"] = False
+    return OftSettings.model_construct(**values)
 
 
 def get_chunk_record(cfg: OftSettings) -> ChunkRecord:

@@ -5,10 +5,7 @@ import hashlib
 import importlib.util
 import json
 import math
-import os
-import pickle
 import pkgutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +14,9 @@ from typing import Any, NamedTuple
 from embodyrl.config.paths import cache_dir
 from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
+from embodyrl.isolation import NoResultError, call_isolated
 
 _DEADLINE_S = 300.0
-_PROGRAM = f"""
-import json, pickle, sys
-from {__name__} import measure_weights
-args, named = pickle.load(sys.stdin.buffer)
-json.dump(measure_weights(sys.argv[1], *args, **named), sys.stdout)
-"""
 _sizes_by_request: dict[str, Mapping[str, "WeightSize"]] = {}
 
 
@@ -53,7 +45,7 @@ def count_parameters(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
     return sum(size.count for name, size in weights.items() if name.startswith(prefixes or ""))
 
 
-def get_weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, WeightSize]:
+def get_weight_sizes(network: str, *args: Any) -> Mapping[str, WeightSize]:
     """Return the size and use of each parameter of a network by name.
 
     If this process has not imported torch, a child process measures the sizes; they are cached in a file.
@@ -61,29 +53,30 @@ def get_weight_sizes(network: str, *args: Any, **kwargs: Any) -> Mapping[str, We
     Args:
         network: package.module:class of the module.
         args: arguments of its constructor.
-        kwargs: additional arguments of its constructor, by name.
 
     Raises:
         EmbodyError: the child process failed.
     """
-    request = f"{network} {args} {kwargs}"
+    request = f"{network} {args}"
     if request not in _sizes_by_request:
-        if "torch" in sys.modules:
-            _sizes_by_request[request] = measure_weights(network, *args, **kwargs)
-        else:
-            _sizes_by_request[request] = _load_or_measure(request, network, pickle.dumps((args, kwargs)))
+        measure = measure_weights if "torch" in sys.modules else _load_or_measure
+        _sizes_by_request[request] = measure(network, *args)
     return _sizes_by_request[request]
 
 
-def _load_or_measure(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]:
-    key = f"{request} {_list_source_files(network.partition('.')[0])}"
+def _load_or_measure(network: str, *args: Any) -> Mapping[str, WeightSize]:
+    key = f"{network} {args} {_list_source_files(network.partition('.')[0])}"
     file = cache_dir() / "weights" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    text = file.read_bytes() if file.is_file() else _measure_in_subprocess(network, args)
-    sizes = {name: WeightSize(tuple(shape), *more) for name, (shape, *more) in json.loads(text).items()}
-    if not file.is_file():
-        with contextlib.suppress(OSError):  # a cache that is not writable costs only time
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, text)
+    if file.is_file():
+        return {name: WeightSize(tuple(shape), *more) for name, (shape, *more) in json.loads(file.read_bytes()).items()}
+    try:
+        function = f"{__name__}:measure_weights"
+        sizes = call_isolated(function, network, *args, kind=dict[str, WeightSize], timeout_s=_DEADLINE_S)
+    except NoResultError as error:
+        raise EmbodyError(f"The weights of {network} cannot be counted: {error}") from error
+    with contextlib.suppress(OSError):  # a cache that is not writable costs only time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(sizes).encode())
     return sizes
 
 
@@ -96,28 +89,13 @@ def _list_source_files(package: str) -> list[tuple[str, int, int]]:
     return [(str(path), stat.st_mtime_ns, stat.st_size) for path in files for stat in (path.stat(),)]
 
 
-def _measure_in_subprocess(network: str, args: bytes) -> bytes:
-    try:
-        return subprocess.run(
-            [sys.executable, "-c", _PROGRAM, network],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            input=args,
-            capture_output=True,
-            timeout=_DEADLINE_S,
-            check=True,
-        ).stdout
-    except subprocess.SubprocessError as error:
-        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
-        raise EmbodyError(f"The weights of {network} cannot be counted: {reason or error}") from error
-
-
-def measure_weights(network: str, *args: Any, **kwargs: Any) -> dict[str, WeightSize]:
+def measure_weights(network: str, *args: Any) -> dict[str, WeightSize]:
     """Build the network on the meta device and return the sizes of its parameters."""
     import torch
     from torch import nn
 
     with torch.device("meta"):
-        module = pkgutil.resolve_name(network)(*args, **kwargs)
+        module = pkgutil.resolve_name(network)(*args)
     layers = {
         f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d)
     }

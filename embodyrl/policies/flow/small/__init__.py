@@ -82,7 +82,7 @@ class SmallFlowFactory:
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate parameters and activation memory."""
         plan = _build_plan(cfg, env)
-        weights = get_weight_sizes(_NETWORK_CLASS, plan.config, plan.shape, plan.bounds, min_words=1)
+        weights = get_weight_sizes(_NETWORK_CLASS, plan.config, plan.shape, plan.bounds, 1)
         inferred, stored = _count_activations(plan.config, cfg, env)
         costs = PolicyCosts(
             num_parameters=count_parameters(weights),
@@ -115,7 +115,7 @@ class SmallFlowFactory:
         longest = max((len(task.split()) for task in env.instructions or env.tasks), default=1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(request.seed)
-            network = SmallFlow(plan.config, plan.shape, plan.bounds, min_words=max(1, longest))
+            network = SmallFlow(plan.config, plan.shape, plan.bounds, max(1, longest))
             module = FlowModule(network, cfg, request.value_dim)
         spec = self.spec(cfg, env, request.value_dim)
         policy = select_policy_class(cfg)(spec, cfg, module, network, SmallFlowWeightIO(plan.config), request)

@@ -164,7 +164,7 @@ class SmallFlow(nn.Module):
     state_low: Tensor
     state_high: Tensor
 
-    def __init__(self, config: SmallConfig, shape: ChunkShape, bounds: NormalizationBounds, *, min_words: int) -> None:
+    def __init__(self, config: SmallConfig, shape: ChunkShape, bounds: NormalizationBounds, min_words: int) -> None:
         """Build the network with weights from torch's random generator.
 
         Args:
