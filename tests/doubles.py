@@ -92,11 +92,4 @@ class ScriptedBatch(ScriptedSims):
         every = np.array(sorted(self._at))
         given = np.zeros((len(every), self.spec.action.dim), np.float32)
         given[np.searchsorted(every, env_indices)] = actions
-        steps = super().step(every, given)
-        chosen = np.searchsorted(every, env_indices)
-        return SimSteps(
-            reward=steps.reward[chosen],
-            terminated=steps.terminated[chosen],
-            success=steps.success[chosen],
-            truncated=steps.truncated[chosen],
-        )
+        return super().step(every, given).select(np.searchsorted(every, env_indices))

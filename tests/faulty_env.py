@@ -77,7 +77,7 @@ class FaultySims(ToySims):
         if self.plant == "memory_of_older_episodes":
             action = action * (1.0 + 0.01 * self.steps)
         step = super().step_env(env_index, action)
-        return replace(step, reward=float("nan")) if self.plant == "reward_is_nan" else step
+        return step._replace(reward=float("nan")) if self.plant == "reward_is_nan" else step
 
     def observe_env(self, env_index: int, out: ObservationOut) -> None:
         if self.plant == "slots_share_a_world":

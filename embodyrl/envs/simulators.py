@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -11,8 +10,7 @@ from embodyrl.errors import EnvError, NoImageError
 from embodyrl.types import BoolArray, ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimStep:
+class SimStep(NamedTuple):
     """Result of one executed action in one environment."""
 
     reward: float
@@ -26,14 +24,17 @@ class SimStep:
     `EnvSpec.simulator.may_truncate`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimSteps:
+class SimSteps(NamedTuple):
     """Results of one executed action in each of n environments (see `SimStep`); all arrays have shape [n]."""
 
     reward: DoubleArray | FloatArray
     terminated: BoolArray
     success: BoolArray
     truncated: BoolArray
+
+    def select(self, env_indices: IntArray) -> Self:
+        """Return the results of the environments `env_indices` of a batch."""
+        return self._make(values[env_indices] for values in self)
 
 
 class Simulators(ABC):
@@ -123,14 +124,12 @@ class SequentialSimulators(Simulators):
 
     def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:
         """Step the environments one by one."""
-        rows: list[tuple[float, bool, bool, bool]] = []
+        rows: list[SimStep] = []
         for env_index, action in zip(env_indices.tolist(), actions, strict=True):
             self.current_env = env_index
-            step = self.step_env(env_index, action)
-            rows.append((step.reward, step.terminated, step.success, step.truncated))
-        columns = np.array(rows, np.float64).T
-        terminated, success, truncated = columns[1:].astype(np.bool_)
-        return SimSteps(reward=columns[0], terminated=terminated, success=success, truncated=truncated)
+            rows.append(self.step_env(env_index, action))
+        reward, *flags = np.array(rows, np.float64).T
+        return SimSteps(reward, *(flag.astype(np.bool_) for flag in flags))
 
     def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
         """Write the observations of the environments one by one."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from settings import env_of
@@ -149,7 +147,7 @@ def test_termination_flags_of_wrong_shape_are_rejected(monkeypatch):
 
     def columns(env_indices, actions):
         steps = advance(env_indices, actions)
-        return replace(steps, terminated=steps.terminated[:, None])
+        return steps._replace(terminated=steps.terminated[:, None])
 
     monkeypatch.setattr(env._sims, "step", columns)
     with pytest.raises(EnvError, match=r"returned terminated of shape \(2, 1\), expected \(2,\)"):

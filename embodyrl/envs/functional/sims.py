@@ -42,12 +42,8 @@ class FunctionalSims(Simulators):
         self._current = current = self._step(
             self._current, self._get_mask(env_indices), batch, self._ids.copy(), self._step_counts.copy()
         )
-        return SimSteps(
-            reward=np.asarray(current.reward)[env_indices],
-            terminated=np.asarray(current.terminated)[env_indices],
-            success=np.asarray(current.success)[env_indices],
-            truncated=np.asarray(current.truncated)[env_indices],
-        )
+        columns = current.reward, current.terminated, current.success, current.truncated
+        return SimSteps(*map(np.asarray, columns)).select(env_indices)
 
     def _get_mask(self, env_indices: IntArray) -> np.ndarray:
         mask = np.zeros(len(self._ids), np.bool_)

@@ -74,12 +74,7 @@ class VectorSims(GymSimulators):
             success = self._restore_final_observations(
                 infos, [env_index for env_index in self._ended_envs if env_index in active_envs], success
             )
-        return SimSteps(
-            reward=np.asarray(reward, np.float64)[env_indices],
-            terminated=terminated[env_indices],
-            success=success[env_indices],
-            truncated=truncated[env_indices],
-        )
+        return SimSteps(np.asarray(reward, np.float64), terminated, success, truncated).select(env_indices)
 
     def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
         """Write the latest observation of each environment into `images` and `state`."""

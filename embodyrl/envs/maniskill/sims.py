@@ -227,13 +227,7 @@ class BatchSims(_BaseSims):
         self._actions[env_indices] = actions
         _, reward, terminated, _, self._info = self._env.step(self._actions)
         self._observations = []
-        step = self._build_results(self._env, reward, terminated, self._info)
-        return SimSteps(
-            reward=step.reward[env_indices],
-            terminated=step.terminated[env_indices],
-            success=step.success[env_indices],
-            truncated=step.truncated[env_indices],
-        )
+        return self._build_results(self._env, reward, terminated, self._info).select(env_indices)
 
     def observe(self, env_indices: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
         """Write the observations of the environments; images are rendered once for all environments."""
