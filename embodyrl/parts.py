@@ -133,6 +133,7 @@ COMMANDS = {
 """Commands of `embodyrl`; entry-point group `embodyrl.commands`. Their flags and help are in `cli/commands.toml`."""
 
 EXTRAS = {
+    "gguf": "gguf",
     "h5py": "convert",
     "libero": "libero",
     "mani_skill": "maniskill",
@@ -143,6 +144,7 @@ EXTRAS = {
     "ray": "ray",
     "robosuite": "libero",
     "sapien": "maniskill",
+    "vllm": "vllm",
     "websockets": "serve",
 }
 """The pip extra that installs an optional module, by module."""

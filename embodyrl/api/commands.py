@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands import COMMANDS
+from embodyrl.config.paths import resolve_run
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_with_ckpt
 from embodyrl.plan.schema import Config
@@ -38,13 +39,13 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
 
 
 def train(
-    cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = None, on_eval: OnEval | None = None
+    cfg: Config, *, resume: str | Path | None = None, on_step: OnStep | None = None, on_eval: OnEval | None = None
 ) -> TrainResult:
     """Train with reinforcement learning, or resume the run in `resume`.
 
     Args:
         cfg: a config of `compose("train", ...)`.
-        resume: a run folder.
+        resume: a run folder, or the name of a run in ./runs.
         on_step: called with the number of completed steps and the metrics of the last step (names as in
             metrics.jsonl); returning True ends the run: a checkpoint is written and the result is returned.
         on_eval: called with the number of completed steps and the `EvalResult` of each validation; True ends the run.
@@ -58,7 +59,7 @@ def train(
     return run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 
-def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
+def evaluate(cfg: Config, *, resume: str | Path | None = None) -> EvalResult:
     """Evaluate a policy without training, or finish the evaluation in `resume`.
 
     Raises:
@@ -76,7 +77,7 @@ def collect(cfg: Config) -> CollectResult:
     return run("collect", cfg)
 
 
-def sft(cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
+def sft(cfg: Config, *, resume: str | Path | None = None, on_step: OnStep | None = None) -> SftResult:
     """Train on demonstrations or text, or resume the run in `resume`; for `on_step`, see `train`.
 
     Raises:
@@ -91,6 +92,15 @@ def run(command: str, cfg: Config, **kwargs: Any) -> Any:
         raise ConfigError(
             f'`{command}` needs a config, not {cfg!r:.80}: embodyrl.compose("{command}", "env=tabletop").'
         )
+    if command != cfg.command and (command, cfg.command) != ("eval", "train"):
+        raise ConfigError(
+            f"The config was composed for `{cfg.command}`, not for `{command}`. Compose it with "
+            f'embodyrl.compose("{command}", ...).'
+        )
+    if kwargs.get("resume") is not None:
+        run_folder = kwargs["resume"] = resolve_run(str(kwargs["resume"]))
+        if not (run_folder / "config.yaml").is_file():
+            raise ConfigError(f"resume={run_folder} is not a run: it has no config.yaml. Correct the path.")
     # Imported only now: composing configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values

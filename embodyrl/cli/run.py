@@ -12,7 +12,7 @@ from typing import Any
 
 from embodyrl.cli.runs import NEWEST, find_experiment_run, find_newest_run, find_run
 from embodyrl.commands import COMMANDS
-from embodyrl.config.compose import dir_flags, format_override
+from embodyrl.config.compose import dir_flags, format_override, parse_override
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, clean_text, mask_json
@@ -59,7 +59,14 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
     arguments, folders = args.arguments, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _compose_train_config(args)
-        return cfg, {} if cfg.is_train_command and cfg.runner.only_eval else {"resume": resume}
+        if not (cfg.is_train_command and cfg.runner.only_eval):
+            return cfg, {"resume": resume}
+        if resume is not None:
+            raise ConfigError(
+                "--resume cannot be combined with runner.only_eval=true. Remove one of the two, or evaluate the run: "
+                f"embodyrl eval {shlex.quote(format_override('ckpt', str(resume)))}."
+            )
+        return cfg, {}
     if args.command == "eval" and args.resume:
         if split_trust(arguments)[1] or folders:
             raise ConfigError("--resume uses the saved settings of the evaluation; remove key=value and --config-dir.")
@@ -101,9 +108,9 @@ def _compose_train_config(args: argparse.Namespace) -> tuple[Config, Path | None
     resume_values = (
         [str(_find_resumed_run(args))]
         if args.resume
-        else [argument.removeprefix(prefix) for argument in args.arguments if argument.startswith(prefix)]
+        else [parse_override(argument)[1] for argument in args.arguments if argument.startswith(prefix)]
     )
-    resume = resume_values[-1] if resume_values and resume_values[-1] != "null" else None
+    resume = str(resume_values[-1]) if resume_values and resume_values[-1] is not None else None
     arguments = [argument for argument in args.arguments if not argument.startswith(prefix)]
     if resume is not None and resume != "auto":
         if args.config_dir:

@@ -288,7 +288,7 @@ def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = remove_random_init_key(tmp_path / "run")
-    for arguments in (["--resume", str(run)], [f"runner.resume_dir={run}"]):
+    for arguments in (["--resume", str(run)], [f"runner.resume_dir={run}"], [f"runner.resume_dir='{run}'"]):
         assert main(["train", *arguments, "runner.max_steps=11", "--print-config"]) == 0
         cfg = yaml.safe_load(capsys.readouterr().out)
         assert (cfg["seed"], cfg["runner"]["max_steps"]) == (4, 11)
@@ -296,6 +296,8 @@ def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.Captur
     assert "no group options" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "ckpt=x"]) == 2
     assert "remove one of the two" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run), "runner.only_eval=true"]) == 2
+    assert f"embodyrl eval ckpt={run}" in capsys.readouterr().err
 
 
 def test_eval_resume_of_a_training_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,4 +450,5 @@ def test_list_names_extras_and_how_to_install_them(capsys: pytest.CaptureFixture
     monkeypatch.setattr(command, "find_spec", lambda module: "spec")
     assert main(["list", "extras", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {"gguf", "vllm"} <= {*rows}
     assert rows["ray"] == {"name": "ray", "about": "installed: ray", "missing": ""}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import SETS_PATH, SOURCE, command_environment, run_cli
 from run_files import write_run
-from toy_runs import toy_words
+from toy_runs import toy_config, toy_words
 
 import embodyrl
 from embodyrl.cli.commands import COMMANDS
@@ -171,9 +171,25 @@ def test_python_api_validates_like_the_commands() -> None:
         embodyrl.train(embodyrl.compose("train", "runner.only_eval=true"))
     with pytest.raises(ConfigError, match="does not read"):
         embodyrl.evaluate(embodyrl.compose("eval", "env.id=x"))
+    for command in ("eval", "collect"):
+        with pytest.raises(ConfigError, match=f"composed for `{command}`, not for `train`"):
+            embodyrl.train(embodyrl.compose(command, "env=tabletop"))
+    with pytest.raises(ConfigError, match="composed for `eval`, not for `sft`"):
+        embodyrl.sft(embodyrl.compose("eval", "env=tabletop"))
+    with pytest.raises(ConfigError, match="composed for `eval`, not for `collect`"):
+        embodyrl.collect(embodyrl.compose("eval", "env=tabletop"))
     code = "import sys, embodyrl; print('torch' in sys.modules or 'hydra' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_python_api_resumes_existing_runs_only(kind: type, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"typo is not a run: it has no config\.yaml"):
+        embodyrl.train(toy_config(tmp_path), resume=kind(f"{tmp_path}/typo"))
+    assert not any(tmp_path.iterdir())
+    run = embodyrl.train(toy_config(tmp_path, "runner.max_steps=1")).run
+    assert embodyrl.train(toy_config(tmp_path, "runner.max_steps=2"), resume=kind(run)).step == 2
 
 
 def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
