@@ -94,7 +94,8 @@ class LoadedPolicy:
             return np.zeros(shape, np.uint8)
         array = np.asarray(observation[name]) if name in observation else None
         kinds = "u" if name == "images" else "biuf"
-        if array is None or array[: shape[0]].shape != shape or array.dtype.kind not in kinds:
+        has_shape = array is not None and array.ndim == len(shape) and array[: shape[0]].shape == shape
+        if array is None or not has_shape or array.dtype.kind not in kinds:
             received = (
                 f"only {', '.join(observation) or 'an empty observation'}"
                 if array is None
@@ -192,5 +193,10 @@ def _is_batch(obs: dict[str, Any]) -> bool:
 
 
 def _split_batch(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    count = len(next(iter(batch.values())))
+    counts = {name: len(values) if np.ndim(values) else 0 for name, values in batch.items()}
+    count = max(counts.values())
+    if min(counts.values()) < count:
+        raise ConfigError(
+            f"The entries of a batch have different numbers of rows: {counts}. Pass one row per environment."
+        )
     return [{name: values[row] for name, values in batch.items()} for row in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,16 +128,19 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     def _choose_start(self, options: dict[str, Any]) -> tuple[int, int]:
         """Return the reset id and the seed of the next episode."""
         remaining = dict(options)
-        if [*remaining] == ["episode"] and remaining["episode"] >= 0:
+        if [*remaining] == ["episode"] and _is_number_below(remaining["episode"], math.inf):
             return eval_start(self.layout, self._split, int(remaining["episode"]))[1:]
         task, reset_id = remaining.pop("task", None), remaining.pop("reset_id", None)
+        fits = reset_id is None or (
+            _is_number_below(reset_id, self.layout.num_reset_ids) and task in (None, self.layout.task_of(reset_id)[0])
+        )
         choices = [
             candidate_id for candidate_id in self._ids if task is None or self.layout.task_of(candidate_id)[0] == task
         ]
-        if remaining or not choices or not (reset_id is None or 0 <= reset_id < self.layout.num_reset_ids):
+        if remaining or not choices or not fits:
             raise ConfigError(
                 f"env '{self.layout.name}': reset takes options task (0 to {len(self.layout.tasks) - 1}), reset_id "
-                f"(0 to {self.layout.num_reset_ids - 1}) or episode (from 0), not {options}."
+                f"(0 to {self.layout.num_reset_ids - 1}, of this task) or episode (from 0), not {options}."
             )
         chosen = int(self.np_random.choice(choices)) if reset_id is None else int(reset_id)
         return chosen, int(self.np_random.integers(2**31))
@@ -169,6 +173,8 @@ def make_env(env: str, *overrides: str, num_envs: int | None = None, config_dirs
         MissingDependencyError: the simulator is not installed.
     """
     arguments = (f"env={env}", "model=random", *overrides)
+    if num_envs == 0:
+        raise ConfigError("num_envs=0: a vector environment has at least 1 environment. Use None for a single one.")
     if num_envs is not None:
         return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *overrides, config_dirs=config_dirs)] * num_envs)
     cfg = load_config("eval", arguments, config_dirs=config_dirs)
@@ -183,6 +189,11 @@ def build_env_of_plan(run_plan: RunPlan) -> SingleEnv:
     """Return the environment of a run, with the cameras of its policy."""
     _check_steps(run_plan.cfg)
     return SingleEnv(run_plan.cfg, run_plan.env_settings, run_plan.context)
+
+
+def _is_number_below(value: Any, limit: float) -> bool:
+    """Return True for an integer from 0 to below `limit`."""
+    return isinstance(value, int | np.integer) and 0 <= int(value) < limit
 
 
 def _check_steps(cfg: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
+import secrets
 import sys
 import tempfile
 import textwrap
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodyrl.api.commands import compose, train
 from embodyrl.config.compose import format_override
+from embodyrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from embodyrl.commands.train import TrainResult
@@ -38,7 +39,8 @@ class GRPO:
 
         Args:
             model: a folder in the Hugging Face layout, or "tiny": a random model of half a million parameters.
-            reward: a function of a module, or a self-contained function of a script or notebook (imports in its body).
+            reward: a function that `def` defines at the top level of a module, or a self-contained function of a script
+                or notebook (imports in its body).
             rows: `{"prompt": text or messages, "answer": text}`; the answer may be missing.
             overrides: arguments as for `embodyrl train`, for example "runner.max_steps=50".
         """
@@ -48,7 +50,8 @@ class GRPO:
         """Train the model; `callbacks` are `on_step` and `on_eval`, as in `embodyrl.train`.
 
         Raises:
-            EmbodyError: any failure with a known cause.
+            ConfigError: worker processes cannot import the reward function by its name.
+            EmbodyError: any other failure with a known cause.
         """
         with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
             rows = Path(folder) / "rows.jsonl"
@@ -60,8 +63,12 @@ class GRPO:
                 model = ["model=causal_lm_tiny"]
             reward = f"reward.path={_get_import_path(self.reward, Path(folder))}"
             data_overrides = (format_override("data.path", str(rows)), reward)
-            cfg = compose("train", "env=text/math", *model, *_FIXED_OVERRIDES, *data_overrides, *self.overrides)
-            return train(cfg, **callbacks)
+            sys.path.insert(0, folder)  # spawned processes inherit sys.path
+            try:
+                cfg = compose("train", "env=text/math", *model, *_FIXED_OVERRIDES, *data_overrides, *self.overrides)
+                return train(cfg, **callbacks)
+            finally:
+                sys.path.remove(folder)
 
 
 _FIXED_OVERRIDES = (
@@ -74,10 +81,19 @@ def _get_import_path(reward: Reward, folder: Path) -> str:
     """Return an import path (module:function) for a reward function.
 
     The source of a function of a script or notebook is written to a file in `folder`.
+
+    Raises:
+        ConfigError: the function has no name by which a process can import it.
     """
-    if reward.__module__ != "__main__":
-        return f"{reward.__module__}:{reward.__qualname__}"
-    name = f"embodyrl_reward_{os.getpid()}"
-    (folder / f"{name}.py").write_text(textwrap.dedent(inspect.getsource(reward)), encoding="utf-8")
-    sys.path.insert(0, str(folder))  # spawned processes inherit sys.path
-    return f"{name}:{reward.__name__}"
+    in_script = reward.__module__ == "__main__"
+    name = getattr(reward, "__name__" if in_script else "__qualname__", "")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(
+            f"reward={reward!r:.80} cannot be imported by other processes. Define a function with `def` at the top "
+            "level of a module, script or notebook."
+        )
+    if not in_script:
+        return f"{reward.__module__}:{name}"
+    module = f"embodyrl_reward_{secrets.token_hex(4)}"  # a new name, because this process has imported earlier modules
+    (folder / f"{module}.py").write_text(textwrap.dedent(inspect.getsource(reward)), encoding="utf-8")
+    return f"{module}:{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -87,6 +88,11 @@ def test_make_env_errors_describe_the_problem(name: str, options: dict, said: st
         embodyrl.make_env(name).reset(options=options)
 
 
+def test_vector_environment_needs_an_environment() -> None:
+    with pytest.raises(ConfigError, match="num_envs=0: a vector environment has at least 1 environment"):
+        embodyrl.make_env("tabletop", num_envs=0)
+
+
 def read_missing_key(step: RewardStep) -> float:
     return step.info["missing"]
 
@@ -149,6 +155,11 @@ def test_incomplete_observation_is_an_error() -> None:
         policy.act(seen | {"images": seen["images"] / 255})
     more = np.concatenate([seen["images"], np.zeros_like(seen["images"][:1])])
     assert np.array_equal(policy.act(seen | {"images": more}), policy.act(seen)), "a camera of the reward is ignored"
+    with pytest.raises(ConfigError, match=r"received state \(\) float64, expected state"):
+        policy.act(seen | {"state": 0.5})
+    batch = {"images": seen["images"][None].repeat(2, 0), "state": seen["state"][None], "instruction": ["a", "b"]}
+    with pytest.raises(ConfigError, match=r"different numbers of rows: .*'state': 1, 'instruction': 2"):
+        policy.act(batch)
     with pytest.raises(ConfigError, match="has several tasks"):
         policy.act({name: part for name, part in seen.items() if name != "instruction"})
 
@@ -209,6 +220,52 @@ def example_reward(prompt: str, response: str, reference: str) -> float:
     return len(response) / 4
 
 
+def local_reward():
+    def reward(prompt: str, response: str, reference: str) -> float:
+        return 1.0
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "reward", [lambda prompt, response, reference: 1.0, functools.partial(example_reward), local_reward()]
+)
+def test_reward_without_importable_name_is_rejected(reward) -> None:
+    with pytest.raises(ConfigError, match="cannot be imported by other processes"):
+        embodyrl.GRPO("tiny", reward, [{"prompt": "a"}]).train()
+
+
+@pytest.mark.integration
+def test_second_grpo_training_of_a_script_uses_its_own_reward(tmp_path: Path) -> None:
+    script = tmp_path / "two_rewards.py"
+    script.write_text(
+        "import json, sys, embodyrl\n"
+        "for value in ('1.0', '2.0'):\n"
+        "    if value == '1.0':\n"
+        "        def reward(prompt, response, reference):\n"
+        "            return 1.0\n"
+        "    else:\n"
+        "        def reward(prompt, response, reference):\n"
+        "            return 2.0\n"
+        "    rows = [{'prompt': word} for word in ('abc', 'bcd')]\n"
+        "    words = sys.argv[1:] + [f'runner.experiment_name=run_{value}']\n"
+        "    before = list(sys.path)\n"
+        "    run = embodyrl.GRPO('tiny', reward, rows, *words).train().run\n"
+        "    row = json.loads((run / 'metrics.jsonl').read_text().splitlines()[-1])\n"
+        "    print('return', row['train/return'], sys.path == before)\n"
+    )
+    words = ("env.train.total_num_envs=2", "env.eval.total_num_envs=2", "algorithm.group_size=2")
+    quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.max_steps=1", f"runner.output_dir={tmp_path}")
+    short = ("actor.global_batch_size=2", "actor.micro_batch_size=2", "algorithm.sampling_params.max_new_tokens=2")
+    command = [sys.executable, str(script), *words, *quiet, *short, "runner.val_check_interval=-1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("return")] == [
+        "return 1.0 True",
+        "return 2.0 True",
+    ]
+
+
 @pytest.mark.integration
 def test_script_without_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
@@ -264,7 +321,14 @@ def test_episode_option_of_reset_selects_an_evaluation_episode() -> None:
     for episode in planned.episodes:
         info = env.reset(options={"episode": episode.episode_id})[1]
         assert (info["reset_id"], info["task"]) == (episode.reset_id, episode.task_id)
-    for wrong in ({"episode": -1}, {"episode": 0, "task": 0}):
+    for wrong in (
+        {"episode": -1},
+        {"episode": "a"},
+        {"episode": 0, "task": 0},
+        {"task": 4, "reset_id": 0},
+        {"reset_id": "a"},
+        {"reset_id": 0.5},
+    ):
         with pytest.raises(ConfigError, match="episode"):
             env.reset(options=wrong)
 
