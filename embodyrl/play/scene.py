@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from embodyrl.api.acting import LoadedPolicy, load_policy
+from embodyrl.api.acting import LoadedPolicy, build_policy_of_config, compose_policy_config
 from embodyrl.api.environment import SingleEnv, build_env_of_plan
 from embodyrl.controls import get_controls, get_neutral_action, inputs_to_action
 from embodyrl.data.layout import Actor
 from embodyrl.errors import ConfigError
+from embodyrl.plan.config import apply_overrides
+from embodyrl.plan.schema import Config
 from embodyrl.play.recording import Recording, Step
 from embodyrl.types import FloatArray
 
@@ -25,12 +27,12 @@ _MAX_REWIND_STEPS = 2000
 """Maximum number of env steps that `rewind` can undo."""
 _MAX_INSTRUCTION_LENGTH = 200
 """Maximum length of an instruction, in characters."""
-_WITH_VIDEO = "video=all"
-"""Override that makes the environment render images."""
-_WITHOUT_TIME_LIMIT = "env.eval.max_episode_steps=100000"
-"""Override that removes the time limit of an episode, because the user ends the episode."""
-_IGNORE_TERMINATIONS = "env.eval.ignore_terminations=true"
-"""Override that continues an episode after success; not used for recorded episodes."""
+_WITH_VIDEO = {"video": "all"}
+"""Value that makes the environment render images."""
+_WITHOUT_TIME_LIMIT = {"env.eval.max_episode_steps": 100_000}
+"""Value that removes the time limit of an episode, because the user ends the episode."""
+_IGNORE_TERMINATIONS = {"env.eval.ignore_terminations": True}
+"""Value that continues an episode after success; not used for recorded episodes."""
 
 
 class Scene:
@@ -216,15 +218,16 @@ def load_policy_with_env(
 
     `records`: True if episodes are recorded; recorded episodes end after success.
     """
-    no_limits = [_WITHOUT_TIME_LIMIT] if records else [_WITHOUT_TIME_LIMIT, _IGNORE_TERMINATIONS]
-    for overrides in ([_WITH_VIDEO, *no_limits], [_WITH_VIDEO]):
+    cfg = compose_policy_config(run, trust)
+    no_limits = _WITHOUT_TIME_LIMIT if records else _WITHOUT_TIME_LIMIT | _IGNORE_TERMINATIONS
+    for values in (_WITH_VIDEO | no_limits, _WITH_VIDEO):
         with suppress(ConfigError):  # the environment rejects ignore_terminations or videos
-            return _load(run, *overrides, *trust)
-    return _load(run, *trust)
+            return _load(apply_overrides(cfg, values))
+    return _load(cfg)
 
 
-def _load(run: Path, *overrides: str) -> tuple[LoadedPolicy, SingleEnv]:
+def _load(cfg: Config) -> tuple[LoadedPolicy, SingleEnv]:
     """Load a policy and its environment without an inference delay, because the page executes one action per step."""
-    policy = load_policy(run, *overrides)
+    policy = build_policy_of_config(cfg)
     env_settings = policy.run_plan.env_settings.without_delay()
     return policy, build_env_of_plan(replace(policy.run_plan, env_settings=env_settings))

@@ -147,11 +147,13 @@ def test_rewind_restores_a_saved_state_and_removes_later_steps(scene: Scene) -> 
     assert len(load_demonstrations(scene._recording.root).action) == 1, "dropped steps are not recorded"
 
 
-def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_path: Path) -> None:
+def test_played_policy_executes_whole_chunks_without_the_delay_of_the_run(tmp_path: Path, caplog) -> None:
     from embodyrl.play.scene import load_policy_with_env
 
     words = ["model=flow_small", "env.control.latency_steps=2"]
     policy, env = load_policy_with_env(Path(CHECKPOINT), words, records=True)
+    assert env.max_episode_steps == 100_000
+    assert "max_episode_steps" not in caplog.text, "a value that the user did not set gives no warning"
     recording = Recording(tmp_path / "demos", policy.run_plan)
     scene = Scene(policy, env, recording, reset_ids=(5,))
     for _ in range(10):
