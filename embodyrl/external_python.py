@@ -67,8 +67,9 @@ class ExternalScript:
                 raise EmbodyError(f"{self._program} in {self._python} did not reply within {limit_s:g} s ({limit}).")
             return self._pipe.recv()
         except (EOFError, OSError) as error:
+            self._close()  # a thread of the failed script may keep the process alive
             raise EmbodyError(
-                f"{self._program} in {self._python} exited with code {self._process.wait(_EXIT_TIMEOUT_S)}. "
+                f"{self._program} in {self._python} exited with code {self._process.returncode}. "
                 "Its output is in the log of this worker."
             ) from error
 

@@ -184,7 +184,8 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
 
 def _write_run_files(cfg: Config, root: Path, arguments: Sequence[str]) -> Path:
     """Write the files about config, command and machine into a locked run folder; return the new folder for logs."""
-    attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
+    suffixes = [path.name.removeprefix("attempt_") for path in root.glob("logs/attempt_*")]
+    attempt = 1 + max((int(suffix) for suffix in suffixes if suffix.isdecimal()), default=0)
     logs = root / "logs" / f"attempt_{attempt}"
     logs.mkdir(parents=True)
     save_config(cfg, root / CONFIG_FILE)

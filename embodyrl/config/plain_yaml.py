@@ -122,7 +122,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
             if problem := _find_problem(event):
                 raise ConfigError(f"{file}:{event.start_mark.line + 1}: {problem}")
         raw = _Loader(text).get_single_data() or {}
-    except (OSError, yaml.YAMLError, ValueError) as error:
+    except (OSError, yaml.YAMLError, ValueError, TypeError) as error:  # TypeError: a key is a list or a mapping
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} is not a config. Write lines of the form `key: value`.")

@@ -39,6 +39,9 @@ def test_on_existing_rename_numbers_folders_and_resume_reuses_the_folder(tmp_pat
     resumed = open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], None)
     assert resumed.root == first.root
     assert (first.logs.name, resumed.logs.name) == ("attempt_1", "attempt_2")
+    resumed.close()
+    shutil.rmtree(first.logs)
+    assert open_run(toy_config(tmp_path), "train", [], first.root).logs.name == "attempt_3"
 
 
 def test_on_existing_resume_continues_from_the_last_step(tmp_path):

@@ -94,10 +94,12 @@ def test_compose_does_not_change_the_global_hydra_state(folder: Path) -> None:
         (b"defaults: 5\n", "must be a list"),
         (b"[" * 100_000, "levels"),
         (b"env_type: \xff\xfe\n", "not valid YAML"),
+        (b"env_type: {{ value }}\n", "not valid YAML"),
+        (b"? [a, b]\n: c\n", "not valid YAML"),
         (b"env_type: !!python/name:os.system\n", "is refused"),
         (b"- 1\n", "Write lines of the form `key: value`"),
     ],
-    ids=["aliases", "chain", "cycle", "defaults", "deep", "bytes", "tag", "list"],
+    ids=["aliases", "chain", "cycle", "defaults", "deep", "bytes", "braces", "list as key", "tag", "list"],
 )
 def test_config_dir_files_must_be_plain_yaml(tmp_path, text: bytes, says: str) -> None:
     folder = tmp_path / "env"
