@@ -29,7 +29,7 @@ from embodyrl.monitor.group import MonitorGroup
 from embodyrl.plan.build import build_run_plan, count_env_workers, split_envs
 from embodyrl.plan.episodes import EpisodeList, make_single_wave
 from embodyrl.plan.experts import find_expert
-from embodyrl.plan.initial_states import get_reset_ids, select_tasks
+from embodyrl.plan.initial_states import get_reset_ids, get_selected_states, select_tasks
 from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.memory_limits import require_resources, resource_banner_lines
 from embodyrl.plan.run_plan import RunPlan
@@ -198,7 +198,7 @@ def build_card(run_plan: RunPlan) -> Card:
             **({"labels": cfg.collect.labels.value} if run_plan.labeled else {}),
             **get_custom_reward(cfg.reward),
             "seed": cfg.seed,
-            "state_ids": cfg.env.train.state_ids,
+            "state_ids": get_selected_states(run_plan.env, cfg.env.train),
             "max_episode_steps": cfg.env.train.max_episode_steps,
             "ignore_terminations": cfg.env.train.ignore_terminations,
         },

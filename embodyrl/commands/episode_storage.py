@@ -14,6 +14,7 @@ from embodyrl.commands.run_folder import EPISODES_FOLDER
 from embodyrl.data.layout import OWN, Actor, Card
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError
+from embodyrl.plan.initial_states import get_selected_states
 from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.settings import KeptEpisodes
@@ -36,7 +37,8 @@ class EpisodeDatasetWriter:
         self._actor = Actor.expert if run_plan.policy.scripted else Actor.policy
         self._trained = cfg.is_train_command
         split = cfg.env.train if cfg.is_train_command else cfg.env.eval
-        collected = {"kept": self._selection.value, "state_ids": split.state_ids, "seed": cfg.seed}
+        state_ids = get_selected_states(run_plan.env, split)
+        collected = {"kept": self._selection.value, "state_ids": state_ids, "seed": cfg.seed}
         card = Card(env=run_plan.env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
         self._writer = DatasetWriter(folder, card)
         write_environment(cfg, folder)

@@ -137,7 +137,9 @@ def _get_demonstration_ids(saved: Mapping[str, Any], env: EnvSpec) -> dict[str, 
         except EmbodyError:
             return None
         if card.env.name == env.name:
-            ids = _select_ids(env, EnvSplit(state_ids=card.collected.get("state_ids")))
+            # Without a range, the data may contain any state.
+            undivided = replace(env, benchmark=replace(env.benchmark, held_out=0))
+            ids = _select_ids(undivided, EnvSplit(state_ids=card.collected.get("state_ids")))
             ids_by_use.setdefault("demonstrations", set()).update(ids)
     return ids_by_use
 

@@ -53,9 +53,7 @@ def get_reset_ids(env: EnvSpec, split: EnvSplit, task: int) -> range:
     Raises:
         ConfigError: the task has fewer initial states than `state_ids` requires.
     """
-    ids, states = env.get_reset_ids(task), split.state_ids
-    if states is None:
-        states = get_state_range(env, _get_name(split))
+    ids, states = env.get_reset_ids(task), get_selected_states(env, split)
     if states is None:
         return ids
     first, last = states
@@ -69,6 +67,11 @@ def get_reset_ids(env: EnvSpec, split: EnvSplit, task: int) -> range:
 
 def _get_name(split: EnvSplit) -> str:
     return "train" if isinstance(split, TrainSplit) else "eval"
+
+
+def get_selected_states(env: EnvSpec, split: EnvSplit) -> list[int] | None:
+    """Return the first and last initial state of a split of a config; None: all states."""
+    return split.state_ids or get_state_range(env, _get_name(split))
 
 
 def get_state_range(env: EnvSpec, split: str) -> list[int] | None:

@@ -19,6 +19,7 @@ from embodyrl.data.writer import read_episodes
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError, clean_text
 from embodyrl.plan.config import apply_overrides
+from embodyrl.plan.initial_states import get_selected_states
 from embodyrl.plan.schema import Config
 from embodyrl.play.recording import Recording
 from embodyrl.play.request_handlers import RequestHandlers, get_page
@@ -97,7 +98,7 @@ class HumanExpert:
         recorded_ids = {row["embodyrl/reset_id"] for row in read_episodes(out)}
         state_ids = dict.fromkeys(int(demos.reset_id[e]) for e in ranked[: self._cfg.corrections])
         remaining_ids = [reset_id for reset_id in state_ids if reset_id not in recorded_ids]
-        recording = Recording(out, policy.run_plan, cfg, cfg.env.train.state_ids)
+        recording = Recording(out, policy.run_plan, cfg, get_selected_states(policy.run_plan.env, cfg.env.train))
         try:
             if remaining_ids:
                 self._show_status(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,13 @@ from toy_runs import TOY, TOY_COLLECT, TOY_EVAL
 
 from embodyrl.api.environment import make_env
 from embodyrl.channels.arena import Arena
-from embodyrl.commands.collect import CollectResult, build_collection_plan, collect, list_demonstration_episodes
+from embodyrl.commands.collect import (
+    CollectResult,
+    build_card,
+    build_collection_plan,
+    collect,
+    list_demonstration_episodes,
+)
 from embodyrl.data.cards import read_card
 from embodyrl.data.checks import check_layout
 from embodyrl.data.layout import Actor
@@ -120,6 +127,14 @@ def test_dataset_card_describes_the_environment(tmp_path: Path) -> None:
         *(env.tasks, env.states_per_task, env.benchmark),
     )
     assert (card.fps, card.collected["model"], card.collected["seed"]) == (20, "scripted", 0)
+
+
+def test_dataset_card_contains_the_training_states_of_an_environment_with_held_out_states(tmp_path: Path) -> None:
+    run_plan = build_collection_plan(config(tmp_path))
+    env = run_plan.env
+    divided = replace(run_plan, env=replace(env, benchmark=replace(env.benchmark, held_out=1)))
+    assert build_card(run_plan).collected["state_ids"] is None
+    assert build_card(divided).collected["state_ids"] == [0, env.states_per_task[0] - 2]
 
 
 def test_action_noise_changes_states_but_not_recorded_actions(tmp_path: Path) -> None:
