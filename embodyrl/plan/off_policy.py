@@ -42,10 +42,10 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
             f"adv_type '{cfg.algorithm.adv_type}' trains a regression head, but model '{policy.name}' has none here. "
             "Use OpenVLA-OFT with model.action_head=l1; otherwise use algorithm=filtered_bc or algorithm=sac."
         )
-    if cfg.algorithm.imitates and policy.steering and not policy.steering.is_residual:
+    if cfg.algorithm.imitates and policy.steering:
         yield (
-            f"adv_type '{cfg.algorithm.adv_type}' trains on actions, but {policy.steering.key} selects noise. Set "
-            "model.likelihood=residual, or use algorithm=sac."
+            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, but {policy.steering.key} freezes it; remove "
+            "the key, or use algorithm=sac."
         )
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []

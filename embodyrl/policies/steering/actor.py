@@ -15,10 +15,8 @@ from embodyrl.policies.soft_actor.head import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.sampling import START, SampledChunks, build_scores, get_seeds, sample_normals
-from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
-MAX_CORRECTION = 1.0 - 1e-3
-"""Maximum correction in SFT targets, as a fraction of the correction bound."""
 VALUE_WIDTHS = (256, 128)
 """Widths of the hidden layers of a value head."""
 
@@ -243,28 +241,6 @@ class SteeredPolicy(ABC):
         else:
             critics = Critics(count, (shape.features + shape.width, *WIDTHS), generator, layer_norm=layer_norm)
         return critics.to(self._device)
-
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationLoss:
-        """Return the negative log-likelihood of the corrections that produce actions [B, K, A] (see `Policy.imitate`).
-
-        Corrections beyond the bound are clipped. If one correction applies to the whole chunk, the target is the mean
-        correction.
-
-        Raises:
-            ConfigError: the noise for given actions is unknown.
-        """
-        shape, head = self._actor.shape, self._actor.head
-        if not shape.proposes:
-            raise ConfigError(f"The actor of {self._key} outputs noise, not actions. Use model.likelihood=residual.")
-        self.module.eval()  # dropout would change the proposal
-        features = self.features(obs)
-        correction = self._normalize_actions(actions[:, : shape.actions], obs) - get_proposed_actions(features, shape)
-        target = (correction / shape.bound).clamp(-MAX_CORRECTION, MAX_CORRECTION)
-        target = target.mean(1, keepdim=True) if shape.rows == 1 else target
-        outputs = self._actor(features)
-        logprob, _ = head.score(outputs, target.atanh(), 1.0)
-        error = (head.get_mean_and_log_std(outputs)[0].detach().tanh() - target).abs().flatten(1).mean(1) * shape.bound
-        return ImitationLoss(loss=-logprob.flatten(1).mean(1), accuracy=torch.zeros_like(error), error=error)
 
 
 class ResidualPolicy(SteeredPolicy):

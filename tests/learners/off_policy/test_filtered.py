@@ -161,7 +161,8 @@ def planned(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("model=flow_small", "model.likelihood=dsrl"), "selects noise"),
+        (("model=flow_small", "model.likelihood=dsrl"), "model.likelihood=dsrl freezes it"),
+        (("model=flow_small", "model.likelihood=residual"), "model.likelihood=residual freezes it"),
         (("env=text/length", "model=causal_lm_tiny", "algorithm.demonstrations=[assets]"), "robot actions"),
         (("algorithm.demonstrations=[nowhere]",), "nowhere is not a folder"),
     ],

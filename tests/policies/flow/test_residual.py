@@ -100,25 +100,6 @@ def test_sampled_and_recomputed_log_probs_agree_at_another_temperature(folder, l
     assert np.abs(other.logprob - out.logprob).max() > 0.1
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-def test_residual_sft_fits_corrections_of_the_whole_chunk(folder, repeated):  # noqa: F811
-    """Corrections that differ over the chunk; one correction for all actions fits their mean."""
-    policy = correct(folder, residual_repeated=repeated)
-    obs, rng = observe(6), np.random.default_rng(1)
-    wanted = rng.uniform(-0.8, 0.8, (6, 3, 4)).astype(np.float32)
-    proposed = policy.features(obs)[:, -12:].view(6, 3, 4).detach().numpy()
-    scores = policy.imitate(obs, policy._scale.to_actions(proposed + 0.2 * wanted, obs))
-    away = (policy._scale.from_actions(policy._scale.to_actions(proposed + 0.2 * wanted, obs), obs) - proposed) / 0.2
-    target = torch.from_numpy(away).clamp(-0.999, 0.999)
-    target = target.mean(1, keepdim=True) if repeated else target
-    mean, log_std = policy.module.residual_actor(policy.features(obs)).chunk(2, -1)
-    squashed = torch.distributions.TransformedDistribution(
-        torch.distributions.Normal(mean, log_std.exp()), [torch.distributions.transforms.TanhTransform()]
-    )
-    torch.testing.assert_close(scores.loss, -squashed.log_prob(target).flatten(1).mean(1), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(scores.error, 0.2 * (mean.tanh() - target).abs().flatten(1).mean(1).detach())
-
-
 def test_only_the_residual_actor_has_gradients(folder):  # noqa: F811
     policy = correct(folder, value_dim=1)
     trained = {name.split(".")[0] for name, p in policy.module.named_parameters() if p.requires_grad}
