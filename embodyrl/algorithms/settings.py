@@ -278,5 +278,4 @@ class BufferSettings(AlgorithmSettings):
     @property
     def method(self) -> str:
         """Return a one-line description of the algorithm."""
-        demonstrated = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
-        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{demonstrated}"
+        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample"

@@ -105,10 +105,6 @@ def test_banner_shows_the_source_of_success(words: tuple[str, ...], source: str)
     [
         ("env=gym env.id=Pendulum-v1 model=mlp algorithm=sac", "sac, 1 updates per sample · "),
         ("env=gym env.id=Pendulum-v1 model=mlp algorithm=ppo", "gae + ppo_clip, clip 0.2/0.2 · "),
-        (
-            "env=tabletop model=openvla_oft_tiny model.action_head=l1 algorithm=td3_bc algorithm.bc_weight=3",
-            "td3_bc, 1 updates per sample, imitation weight 3 · ",
-        ),
     ],
 )
 def test_banner_shows_only_keys_of_the_algorithm(words: str, text: str) -> None:

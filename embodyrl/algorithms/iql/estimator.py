@@ -34,11 +34,6 @@ class IqlSettings(BufferSettings, DiscountSettings):
     critic_width: Count = 256
     """Width of the two hidden layers of the critics and the value network."""
 
-    @property
-    def method(self) -> str:
-        """Return a one-line description of the algorithm."""
-        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample, expectile {self.expectile:g}"
-
 
 def compute_zero_credits(episodes: Sequence[Episode], _: EstimatorInputs, _cfg: IqlSettings) -> list[Credit]:
     """Return zero advantages, because training does not use the policy's own episodes."""

@@ -61,11 +61,6 @@ class ReplaySettings(CriticSettings):
     Goals are states reached later in the same episode. The paper uses 4. 0: no relabeling."""
 
     @property
-    def method(self) -> str:
-        """Return a one-line description of the algorithm."""
-        return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")
-
-    @property
     def needs_terminal_observations(self) -> bool:
         """True if the final observation of terminated episodes is stored, as an achieved goal."""
         return self.hindsight_goals > 0

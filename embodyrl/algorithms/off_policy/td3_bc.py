@@ -35,11 +35,6 @@ class Td3BcSettings(CriticSettings, SelectionSettings):
     """Standard deviation of the clipped noise on the next action in the target of the critics (TD3), in normalized
     actions."""
 
-    @property
-    def method(self) -> str:
-        """Return a one-line description of the algorithm."""
-        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample, imitation weight {self.bc_weight:g}"
-
 
 def smooth_actions(action: Tensor, normal: Tensor, std: float) -> Tensor:
     """Return actions [B, L] within -1..1 with clipped noise (TD3, arXiv 1802.09477); `normal` [B, L]: N(0, 1)."""

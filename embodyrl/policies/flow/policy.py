@@ -21,7 +21,6 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import ModuleWithHeads
 from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.chains import Velocity
-from embodyrl.policies.vla.folder import reject_advantage_suffix
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
     START,
@@ -235,7 +234,6 @@ class FlowPolicy:
 
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`); RL heads may be missing or unused."""
-        reject_advantage_suffix(folder)
         self._files.load(self._module, folder)
         self._update_scored_dimensions()
 

@@ -44,7 +44,7 @@ from embodyrl.policies.soft_actor.critics import Critics
 from embodyrl.policies.steering.settings import WIDTHS
 from embodyrl.policies.tensors import to_device
 from embodyrl.policies.vla.adapter import find_adapter, get_initial_adapter, get_lora_spec
-from embodyrl.policies.vla.folder import TOKENIZER_FILE, reject_advantage_suffix
+from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.sampling import build_scores
 from embodyrl.text.model_folder import list_weight_files
 from embodyrl.types import (
@@ -232,7 +232,6 @@ class OpenVlaOftPolicy:
 
     def _load_statistics(self, config: OftConfig) -> None:
         """Use the statistics of a checkpoint, and keep its tokenizer and JSON files for `save`."""
-        reject_advantage_suffix(config.folder)
         statistics, kind = config.statistics, self._cfg.action_normalization
         data_set = statistics.find(self._cfg.unnorm_key, self._env.benchmark.unnorm_key)
         self._bounds = statistics.bounds(data_set, "action", kind)

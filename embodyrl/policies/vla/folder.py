@@ -33,19 +33,6 @@ def read_side_file(folder: Path, name: str | Path) -> bytes:
         return read_small(inside(folder, name))
 
 
-def reject_advantage_suffix(folder: Path) -> None:
-    """Check that a policy needs no advantage suffix in its prompt (RECAP), which this version does not support.
-
-    Raises:
-        CheckpointError: the policy needs a suffix.
-    """
-    if (path := folder / "advantage.json").exists():
-        raise CheckpointError(
-            f"{path}: this policy was trained with `embodyrl recap`, which has been removed. Choose another "
-            "checkpoint, or delete this file to run the policy without the prompt suffix and the guidance of RECAP."
-        )
-
-
 def has_random_init(folder: Path) -> bool:
     """Return True if the folder requests random initial weights instead of containing weights."""
     try:

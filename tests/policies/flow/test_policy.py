@@ -307,16 +307,6 @@ def test_damaged_weights_are_rejected_without_changes(folder, tmp_path, damage):
         assert all(torch.equal(before[name], p) for name, p in policy.module.state_dict().items())
 
 
-def test_flow_weights_with_an_advantage_suffix_are_rejected(folder, tmp_path):
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    build(folder).save(saved)
-    build(saved)
-    (saved / "advantage.json").write_text('{"suffix": "Advantage: positive", "guidance": 1.0}')
-    with pytest.raises(CheckpointError, match=r"advantage\.json: .* `embodyrl recap`, .* delete"):
-        build(saved)
-
-
 def test_flow_spec_matches_the_built_policy(folder):
     for env, path in ((ENV, folder), (ENV, None)):
         policy = build(path, env=env)

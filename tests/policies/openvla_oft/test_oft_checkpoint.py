@@ -78,13 +78,6 @@ def test_load_weights_updates_tensors_in_place(checkpoint, make_policy, tmp_path
         assert p.data_ptr() == pointers[name]
 
 
-def test_oft_weights_with_an_advantage_suffix_are_rejected(checkpoint, make_policy):
-    policy = make_policy(checkpoint)
-    (checkpoint / "advantage.json").write_text('{"suffix": "Advantage: positive", "guidance": 1.0}')
-    with pytest.raises(CheckpointError, match=r"advantage\.json: .* `embodyrl recap`, .* delete"):
-        policy.load_weights(checkpoint)
-
-
 def test_value_head_is_optional(checkpoint, make_policy, tmp_path):
     make_policy(checkpoint, value_dim=1, seed=7).save(tmp_path / "with_head")
     saved = load_file(tmp_path / "with_head" / "value_head.safetensors")

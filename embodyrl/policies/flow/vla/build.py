@@ -42,7 +42,7 @@ from embodyrl.policies.openvla_oft.checkpoint import (
 )
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_initial_adapter, get_lora_spec
-from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init, reject_advantage_suffix
+from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.text.model_folder import list_weight_files
@@ -240,7 +240,6 @@ def build_policy(
         # The heads use the global generator, which is restored afterwards.
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, get_lora_spec(cfg) if adapted else None)
-    reject_advantage_suffix(folder)
     # Created before the weights are read, because the policy selects the trained weights and `_add_adapters` changes
     # the selection.
     policy = select_policy_class(cfg)(spec, cfg, module, processor, files, request)
