@@ -52,14 +52,10 @@ def with_chunks(env: EnvSpec, chunk: int | None) -> EnvSpec:
 class TemporalEnsemble:
     """Running average of the actions that overlapping chunks predict for a step (ACT, arXiv 2304.13705, algorithm 2).
 
-    The weight of the i-th chunk for a step is exp(-coeff i), i = 0 for the oldest. With a delay, a chunk enters the
-    average `delay` steps after its observation, without its first `delay` actions; the first chunk has no delay.
+    The weight of the i-th chunk for a step is exp(-coeff i), i = 0 for the oldest.
     """
 
-    def __init__(self, coeff: float, chunk: int, delay: int = 0) -> None:
-        self._delay = delay
-        self._delayed_chunks: list[FloatArray] = []
-        self._has_started = False
+    def __init__(self, coeff: float, chunk: int) -> None:
         self._weights = np.exp(-coeff * np.arange(chunk)).astype(np.float32)
         self._weight_sums = np.cumsum(self._weights, dtype=np.float32)
         self._mean = np.zeros((0, 0), np.float32)
@@ -67,13 +63,6 @@ class TemporalEnsemble:
 
     def add_chunk(self, chunk: FloatArray) -> FloatArray:
         """Add a chunk [H, A] for the current observation and return the action [A] of the current step."""
-        if self._has_started and self._delay:
-            self._delayed_chunks.append(chunk)
-            if len(self._delayed_chunks) <= self._delay:
-                action, self._mean, self._count = self._mean[0], self._mean[1:], self._count[1:]
-                return action
-            chunk = self._delayed_chunks.pop(0)[self._delay :]
-        self._has_started = True
         if len(self._mean):
             count, overlap = self._count[:, None], chunk[: len(self._mean)]
             self._mean = (
@@ -93,7 +82,7 @@ class HistorySims(Simulators):
     def __init__(self, inner: Simulators, cfg: RewardSettings) -> None:
         super().__init__(with_chunks(with_history(inner.spec, cfg.history), cfg.ensemble_chunk))
         self._inner, self._history, self._chunk = inner, cfg.history, cfg.ensemble_chunk
-        self._coeff, self._delay = cfg.ensemble_coeff, cfg.control.delay[1]
+        self._coeff = cfg.ensemble_coeff
         self.task_limit, self.sequential, self.solved = inner.task_limit, inner.sequential, inner.solved
         self._observations: dict[int, list[tuple[ByteArray, FloatArray]]] = {}
         self._ensembles: dict[int, TemporalEnsemble] = {}
@@ -109,7 +98,7 @@ class HistorySims(Simulators):
         for env_index in env_indices.tolist():
             self._observations.pop(env_index, None)
             if self._chunk is not None:
-                self._ensembles[env_index] = TemporalEnsemble(self._coeff, self._chunk, self._delay)
+                self._ensembles[env_index] = TemporalEnsemble(self._coeff, self._chunk)
         self._append_observations(env_indices)
 
     def step(self, env_indices: IntArray, actions: FloatArray) -> SimSteps:

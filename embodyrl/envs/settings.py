@@ -112,7 +112,7 @@ class EnvSettings(Settings):
 
     @property
     def title(self) -> str:
-        """Name of the environment in evaluation protocols (`EnvSpec.name`): the key `id` if set, else `env_type`."""
+        """Name of the environment in evaluation protocols: the key `id` if set, else `env_type`."""
         return getattr(self, "id", None) or self.env_type
 
     @property
@@ -122,12 +122,9 @@ class EnvSettings(Settings):
 
     @property
     def delay(self) -> tuple[int, int]:
-        """Smallest and largest number of env steps between an observation and the first action of its chunk.
-
-        Temporal ensembling delays chunks itself: (0, 0).
-        """
+        """Smallest and largest number of env steps between an observation and the first action of its chunk."""
         control: ControlSettings | None = getattr(self, "control", None)
-        return (0, 0) if control is None or getattr(self, "ensemble_chunk", None) is not None else control.delay
+        return (0, 0) if control is None else control.delay
 
     def without_delay(self) -> Self:
         """Return the settings without an inference delay."""
@@ -161,13 +158,12 @@ class RewardSettings(Settings):
     """Coefficient m of the ensembling weights exp(-m i); i = 0 is the oldest chunk."""
 
     def problems(self) -> Iterator[str]:
-        """Yield an error if temporal ensembling does not support the delay."""
+        """Yield an error if temporal ensembling is combined with a delay."""
         yield from super().problems()
-        low, high = self.control.delay
-        if self.ensemble_chunk is not None and (low != high or high >= self.ensemble_chunk):
+        if self.ensemble_chunk is not None and self.control.delay[1]:
             yield (
-                f"env.control.latency_steps={[low, high] if low != high else high}: temporal ensembling needs one "
-                f"number below env.ensemble_chunk={self.ensemble_chunk}."
+                f"env.control.latency_steps={self.control.latency_steps}: temporal ensembling supports no delay. "
+                "Set it to 0, or remove env.ensemble_chunk."
             )
 
 
