@@ -72,6 +72,11 @@ class TellingBatch(SyncVectorEnv):
         super().__init__([telling] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
+class CannotClose(CartPoles):
+    def close_extras(self, **arguments) -> None:
+        raise RuntimeError("the simulators are gone")
+
+
 def three() -> CartPoles:
     return CartPoles(3)
 
@@ -216,6 +221,12 @@ def test_vector_environment_rejects_pipeline_stages():
     cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
     with pytest.raises(ConfigError, match=r"steps all environments of a worker at once.*set it to 1"):
         build_run_plan(cfg, training=True)
+
+
+def test_failing_close_of_a_vector_environment_is_logged(caplog):
+    env = ENVS.get("gym").make(config("test_gym_vector:CannotClose"), EnvContext(num_envs=2))
+    env.close()
+    assert "failed: RuntimeError: the simulators are gone" in caplog.text
 
 
 def test_info_is_split_by_env():

@@ -32,7 +32,7 @@ class FunctionalFactory(SimFactory[FunctionalSettings]):
 
     def problems(self, cfg: FunctionalSettings) -> Iterator[str]:
         """Yield errors for an invalid `env.id`, and for `ignore_terminations`, which is not supported."""
-        if ":" not in (cfg.id or ""):
+        if not all((cfg.id or "").partition(":")):
             yield f"env.id={cfg.id}: expected gymnax:NAME, brax:NAME, playground:NAME or package.module:attr."
         for split, values in cfg.splits.items():
             if values.ignore_terminations:

@@ -1,6 +1,7 @@
 """Gymnasium vector environments as simulators whose environments step together."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,8 +15,10 @@ from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.sims import GymSimulators, Probe
 from embodyrl.envs.gym.spaces import copy_observation
 from embodyrl.envs.simulators import SimSteps
-from embodyrl.errors import ConfigError, EnvError
+from embodyrl.errors import ConfigError, EnvError, format_error
 from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray, ObservationOut
+
+log = logging.getLogger(__name__)
 
 
 class VectorSims(GymSimulators):
@@ -112,9 +115,15 @@ class VectorSims(GymSimulators):
         return get_env_info(infos, env_index, len(self._actions))
 
     def close(self) -> None:
-        """Close the vector environment. Further calls have no effect."""
-        if not self._vector.closed:
-            self._vector.close()
+        """Close the vector environment; idempotent.
+
+        An error of the environment's `close` is only logged, because the results are complete.
+        """
+        try:
+            if not self._vector.closed:
+                self._vector.close()
+        except Exception as error:
+            log.warning("close() of env '%s' failed: %s", self.spec.name, format_error(error))
 
     def _render_frame(self, env_index: int) -> Any:
         return self._vector.render()[env_index] if self._vector.render_mode == "rgb_array" else None

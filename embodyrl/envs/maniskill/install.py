@@ -116,7 +116,9 @@ def describe_in_subprocess(cfg: ManiSkillSettings) -> Description:
         raise MissingDependencyError(f"ManiSkill is not installed. Fix: {INSTALL}")
     if cfg.sim_backend is SimBackend.gpu and visible_gpus():
         download_physx()
-    task = {name: to_builtin(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
+    # The splits do not change the task.
+    names = ManiSkillSettings.model_fields.keys() - {"train", "eval"}
+    task = {name: to_builtin(getattr(cfg, name)) for name in sorted(names)}
     return _describe_cached(json.dumps(task))
 
 

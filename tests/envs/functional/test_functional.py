@@ -64,7 +64,8 @@ def test_missing_jax_error_names_the_install_command():
 
 
 def test_functional_env_id_without_a_library_is_rejected():
-    assert "gymnax:NAME" in FACTORY.validate(cfg_of("CartPole-v1"))[0]
+    for env_id in ("CartPole-v1", ":x", "gymnax:"):
+        assert "gymnax:NAME" in FACTORY.validate(cfg_of(env_id))[0]
 
 
 @needs_jax
