@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
@@ -21,7 +22,7 @@ from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.output import get_help
 from embodyrl.config import compose
 from embodyrl.config.plain_yaml import read_plain_yaml
-from embodyrl.config.settings import Key, Settings, field_docs, format_value
+from embodyrl.config.settings import Key, Settings, format_value
 from embodyrl.envs.robots.presets import PIXEL_PRESETS
 from embodyrl.errors import MissingDependencyError
 from embodyrl.plan.config import load_config
@@ -370,8 +371,25 @@ def _key_list(keys: Iterable[Key]) -> Iterator[str]:
 
 
 def _entry(name: str, value: Any, level: str) -> list[str]:
-    fields = [f"- `{field}`: {doc}" for field, doc in field_docs(value).items()] if inspect.isclass(value) else []
+    fields = [f"- `{field}`: {doc}" for field, doc in _field_docs(value).items()] if inspect.isclass(value) else []
     return ["", f"{level} {name}", "", "```python", _signature(name, value), "```", "", _prose(value), "", *fields]
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the documentation of each field of a class, read from its source."""
+    try:
+        # Python keeps no docstrings of attributes, so the source is parsed.
+        body = ast.parse(dedent(inspect.getsource(kind))).body[0]
+    except (OSError, TypeError, SyntaxError):  # a class without a source file, for example from an interactive session
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for item, following in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            docs[item.target.id] = " ".join(str(following.value.value).split())
+    return docs
 
 
 def _signature(name: str, value: Any) -> str:

@@ -8,10 +8,7 @@ from YAML and the command line. Types are strict: a string is not converted to a
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,7 +80,7 @@ class Settings(BaseModel):
 
     # Validators are built at first use, because a command uses few of the classes.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
     )
 
     keys_by_condition: ClassVar[Mapping[str, str]] = {}
@@ -169,7 +166,7 @@ class Key:
     @property
     def doc(self) -> str:
         """Help text of the key in one line."""
-        return get_doc(self.owner, self.name.rpartition(".")[2])
+        return " ".join((self.field.description or "").split())
 
     @property
     def _type(self) -> tuple[Any, list[Any], bool]:
@@ -253,24 +250,6 @@ def _describe_type(hint: Any, metadata: list[Any]) -> str:
 
 
 @functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """Return the documentation of each field of a class, read from its source."""
-    try:
-        # Python keeps no docstrings of attributes, so the source is parsed.
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    except (OSError, TypeError, SyntaxError):  # a class without a source file, for example from an interactive session
-        return {}
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for item, following in zip(body.body, body.body[1:], strict=False):
-        if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
-            continue
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            docs[item.target.id] = " ".join(str(following.value.value).split())
-    return docs
-
-
-@functools.cache
 def get_keys(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
     """Return all keys of a settings class by dotted name."""
     keys: dict[str, Key] = {}
@@ -300,12 +279,6 @@ def find_key(keys: Mapping[str, Key], name: str) -> Key | None:
     if name in keys:
         return keys[name]
     return next((keys[parent] for parent in get_parents(name) if parent in keys and keys[parent].is_mapping), None)
-
-
-def get_doc(kind: type[Settings], field: str) -> str:
-    """Return the documentation of a field in one line; empty if there is none."""
-    bases = (base for base in kind.__mro__ if issubclass(base, Settings))
-    return next((docs[field] for base in bases if field in (docs := field_docs(base))), "")
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ def test_schema_contains_keys_of_estimator_and_loss_with_documentation() -> None
         for section in sections:
             at = found["$defs"][at["properties"][section]["$ref"].rpartition("/")[2]]
         entry = at["properties"][last]
-        assert entry.get("description", "") == key.doc, name
+        assert " ".join(entry.get("description", "").split()) == key.doc, name
     assert {"clip_ratio_low", "filter_rewards"} <= found["$defs"][schema.sections["algorithm"].__name__][
         "properties"
     ].keys()

@@ -1,11 +1,10 @@
 """JSON schema of a config, for editors that check YAML."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from embodyrl.config.settings import Settings, get_doc
+from embodyrl.config.settings import Settings
 from embodyrl.plan.schema import Schema, TopSettings
 
 
@@ -14,12 +13,6 @@ def json_schema(schema: Schema) -> dict[str, Any]:
     classes = [TopSettings, *schema.sections.values(), schema.loss]
     refs, schemas = models_json_schema([(settings_class, "validation") for settings_class in classes])
     definitions = schemas["$defs"]
-    for settings_class in (
-        cls for section_class in classes for cls in (section_class, *_nested_classes(section_class))
-    ):
-        for key, entry in definitions[settings_class.__name__].get("properties", {}).items():
-            if doc := get_doc(settings_class, key):
-                entry["description"] = doc
     top = definitions.pop(TopSettings.__name__)
     loss_properties = definitions.pop(schema.loss.__name__).get("properties", {})
     definitions.pop(Settings.__name__, None)  # the settings class if there is no loss
@@ -29,10 +22,3 @@ def json_schema(schema: Schema) -> dict[str, Any]:
     top_properties = {key: entry for key, entry in top["properties"].items() if key in schema.keys}
     header = {"title": "Config", "description": f"Config of `embodyrl {schema.command}`."}
     return top | header | {"properties": top_properties | sections, "$defs": definitions}
-
-
-def _nested_classes(settings_class: type[Settings]) -> Iterator[type[Settings]]:
-    for field in settings_class.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            yield field.annotation
-            yield from _nested_classes(field.annotation)
