@@ -143,11 +143,6 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
             "algorithm.reference_interval: the reference must be a copy of the policy in the same "
             "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and remove algorithm.reference_path."
         )
-    if estimator.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
-        yield (
-            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes from "
-            "one initial state; set this key to true."
-        )
 
 
 def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
