@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.commands.eval_result import EvalResult
-from embodyrl.commands.evaluate import ACTIONS_FILE, ValidationComparison, get_video_stem
+from embodyrl.commands.evaluate import ACTIONS_FILE, get_video_stem
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
 from embodyrl.monitor.protocol import Monitor
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.reports.paired import compare_suites
+from embodyrl.reports.paired import PairedComparison, compare_suites
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import RolloutWorkers
 from embodyrl.types import Episode, EpisodeSpec
@@ -98,8 +98,11 @@ def record(
 
 def record_changes(
     run_plan: RunPlan, workers: RolloutWorkers, first: EvalResult, last: EvalResult, videos: Path, monitor: Monitor
-) -> ValidationComparison:
+) -> tuple[EvalResult, EvalResult, tuple[PairedComparison, ...]]:
     """Compare the first and last validation, and record N episodes of both (`video=changed:N`).
+
+    Returns:
+        Both results with the recorded videos, and the paired test of each suite; the main suite is first.
 
     Raises:
         OSError: a recording cannot be written.
@@ -110,4 +113,4 @@ def record_changes(
         episode_ids = select_episodes_to_record(before, after, int(cfg.video.removeprefix("changed:")))
         videos.mkdir(parents=True, exist_ok=True)
         first, last = (record(run_plan, workers, result, episode_ids, videos, monitor) for result in (first, last))
-    return ValidationComparison(first=first, last=last, paired=tuple(compare_suites(before, after)))
+    return first, last, tuple(compare_suites(before, after))

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,6 @@ from embodyrl.plan.memory_limits import resource_banner_lines
 from embodyrl.plan.protocols import build_protocol_record
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
-from embodyrl.reports.paired import PairedComparison
 from embodyrl.reports.samples import format_samples, pick_samples
 from embodyrl.scheduler.rollout import ChooseVideo, Rollout, RolloutResult, RolloutStats
 from embodyrl.scheduler.start import RolloutWorkers, start_workers
@@ -212,13 +211,3 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
         return None
     stats = RolloutStats(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
     return summarize(rows, RolloutResult(dropped=saved["dropped"], stats=stats), env, folder)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationComparison:
-    """Comparison of the first and the last validation: both results and paired tests."""
-
-    first: EvalResult
-    last: EvalResult
-    paired: tuple[PairedComparison, ...] = ()
-    """Paired test of each suite; the main suite is first."""

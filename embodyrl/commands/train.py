@@ -16,7 +16,7 @@ from embodyrl.commands.before_after import record_changes
 from embodyrl.commands.collapse import build_collapse_check
 from embodyrl.commands.episode_storage import EpisodeDatasetWriter, open_writer, stores_episodes
 from embodyrl.commands.eval_result import EvalResult, build_result_table
-from embodyrl.commands.evaluate import ValidationComparison, read_evaluation, run_evaluation
+from embodyrl.commands.evaluate import read_evaluation, run_evaluation
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run, resolve_initial_weights
 from embodyrl.commands.session import OnStep, Session
@@ -30,6 +30,7 @@ from embodyrl.plan.memory_limits import require_resources
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.plan.task_weights import has_task_weights, record_outcomes
+from embodyrl.reports.paired import PairedComparison
 from embodyrl.scheduler.event_loop import Actors
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import RolloutWorkers, start_workers
@@ -99,8 +100,8 @@ class _Training:
     on_eval: OnEval | None
     first_eval: EvalResult | None = None
     last_eval: EvalResult | None = None
-    comparison: ValidationComparison | None = None
-    """Comparison of the first and the last validation."""
+    paired: tuple[PairedComparison, ...] = ()
+    """Paired test of the first and the last validation for each suite."""
 
     def __post_init__(self) -> None:
         assert self.run_plan.algorithm is not None
@@ -181,11 +182,11 @@ class _Training:
             return
         try:
             videos = self.session.folder.videos
-            comparison = record_changes(self.run_plan, workers, self.first_eval, self.last_eval, videos, self.monitor)
+            changes = record_changes(self.run_plan, workers, self.first_eval, self.last_eval, videos, self.monitor)
         except OSError as error:  # the checkpoint is already saved
             self.monitor.text(f"warning: videos of the first and last validation cannot be written: {error}")
             return
-        self.first_eval, self.last_eval, self.comparison = comparison.first, comparison.last, comparison
+        self.first_eval, self.last_eval, self.paired = changes
         for path in (*self.first_eval.videos, *self.last_eval.videos):
             self.monitor.video(self.session.step, Path(path))
 
@@ -279,8 +280,7 @@ class _Training:
 
     def _report(self, checkpoint: Path) -> None:
         if self.first_eval is not None and self.last_eval is not None:
-            paired = self.comparison.paired if self.comparison else ()
-            self.monitor.results(*build_result_table(self.first_eval, self.last_eval, paired))
+            self.monitor.results(*build_result_table(self.first_eval, self.last_eval, self.paired))
             before, after = self.first_eval.overall, self.last_eval.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"mean return: {before.mean_return:.4g} before, {after.mean_return:.4g} after")
