@@ -6,13 +6,16 @@ masked CRC-32C. An Example maps names to lists of bytes, floats or integers in t
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from embodyrl.errors import EmbodyError
 
@@ -125,74 +128,45 @@ def _build_damaged_error(path: Path, problem: str) -> EmbodyError:
     return EmbodyError(f"{path}: {problem}. Download this file again.")
 
 
+@functools.cache
+def _get_example_class() -> Any:
+    """Return the message class `tf.train.Example`; TensorFlow declares the same fields in example.proto."""
+    file, kind = descriptor_pb2.FileDescriptorProto(name="example.proto"), descriptor_pb2.FieldDescriptorProto
+    example, features, entry, feature = (
+        file.message_type.add(name=name).field for name in ("Example", "Features", "Entry", "Feature")
+    )
+    example.add(name="features", number=1, label=kind.LABEL_OPTIONAL, type=kind.TYPE_MESSAGE, type_name=".Features")
+    features.add(name="feature", number=1, label=kind.LABEL_REPEATED, type=kind.TYPE_MESSAGE, type_name=".Entry")
+    entry.add(name="key", number=1, label=kind.LABEL_OPTIONAL, type=kind.TYPE_STRING)
+    entry.add(name="value", number=2, label=kind.LABEL_OPTIONAL, type=kind.TYPE_MESSAGE, type_name=".Feature")
+    for number, value_type in enumerate((kind.TYPE_BYTES, kind.TYPE_FLOAT, kind.TYPE_INT64), 1):
+        name = f"list{number}"
+        feature.add(
+            name=name, number=number, label=kind.LABEL_OPTIONAL, type=kind.TYPE_MESSAGE, type_name=f".{name.title()}"
+        )
+        values = file.message_type.add(name=name.title()).field
+        values.add(name="value", number=1, label=kind.LABEL_REPEATED, type=value_type)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
+
+
 def parse_example(content: bytes) -> dict[str, Feature]:
     """Return the features of a `tf.train.Example` by name.
 
     Raises:
         ValueError: the content is not a valid `tf.train.Example`.
     """
-    features_by_name: dict[str, Feature] = {}
-    for number, features in _iterate_fields(memoryview(content)):
-        for _, entry in _iterate_fields(features) if number == 1 else ():
-            parts = dict(_iterate_fields(entry))
-            if 1 in parts and 2 in parts:
-                features_by_name[bytes(parts[1]).decode("utf-8")] = _parse_feature(parts[2])
-    return features_by_name
-
-
-def _parse_feature(message: memoryview) -> Feature:
-    for kind, content in _iterate_fields(message):
-        values = [value for number, value in _iterate_fields(content) if number == 1]
-        if kind == 1:
-            return [bytes(value) for value in values]
-        joined = b"".join(values)
-        if kind == 2:
-            return np.frombuffer(joined, "<f4")
-        if kind == 3:
-            return _parse_integers(joined)
-    return []
-
-
-def _parse_integers(content: bytes) -> npt.NDArray[np.int64]:
-    """Decode a sequence of varints: seven bits per byte, the lowest first; the high bit of the last byte is 0."""
-    raw = np.frombuffer(content, np.uint8)
-    ends = np.flatnonzero(raw < 128)
-    if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
-        raise ValueError("an integer (varint) is truncated")
-    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
-    values = np.zeros(len(ends), np.uint64)
-    lengths = ends - starts + 1
-    for index in range(int(lengths.max(initial=0))):
-        rows = np.flatnonzero(lengths > index)
-        values[rows] |= (raw[starts[rows] + index] & np.uint8(127)).astype(np.uint64) << np.uint64(7 * index)
-    return values.view(np.int64)
-
-
-def _iterate_fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield the number and the raw content of each field of a protobuf message."""
-    offset = 0
-    while offset < len(message):
-        tag, offset = _parse_varint(message, offset)
-        kind, start = tag & 7, offset
-        if kind == 0:
-            _, offset = _parse_varint(message, offset)
-        elif kind == 2:
-            length, start = _parse_varint(message, offset)
-            offset = start + length
-        elif kind in (1, 5):
-            offset += 8 if kind == 1 else 4
+    try:
+        entries = _get_example_class().FromString(content).features.feature
+    except DecodeError as error:
+        raise ValueError(str(error)) from error
+    features: dict[str, Feature] = {}
+    for name, feature in ((entry.key, entry.value) for entry in entries):
+        if feature.HasField("list2"):
+            features[name] = np.array(feature.list2.value, np.float32)
+        elif feature.HasField("list3"):
+            features[name] = np.array(feature.list3.value, np.int64)
         else:
-            raise ValueError(f"a field has the unknown wire type {kind}")
-        if offset > len(message):
-            raise ValueError("the message is truncated")
-        yield tag >> 3, message[start:offset]
-
-
-def _parse_varint(message: memoryview, offset: int) -> tuple[int, int]:
-    value = shift = 0
-    while offset < len(message) and shift < 70:
-        byte = message[offset]
-        value, offset, shift = value | (byte & 127) << shift, offset + 1, shift + 7
-        if byte < 128:
-            return value, offset
-    raise ValueError("an integer (varint) is truncated")
+            features[name] = list(feature.list1.value)
+    return features
