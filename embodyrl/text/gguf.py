@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,13 +12,12 @@ from pathlib import Path
 from embodyrl.config.paths import cache_dir, resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError, clean_text
 from embodyrl.files import read_json, replace_atomically
+from embodyrl.isolation import run_isolated
 from embodyrl.text.chat import ChatTemplate, find_turn_end_tokens
 from embodyrl.text.model_folder import SAFE_OPTIONS
 
 _PACKAGE = "package:"
 _CONVERSION_S = 1800
-_PROGRESS_S = 30
-"""Number of seconds between two lines about a running conversion."""
 
 
 def language_model_folder(model_path: str) -> Path:
@@ -81,27 +79,13 @@ def convert_cached(file: Path) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise MissingDependencyError(f"{file} is a GGUF file, which needs the package gguf. Run `pip install gguf`.")
     cache.mkdir(parents=True, exist_ok=True)
-    name = clean_text(file.name)
-    sys.stderr.write(f"converting {name} once into {clean_text(str(folder))} ...\n")
-    command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=subprocess.PIPE, text=True) as process:
-        for seconds in range(_PROGRESS_S, _CONVERSION_S + _PROGRESS_S, _PROGRESS_S):
-            try:
-                _, output = process.communicate(timeout=_PROGRESS_S)
-                break
-            except subprocess.TimeoutExpired:
-                sys.stderr.write(f"converting {name}: {seconds} s so far\n")
-        else:
-            process.kill()
-            raise CheckpointError(
-                f"{file}: the conversion took longer than {_CONVERSION_S} s. "
-                "Use a smaller model, or a Hugging Face folder."
-            )
+    sys.stderr.write(f"converting {clean_text(file.name)} once into {clean_text(str(folder))} ...\n")
+    code = f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"
+    result = run_isolated(code, timeout_s=_CONVERSION_S)
     if not (folder / "config.json").is_file():  # two runs may convert at the same time; one of them writes it
-        reason = output.strip().splitlines()[-1:]
         raise CheckpointError(
-            f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}. Use a Hugging Face folder."
+            f"{file} cannot be converted: {' '.join(result.reason.split())[:300]}. Use a smaller model, or a Hugging "
+            "Face folder."
         )
     return folder
 
