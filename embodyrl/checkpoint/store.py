@@ -405,8 +405,11 @@ def _is_other_process(pid: int) -> bool:
 
 
 def read_step(weights: Path | None) -> int:
-    """Return the training step of a policy folder; 0 if the folder is not part of a checkpoint of this package."""
+    """Return the training step of a verified policy folder; 0 if the folder is not part of a checkpoint.
+
+    Raises:
+        CheckpointError: the file with the step is missing or malformed.
+    """
     if weights is None or not (weights.parent / MANIFEST_NAME).is_file():
         return 0
-    CheckpointStore(weights.parent.parent).verify(weights.parent)
-    return int(read_json(weights.parent / LOOP_FILE)["step"])
+    return read_loop(weights.parent)[0]
