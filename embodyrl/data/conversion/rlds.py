@@ -174,7 +174,6 @@ def _decode_numbers(stored: Feature, column: Column) -> np.ndarray:
     size = math.prod(column.shape)
     if len(stored) % size:
         raise ValueError(f"the feature contains {len(stored)} numbers, expected a multiple of {size}")
-    # A tensor of integers may be an image that was stored without compression.
     return stored.reshape(-1, *column.shape)
 
 
