@@ -50,9 +50,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     except EmbodyError as error:
         return [f"{root} cannot be read: {error}"]
     for part in (
-        (_check_info, _check_tasks, _check_stats, _check_episodes)
-        if layout.is_embodyrl_dataset(root)
-        else (_check_episodes,)
+        (_check_info, _check_tasks, _check_episodes) if layout.is_embodyrl_dataset(root) else (_check_episodes,)
     ):
         name = part.__name__.removeprefix("_check_")
         try:
@@ -85,11 +83,18 @@ def describe_dataset_differences(
     if not text and not math.isclose(*rates, rel_tol=_FPS_TOLERANCE):
         return "fps ({:g} and {:g})".format(*rates)
     for key in () if text else (data.action_key, data.state_key):
-        features = [read_json(root / layout.INFO_PATH)["features"].get(key) or {} for root, _ in (first, second)]
+        features = [_read_feature(root / layout.INFO_PATH, key) for root, _ in (first, second)]
         names = [layout.get_dimension_names(feature) for feature in features]
         if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
             return f"the order of '{key}' ({', '.join(names[0])} and {', '.join(names[1])})"
     return text
+
+
+def _read_feature(path: Path, key: str) -> dict[str, Any]:
+    try:
+        return read_json(path)["features"].get(key) or {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EmbodyError(f"{path} cannot be read: {format_reason(error)}. Use another data set.") from error
 
 
 def _list_task_names(rows: _Episodes) -> list[str]:
@@ -109,21 +114,6 @@ def _check_tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
     names = _list_task_names(rows)
     if not read_parquet(root / layout.TASKS_PATH).equals(layout.build_tasks_table(names), check_metadata=True):
         yield f"{layout.TASKS_PATH} does not list the {len(names)} instructions of the episodes in order."
-
-
-def _check_stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    stats = read_json(root / layout.STATS_PATH)
-    for key, feature in layout.build_features(card).items() if rows else ():
-        image = feature["dtype"] in ("image", "video")
-        if key not in stats and (image or key in (layout.STATE, layout.ACTION)):
-            yield f"{layout.STATS_PATH} has no statistics of '{key}'."
-        for name, values in stats.get(key, {}).items():
-            # Images have one number per channel, in a shape that broadcasts over [3, H, W].
-            shape = (1,) if name == "count" else (3, 1, 1) if image else tuple(feature["shape"])
-            if np.shape(values) != shape:
-                yield f"{layout.STATS_PATH}: {key}/{name} has shape {np.shape(values)}, expected {shape}."
-            elif not np.isfinite(values).all():
-                yield f"{layout.STATS_PATH}: {key}/{name} is not finite."
 
 
 def _check_episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:

@@ -21,7 +21,7 @@ from embodyrl.data.layout import Card, Demonstration, image_key
 from embodyrl.data.rows import find_rows, read_vectors
 from embodyrl.data.statistics import compute_image_stats, compute_vector_stats, count_pixels
 from embodyrl.data.tables import get_data_path, get_video_path, read_episodes
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import SCRATCH
 from embodyrl.types import FloatArray, IntArray
 
@@ -48,8 +48,8 @@ class DatasetWriter:
         """Create a data set, or open a data set to append to.
 
         Raises:
-            EmbodyError: the folder contains other files, or a data set with other collection settings, or a camera
-                name that cannot be a folder name.
+            EmbodyError: the folder contains other files, or a camera name cannot be a folder name.
+            ConfigError: the folder contains a data set with other settings.
         """
         # Names may come from an untrusted data set, and become folders.
         if names := [name for name in card.env.cameras.names if "/" in name or "\0" in name]:
@@ -313,9 +313,11 @@ def _require_same_settings(path: Path, card: Card) -> None:
         for current in (card, stored)
     )
     for name in sorted({*expected, *actual}):
-        if expected.get(name) != actual.get(name):
-            raise EmbodyError(
+        # A conversion adds the tasks at its end; at its start, they are empty.
+        is_added_later = name in ("env.tasks", "env.states_per_task") and expected.get(name) == []
+        if not is_added_later and expected.get(name) != actual.get(name):
+            raise ConfigError(
                 f"{path.parents[1]} was collected with other settings: {name} is {actual.get(name)!r} in the data set, "
-                f"but {expected.get(name)!r} in this run. Use the same settings to resume, or choose another "
-                "collect.out."
+                f"but {expected.get(name)!r} in this run. Use the same settings to resume, or delete "
+                "the folder, or choose another folder."
             )

@@ -183,11 +183,6 @@ DATA, EPISODES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/fil
             lambda r: edit_json(r, "meta/info.json", lambda i: i["features"]["action"].update(shape=[6])),
             "features is {",
         ),
-        (lambda r: edit_json(r, "meta/stats.json", lambda s: s.pop("action")), "no statistics of 'action'"),
-        (
-            lambda r: edit_json(r, "meta/stats.json", lambda s: s["action"].update(mean=[0.0])),
-            "action/mean has shape (1,)",
-        ),
         (lambda r: (r / "meta/tasks.parquet").write_bytes(b"x"), "tasks cannot be read"),
         (lambda r: (r / DATA).unlink(), "of episode 0 is missing"),
         (lambda r: (r / DATA).write_bytes((r / DATA).read_bytes()[:-9]), "episodes cannot be read"),

@@ -335,10 +335,3 @@ def test_value_of_another_type_in_the_card_is_an_error(key: str, value: object, 
     path.write_text(json.dumps(raw))
     with pytest.raises(EmbodyError, match=r"embodyrl.json cannot be read .*Download or collect the data set again"):
         read_card(tmp_path)
-
-
-def test_statistics_of_a_wrong_type_are_reported(tmp_path: Path) -> None:
-    write(tmp_path, [demonstration(0)])
-    path = tmp_path / "meta/stats.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"action": "x"}))
-    assert "stats cannot be read" in " ".join(check_layout(tmp_path))

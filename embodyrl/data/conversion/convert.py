@@ -6,7 +6,6 @@ conversion resumes from the temporary folder.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -22,12 +21,11 @@ from embodyrl.data.conversion.plan import Plan
 from embodyrl.data.conversion.rlds import RldsSource, find_rlds
 from embodyrl.data.conversion.settings import CAMERA, ConversionSettings, Target
 from embodyrl.data.conversion.source import RawEpisode, Source
-from embodyrl.data.layout import CARD_PATH, INFO_PATH, STATES_PATH, Card, Demonstration, write_file
+from embodyrl.data.layout import CARD_PATH, INFO_PATH, STATES_PATH, Demonstration, write_file
 from embodyrl.data.layout import Source as Origin
 from embodyrl.data.reader import check_gripper
 from embodyrl.data.writer import DatasetWriter
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.files import read_small
 from embodyrl.types import ByteArray, FloatArray
 
 _PARTIAL = ".partial"
@@ -79,8 +77,7 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         ConfigError: the incomplete result was begun with other settings.
     """
     partial = out.with_name(out.name + _PARTIAL)
-    card = _load_partial_card(partial, plan.card)
-    writer = DatasetWriter(partial, card)
+    writer = DatasetWriter(partial, plan.card)
     try:
         tasks = list(dict.fromkeys(row["tasks"][0] for row in writer.episodes))
         first = 1 + max((row["embodyrl/trial"] for row in writer.episodes), default=-1)
@@ -93,12 +90,15 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         writer.flush()
     finally:
         writer.close()
+        if not writer.episodes:  # the corrected command may have other settings
+            shutil.rmtree(partial)
     if not writer.episodes:
         raise EmbodyError(
             f"No episode was converted to {out}: the source is empty, or every episode contains a non-finite number. "
             "Correct the source."
         )
-    final_card = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
+    env = plan.card.env
+    final_card = replace(plan.card, env=replace(env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
     write_file(partial / CARD_PATH, final_card.to_json().encode())
     if isinstance(source, Hdf5Source) and (states := source.initial_states()):
         np.savez(content := BytesIO(), allow_pickle=False, **states)
@@ -112,32 +112,6 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
         tasks=len(tasks),
         left_out=plan.description.episodes - num_converted,
     )
-
-
-def _load_partial_card(partial: Path, card: Card) -> Card:
-    """Return the metadata card of the incomplete result in `partial`, or `card` if there is none.
-
-    Raises:
-        ConfigError: the incomplete result was begun with other settings.
-    """
-    path = partial / CARD_PATH
-    if not path.is_file():
-        return card
-    try:
-        stored = Card.from_json(read_small(path).decode("utf-8"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Delete {partial} and convert again.") from error
-    without_tasks = replace(stored, env=replace(stored.env, tasks=(), states_per_task=()))
-    is_same = json.loads(without_tasks.to_json()) == json.loads(card.to_json())  # -1 equals -1.0
-    if not is_same and not (partial / "meta" / "episodes").exists():
-        shutil.rmtree(partial)  # the earlier conversion failed at its first episode
-        return card
-    if not is_same:
-        raise ConfigError(
-            f"{partial} contains a conversion with different settings or another source. Use the same settings to "
-            f"continue it, or delete the folder: rm -r {shlex.quote(str(partial))}."
-        )
-    return replace(card, env=replace(card.env, tasks=stored.env.tasks, states_per_task=stored.env.states_per_task))
 
 
 def _build_demonstration(

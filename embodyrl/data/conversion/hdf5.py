@@ -111,7 +111,7 @@ class Hdf5Source:
         shared = {key: json.loads(value) for key, (value, _) in self._declared.items()}
         self.description = Description(
             kind=f"HDF5, {len(files)} files",
-            name=source.stem.removesuffix("_demo"),
+            name=source.resolve().stem.removesuffix("_demo"),
             episodes=len(self._episodes),
             columns=columns,
             fps=shared["control_freq"] if declares_rate else None,
@@ -159,8 +159,8 @@ class Hdf5Source:
         for number, (path, name, _) in enumerate(self._episodes):
             with _open_file(path, name) as file:
                 demo = _get_group(_get_group(file, "data"), name)
-                if "states" in demo:
-                    states[str(number)] = np.asarray(_get_member(demo, "states")[0], np.float64)
+                if "states" in demo and _is_array(item := _get_member(demo, "states")) and len(item):
+                    states[str(number)] = np.asarray(item[0], np.float64)
         return states
 
 

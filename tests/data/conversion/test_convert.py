@@ -130,6 +130,31 @@ def test_success_is_unknown_where_the_source_has_none(tmp_path: Path, dense: boo
     assert {row.get("embodyrl/success", "none") for row in read_episodes(out)} == {None if dense else "none"}
 
 
+@pytest.mark.parametrize("states", [np.zeros((0, 9)), 5.0, None])
+def test_unusable_initial_states_are_left_out(tmp_path: Path, states: Any) -> None:
+    source = write_libero(tmp_path / "libero", demos=1)
+    damage_demo(source, "demo_0", lambda demo: (demo.pop("states"), demo.create_group("states")))
+    if states is not None:
+        damage_demo(source, "demo_0", replace("states", states))
+    assert convert(source, tmp_path / "out") == 0
+    assert len(read_episodes(tmp_path / "out")) == 2
+
+
+def test_settings_may_change_after_a_failure_at_the_first_episode(tmp_path: Path, capsys: Any) -> None:
+    source = write_libero(tmp_path / "libero", demos=1)
+    damage_demo(source, "demo_0", lambda demo: demo["actions"].__setitem__((0, 0), np.nan))
+    assert convert(source, tmp_path / "out", "data.fps=10") == 1
+    assert not (tmp_path / "out.partial").exists()
+    damage_demo(source, "demo_0", lambda demo: demo["actions"].__setitem__((0, 0), 0.0))
+    assert convert(source, tmp_path / "out", "data.fps=20") == 0
+
+
+def test_environment_of_the_working_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_libero(tmp_path / "libero", demos=1))
+    assert convert(Path("."), tmp_path / "out") == 0
+    assert read_card(tmp_path / "out").env.name == "libero"
+
+
 @pytest.mark.integration
 def test_conversion_continues_after_sigkill(tmp_path: Path) -> None:
     source = write_libero(tmp_path / "many", demos=36)
@@ -158,7 +183,9 @@ def test_incomplete_result_with_other_settings_is_rejected(tmp_path: Path, capsy
     assert convert(source, tmp_path / "out") == 1
     assert "demo_20: action of step 0 is [nan" in capsys.readouterr().err
     assert convert(source, tmp_path / "out", "data.fps=10") == 2
-    assert "contains a conversion with different settings" in capsys.readouterr().err
+    assert "was collected with other settings: fps is 20.0 in the data set, but 10.0" in capsys.readouterr().err
+    assert convert(source, tmp_path / "out", "data.keys={actions: action, obs/ee_states: observation.state}") == 2
+    assert "was collected with other settings" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out.partial")
     assert convert(source, tmp_path / "out", "data.skip_nonfinite=true") == 0
     assert "40 episodes, 198 frames, 2 tasks, 2 left out" in capsys.readouterr().out
