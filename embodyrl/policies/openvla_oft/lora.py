@@ -7,8 +7,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -129,6 +127,10 @@ def inject_adapters(
         ConfigError: no layer has one of the target names.
         CheckpointError: see `get_lora_spec`.
     """
+    # Importing peft takes seconds.
+    from peft import inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     spec = get_lora_spec(cfg)
     trained = {name: p.requires_grad for name, p in module.named_parameters()}
     layers = [
@@ -162,7 +164,9 @@ def inject_adapters(
             parameter.requires_grad_(not name.startswith(prefixes) and trained[name])
 
 
-def _build_config(spec: AdapterSpec, targets: list[str] | str, **kwargs: Any) -> LoraConfig:
+def _build_config(spec: AdapterSpec, targets: list[str] | str, **kwargs: Any) -> Any:
+    from peft import LoraConfig
+
     alpha: Any = spec.lora_alpha  # peft also scales by fractions
     return LoraConfig(r=spec.r, lora_alpha=alpha, use_rslora=spec.use_rslora, target_modules=targets, **kwargs)
 

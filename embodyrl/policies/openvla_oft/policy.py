@@ -15,7 +15,6 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     RL_COMPONENTS,
     SFT_COMPONENTS,
     VALUE_HEAD,
-    WeightTransform,
     get_base_state,
     load_components,
     load_model,
@@ -37,6 +36,7 @@ from embodyrl.policies.openvla_oft.continuous import Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.discrete import DiscreteTokens
 from embodyrl.policies.openvla_oft.graphs import GraphedForward
 from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess, resize
+from embodyrl.policies.openvla_oft.lora import build_merge_transform, inject_adapters, load_adapter, save_adapter
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
@@ -204,8 +204,6 @@ class OpenVlaOftPolicy:
         if self._adapter is None:
             save_model(self._model, folder, self._side_files)
             return
-        from embodyrl.policies.openvla_oft.lora import save_adapter
-
         save_adapter(self._model, self._adapter, folder)
         save_components(self._model.state_dict(), folder)
         save_side_files(folder, self._side_files)
@@ -222,10 +220,9 @@ class OpenVlaOftPolicy:
         if adapter is None:
             load_model(model, folder)
         elif self._adapter is None:
-            load_model(model, base, transform=_build_merge_transform(model, base, adapter), components_folder=folder)
+            transform = build_merge_transform(adapter, get_base_state(model), base)
+            load_model(model, base, transform=transform, components_folder=folder)
         else:
-            from embodyrl.policies.openvla_oft.lora import load_adapter
-
             load_adapter(model, adapter)
             load_components(model, folder)
         self._load_statistics(read_config(folder))
@@ -310,23 +307,14 @@ def _load_initial_weights(module: OpenVlaOft, cfg: OftSettings, config: OftConfi
     """Read the weights of `model.path`; add adapters, or merge the adapter of `model.lora.path`."""
     trains_adapter, adapter = cfg.is_lora and request.trainable, get_initial_adapter(cfg)
     if adapter is not None and not trains_adapter:
-        transform = _build_merge_transform(module, config.folder, adapter)
+        transform = build_merge_transform(adapter, get_base_state(module), config.folder)
         load_model(module, config.folder, transform=transform, fresh_heads=request.fresh_heads)
     elif not config.random_init:
         load_model(module, config.folder, fresh_heads=request.fresh_heads)
     if trains_adapter:
-        from embodyrl.policies.openvla_oft.lora import inject_adapters, load_adapter
-
         inject_adapters(module, cfg, seed=request.seed)
         if adapter is not None:
             load_adapter(module, adapter)
-
-
-def _build_merge_transform(module: OpenVlaOft, base: Path, adapter: Path) -> WeightTransform:
-    # Imported only if needed, because importing peft takes seconds.
-    from embodyrl.policies.openvla_oft.lora import build_merge_transform
-
-    return build_merge_transform(adapter, get_base_state(module), base)
 
 
 def _cast_to_bfloat16(module: OpenVlaOft, *, keep_trained: bool) -> None:

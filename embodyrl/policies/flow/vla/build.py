@@ -40,6 +40,7 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     get_base_state,
     map_weights,
 )
+from embodyrl.policies.openvla_oft.lora import build_merge_transform, inject_adapters, load_adapter, save_adapter
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, get_initial_adapter, get_lora_spec
 from embodyrl.policies.vla.folder import STATISTICS_FILE, has_random_init
@@ -151,8 +152,6 @@ class VlaFiles:
                 target_format = replace(target_format, extra_tensors=extra_tensors)
             save_weights(_get_base_weights(module), folder, target_format)
         else:
-            from embodyrl.policies.openvla_oft.lora import save_adapter
-
             save_adapter(module, self._adapter, folder)
             save_file(
                 {k: t.detach().cpu().contiguous() for k, t in _get_extra_weights(module).items()},
@@ -176,8 +175,6 @@ class VlaFiles:
             self.load_merged(module, adapter)
             _load_extra_weights(module, folder)
         else:
-            from embodyrl.policies.openvla_oft.lora import load_adapter
-
             load_adapter(module, adapter)
             _load_extra_weights(module, folder)
         self._processor.load_statistics(folder)
@@ -189,8 +186,6 @@ class VlaFiles:
         Raises:
             CheckpointError: the adapter belongs to another model.
         """
-        from embodyrl.policies.openvla_oft.lora import build_merge_transform
-
         state = _get_base_weights(module)
         self._storage = load_weights(state, self._base, build_merge_transform(adapter, state, self._base, MODEL_PREFIX))
 
@@ -267,8 +262,6 @@ def _load_initial_weights(
 
 
 def _add_adapters(module: nn.Module, cfg: VlaSettings, prefixes: tuple[str, ...], request: PolicyRequest) -> None:
-    from embodyrl.policies.openvla_oft.lora import inject_adapters, load_adapter
-
     inject_adapters(module, cfg, seed=request.seed, prefixes=prefixes)
     if (adapter := get_initial_adapter(cfg)) is not None:
         load_adapter(module, adapter)
