@@ -18,7 +18,7 @@ from embodyrl.commands.session import build_console_monitor, print_banner
 from embodyrl.config.compose import format_override
 from embodyrl.config.paths import resolve_asset
 from embodyrl.data.cards import read_card
-from embodyrl.data.checks import check_layout, describe_differences
+from embodyrl.data.checks import describe_differences
 from embodyrl.data.custom_reward import get_custom_reward
 from embodyrl.data.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
 from embodyrl.data.settings import EpisodeFilter, FrameFormat, Labels
@@ -90,8 +90,8 @@ def build_collection_plan(cfg: Config) -> RunPlan:
     """Build the run plan of a collection, with the environments of the training split and one record per env step.
 
     Raises:
-        ConfigError: incompatible components, or a task without an expert.
-        EmbodyError: the data of earlier DAgger rounds are damaged.
+        ConfigError: incompatible components, a task without an expert, or demonstrations of another environment.
+        EmbodyError: the demonstrations of a DAgger run are missing or damaged.
     """
     base = build_run_plan(cfg, training=False)
     tasks = select_tasks(base.env, cfg.env.train)
@@ -113,7 +113,12 @@ def build_collection_plan(cfg: Config) -> RunPlan:
             "adds recoveries). Add them to SFT with data.more."
         )
     if cfg.command == "dagger":
-        _check_demonstrations(cfg, base.env)
+        demonstrations = read_card(resolve_asset(str(cfg.data.path)), cfg.demonstrations).env
+        if difference := describe_differences(demonstrations, base.env):
+            raise ConfigError(
+                f"The demonstrations in {cfg.data.path} and env '{base.env.name}' differ in {difference}. Choose the "
+                "environment and the cameras of the demonstrations, or other data."
+            )
     num_envs = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
     run_plan = replace(
         base,
@@ -124,30 +129,6 @@ def build_collection_plan(cfg: Config) -> RunPlan:
         labeled=is_labeled,
     )
     return replace(run_plan, memory=plan_memory(run_plan))
-
-
-def _check_demonstrations(cfg: Config, env: EnvSpec) -> None:
-    """Check that the demonstrations can be combined with episodes of an environment.
-
-    Raises:
-        EmbodyError: a data set is missing or damaged, or differs from the other data or from the environment.
-    """
-    first = cfg.data.path
-    folders = [str(path) for path in (first, *cfg.demonstrations.more, cfg.data.val_path) if path is not None]
-    cards = [read_card(resolve_asset(folder), cfg.demonstrations).env for folder in folders]
-    problems = [
-        f"The demonstrations in {folder} differ from those of data.path in {difference}. Use data of one environment."
-        for folder, card in zip(folders, cards, strict=True)
-        if (difference := describe_differences(card, cards[0]))
-    ]
-    if difference := describe_differences(cards[0], env):
-        problems.append(
-            f"The demonstrations in {first} and env '{env.name}' differ in {difference}. Choose the environment and "
-            "the cameras of the demonstrations, or other data."
-        )
-    problems += [problem for folder in folders for problem in check_layout(resolve_asset(folder), cfg.demonstrations)]
-    if problems:
-        raise ConfigError(problems)
 
 
 def list_demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:

@@ -11,6 +11,7 @@ import yaml
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.collect import collect, collection_banner_lines
 from embodyrl.commands.sft import sft
+from embodyrl.commands.sft_setup import sft_banner_lines
 from embodyrl.config.compose import flatten
 from embodyrl.config.settings import is_key_or_subkey
 from embodyrl.data.settings import EpisodeFilter, Labels
@@ -87,6 +88,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
             if cfg.runner.max_steps in CheckpointStore(run / "checkpoints").folders():
                 continue
             if expert is None:
+                _check_training(cfg)
                 expert = stack.enter_context(closing(find_expert(cfg.dagger.expert)(cfg)))
             try:
                 _run_round(cfg, expert, previous, run, data[: index + 1], overrides)
@@ -94,6 +96,15 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
                 error.args = (f"{error}; to continue all rounds, run the same command again",)
                 raise
     return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def _check_training(cfg: Config) -> None:
+    """Check the demonstrations, the model and the GPUs of SFT before episodes are collected.
+
+    Raises:
+        EmbodyError: see `sft_banner_lines`.
+    """
+    sft_banner_lines(_training_config(cfg, None, Path(cfg.runner.output_dir), ()))
 
 
 def _check_unchanged(cfg: Config, run: Path) -> None:
@@ -150,6 +161,7 @@ def _initial_weight_overrides(cfg: Config, previous: Path | None) -> dict[str, A
 
 def dagger_banner_lines(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines (label, text) of a DAgger run."""
+    _check_training(cfg)
     return [
         *collection_banner_lines(cfg),
         ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}"),
