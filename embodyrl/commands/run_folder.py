@@ -410,7 +410,8 @@ def weight_banner_lines(cfg: Config, weights: Path | None, env: EnvSpec | None =
     elif adapter_path is not None and (weights is None or trains):
         description = f"{base} + adapter {adapter_path}, {'trained further' if trains else 'merged'}"
     else:
-        description = f"{base}, with new adapters" if trains else base
+        replaced = f" instead of those of {model.weights}" if cfg.ckpt and cfg.is_set_by_user("model.path") else ""
+        description = base + replaced + (", with new adapters" if trains else "")
     lines = [("weights", description)]
     folder = weights if weights is not None or model.weights is None else resolve_asset(model.weights)
     if folder is not None and env is not None:

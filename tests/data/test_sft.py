@@ -168,7 +168,9 @@ def test_sft_checkpoint_rejects_other_inputs(trained: SftResult, tmp_path: Path)
     inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
     assert inputs["cameras"] == list(env.cameras.names[:1])
     assert inputs["longest_demonstration"] == 6
-    assert "warning" not in dict(weight_banner_lines(cfg, policy, env))
+    assert weight_banner_lines(cfg, policy, env) == [
+        ("weights", f"{policy} instead of those of {trained.run / 'start'}")
+    ]
     short = cfg.updated({"env.eval.max_episode_steps": 5})
     assert (
         "has 6 steps, more than env.eval.max_episode_steps=5"
