@@ -78,7 +78,7 @@ def lerobot_units(mode: str, folder: Path) -> Normalizer:
         output_features={"action": Feature(type="ACTION", shape=(5,))},
         normalization_mapping=dict.fromkeys(("STATE", "ACTION"), mode),
     )
-    units = Normalizer(config, 1e-8)
+    units = Normalizer(config, 1e-8, torch.device("cpu"))
     units.set_statistics(_read_sft_statistics(folder / "dataset_statistics.json", config), folder)
     return units
 
