@@ -37,6 +37,34 @@ from embodyrl.types import FloatArray, ImitationLoss, IntArray, Observation, Pol
 HIDDEN = (128, 64)
 
 
+class _Layer(nn.Module):
+    """Linear layer with the parameter names of RLinf's checkpoints."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return self.linear_1(x)
+
+
+class _Layers(nn.Module):
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers = [_Layer(a, b) for a, b in pairwise(widths)]
+        nn.init.zeros_(layers[-1].linear_1.weight)
+        nn.init.zeros_(layers[-1].linear_1.bias)
+        self.moduleList = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map features [..., inputs] to outputs [..., outputs], with tanh between the layers."""
+        *hidden, last = self.moduleList
+        for layer in hidden:
+            x = torch.tanh(layer(x))
+        return last(x)
+
+
 class NoiseHead(nn.Module):
     """Head that predicts the noise's standard deviation for each element of a chunk from the expert's hidden states.
 
@@ -46,20 +74,12 @@ class NoiseHead(nn.Module):
 
     def __init__(self, width: int, action_width: int, low: float, high: float) -> None:
         super().__init__()
-        layers = [nn.Linear(a, b) for a, b in pairwise((width, *HIDDEN, action_width))]
-        nn.init.zeros_(layers[-1].weight)
-        nn.init.zeros_(layers[-1].bias)
-        # The names of the parameters are those of RLinf's checkpoints.
-        named_layers = nn.ModuleList(nn.ModuleDict({"linear_1": layer}) for layer in layers)
-        self.mlp_logvar = nn.ModuleDict({"moduleList": named_layers})
+        self.mlp_logvar = _Layers((width, *HIDDEN, action_width))
         self._low, self._high = 2.0 * math.log(low), 2.0 * math.log(high)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return standard deviations [B, H, D] for hidden states [B, H, width]."""
-        for layer in self.mlp_logvar.modules():
-            if isinstance(layer, nn.Linear):
-                hidden = torch.tanh(layer(hidden))
-        fraction = 0.5 * (hidden + 1.0)
+        fraction = 0.5 * (torch.tanh(self.mlp_logvar(hidden)) + 1.0)
         return (0.5 * (self._low + (self._high - self._low) * fraction)).exp()
 
 
