@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import signal
 import threading
 import urllib.request
 from pathlib import Path
@@ -132,11 +133,14 @@ def test_interrupted_correction_is_not_recorded(tmp_path: Path, demos: Path) -> 
         _thread.interrupt_main()
 
     person = threading.Thread(target=act_once_and_interrupt)
+    # A shell ignores SIGINT in background processes, and their child processes inherit this.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     person.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             expert._correct(policy, recording, [5])
     finally:
+        signal.signal(signal.SIGINT, handler)
         person.join()
         expert.close()
         recording.close()
