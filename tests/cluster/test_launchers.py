@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from processes import workers_of
+from processes import wait_until, workers_of
 
 from embodyrl.channels.messages import WorkerReady
 from embodyrl.cluster.inline import InlineLauncher
@@ -258,7 +258,8 @@ def test_stop_leaves_no_semaphore_folder_or_process_of_a_library(local):
     *files, first, second = next_event(local).message.removesuffix("!").split()
     assert all(map(os.path.exists, files)), files
     local.stop(grace_s=20)
-    assert not any(map(os.path.exists, [*files, f"/proc/{first}", f"/proc/{second}"]))
+    left = [*files, f"/proc/{first}", f"/proc/{second}"]
+    assert wait_until(lambda: not any(map(os.path.exists, left)), 5)  # killed children are reaped later
 
 
 def test_restarted_inline_worker_gets_no_old_requests(tmp_path):
