@@ -4,6 +4,8 @@ import json
 import re
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -168,3 +170,18 @@ class StoppedImmediately(KeyboardInterrupt):
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum
         super().__init__(f"stopped by a second signal, {signal.Signals(signum).name}; saved files are complete")
+
+
+@contextmanager
+def reject_malformed(where: object, fix: str, *more_errors: type[Exception]) -> Iterator[None]:
+    """Convert errors of reading and parsing a file to a `CheckpointError`.
+
+    Args:
+        where: the file, and the part that is read.
+        fix: last sentence of the error message.
+        more_errors: error types of the package that reads the file.
+    """
+    try:
+        yield
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, *more_errors) as error:
+        raise CheckpointError(f"{where} is missing or malformed ({format_reason(error)}). {fix}") from error

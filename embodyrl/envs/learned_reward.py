@@ -26,9 +26,11 @@ class LearnedReward:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._config: dict[str, Any] = read_json(folder / CONFIG_FILE)
-        self.is_valid = {"num_images", "state_dim", "hidden"} <= self._config.keys()
-        """True if the config is that of a reward model."""
-        self.cameras = int(self._config.get("num_images", 0))
+        if not {"num_images", "state_dim", "hidden"} <= self._config.keys():
+            raise UnknownNameError(
+                f"{folder} does not contain a reward model. Train one with `embodyrl sft objective.name=success`."
+            )
+        self.cameras = int(self._config["num_images"])
         """Number of cameras that the classifier uses."""
         self.camera_names = tuple(self._config.get("cameras", ()))
         self._weights: dict[str, np.ndarray] = {}
@@ -116,9 +118,4 @@ def load_reward(folder: Path) -> LearnedReward | None:
     """
     if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
         return None
-    model = LearnedReward(folder)
-    if not model.is_valid:
-        raise UnknownNameError(
-            f"{folder} does not contain a reward model. Train one with `embodyrl sft objective.name=success`."
-        )
-    return model
+    return LearnedReward(folder)

@@ -1,13 +1,12 @@
 """Validation of checkpoint and adapter folders that other programs wrote. Does not import torch."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError, format_reason
+from embodyrl.errors import CheckpointError
 
 ADAPTER_FIELDS = (
     *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern"),
@@ -35,21 +34,6 @@ LEROBOT_FIELDS = (
     *("type", "use_amp"),
 )
 """Fields of LeRobot's `config.json` that are read, or do not change actions."""
-
-
-@contextmanager
-def reject_malformed(where: object, fix: str, *more_errors: type[Exception]) -> Iterator[None]:
-    """Convert errors of reading and parsing a file to a `CheckpointError`.
-
-    Args:
-        where: the file, and the part that is read.
-        fix: last sentence of the error message.
-        more_errors: error types of the package that reads the file.
-    """
-    try:
-        yield
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, *more_errors) as error:
-        raise CheckpointError(f"{where} is missing or malformed ({format_reason(error)}). {fix}") from error
 
 
 def check_keys(

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import ConfigError, format_reason
+from embodyrl.errors import ConfigError, format_reason, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import reject_malformed
 from embodyrl.types import ActionKind, ByteArray, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"

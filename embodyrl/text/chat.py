@@ -8,14 +8,14 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, format_reason
+from embodyrl.errors import ConfigError, EmbodyError, reject_malformed
 from embodyrl.external_python import ExternalScript
 from embodyrl.files import read_json, read_small
 from embodyrl.text.model_folder import read_tokenizer
@@ -72,10 +72,10 @@ class ChatTemplate:
         config = _read_json(folder / "tokenizer_config.json")
         source = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
-            with _report_damage(file):
+            with reject_malformed(file, _DOWNLOAD_AGAIN):
                 source = read_small(file).decode("utf-8")
         if isinstance(source, list):  # several named templates
-            with _report_damage(folder / "tokenizer_config.json"):
+            with reject_malformed(folder / "tokenizer_config.json", _DOWNLOAD_AGAIN):
                 source = {entry["name"]: entry["template"] for entry in source}
         if isinstance(source, dict):
             source = source.get("default")
@@ -186,7 +186,7 @@ def read_special_tokens(folder: Path) -> dict[str, int]:
         CheckpointError: tokenizer.json is damaged.
     """
     entries = _read_json(file := folder / "tokenizer.json").get("added_tokens") or ()
-    with _report_damage(file):
+    with reject_malformed(file, _DOWNLOAD_AGAIN):
         return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
 
 
@@ -390,14 +390,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    with _report_damage(file):
+    with reject_malformed(file, _DOWNLOAD_AGAIN):
         return dict(read_json(file)) if file.is_file() else {}
-
-
-@contextmanager
-def _report_damage(file: Path) -> Iterator[None]:
-    """Convert errors of the block, which reads the content of a model's file, to CheckpointError."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {format_reason(error)}. {_DOWNLOAD_AGAIN}") from error

@@ -202,7 +202,8 @@ def test_damaged_model_file_is_named_before_the_run_starts(name: str, content: s
     if name == "tokenizer_config.json":
         (place / "chat_template.jinja").unlink()
     model = ["env=text/copy", "model=causal_lm", f"model.path={place}", "launcher=inline"]
-    with pytest.raises(EmbodyError, match=rf"{place / name} cannot be read: .*Download the file again\."):
+    problem = "(cannot be read|is missing or malformed)"
+    with pytest.raises(EmbodyError, match=rf"{place / name} {problem}.*Download the file again\."):
         describe(load_config("train", [*model, f"runner.output_dir={tmp_path}/runs"]))
 
 

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from embodyrl.errors import reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import check_equal, reject_malformed
+from embodyrl.policies.files import check_equal
 from embodyrl.types import ActionKind
 
 CHANNELS = (32, 64, 64)

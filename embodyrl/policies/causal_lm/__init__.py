@@ -11,11 +11,10 @@ from typing import ClassVar
 from safetensors import SafetensorError, safe_open
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, reject_malformed
 from embodyrl.files import read_json
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_image_sizes, read_sizes
-from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.adapter import ADAPTER_CONFIG, find_unused_adapter_keys
 from embodyrl.text.chat import ChatTemplate, find_end_token_problem, find_roles_problem

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import LEROBOT_FIELDS, TRANSFORMERS_FIELDS, check_keys, reject_malformed
+from embodyrl.policies.files import LEROBOT_FIELDS, TRANSFORMERS_FIELDS, check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 MAX_DIM = 32

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import TRANSFORMERS_FIELDS, check_keys, reject_malformed
+from embodyrl.policies.files import TRANSFORMERS_FIELDS, check_keys
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import POLICIES
 from embodyrl.policies.vla.folder import (

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from embodyrl.errors import reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import check_equal, reject_malformed
+from embodyrl.policies.files import check_equal
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError, ConfigError, reject_malformed
 from embodyrl.files import read_json
 from embodyrl.policies.files import (
     ADAPTER_FIELDS,
     BASE_PRESERVING_INITS,
     check_keys,
     find_merged_adapter_problem,
-    reject_malformed,
 )
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 

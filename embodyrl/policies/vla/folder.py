@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reject_malformed
 from embodyrl.files import inside, read_json, read_small
-from embodyrl.policies.files import reject_malformed
 from embodyrl.registry import closest
 from embodyrl.text.model_folder import find_missing_weights
 

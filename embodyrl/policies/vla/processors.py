@@ -14,9 +14,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import check_keys, reject_malformed
+from embodyrl.policies.files import check_keys
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"

@@ -7,9 +7,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, read_sft_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 

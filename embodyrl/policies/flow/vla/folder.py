@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from embodyrl.config.settings import format_value
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError, ConfigError, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPromptEncoder, PromptFormat
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
 from embodyrl.policies.flow.vla.processors import MODES, read_checked_processors, read_prompt_limit

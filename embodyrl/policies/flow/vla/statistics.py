@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import check_keys, reject_malformed
+from embodyrl.policies.files import check_keys
 from embodyrl.policies.vla.folder import Clip, check_statistics, compute_clip_range, find_data_set
 from embodyrl.types import FloatArray
 

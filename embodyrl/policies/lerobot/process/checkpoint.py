@@ -6,9 +6,8 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reject_malformed
 from embodyrl.files import read_json
-from embodyrl.policies.files import reject_malformed
 from embodyrl.policies.lerobot.config import ACTION, FeatureConfig
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.processors import POSTPROCESSOR, PREPROCESSOR
